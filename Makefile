@@ -1,0 +1,60 @@
+# `make help` lists the targets. The first one that needs it makes .venv with everything
+# in it; after that set-up costs nothing until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/ready
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
+
+.PHONY: help demo test lint docs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
+	    printf '  %-12s %s\n' "$$target" "$$text"; done
+	@echo
+	@echo "  PYTHON=python3.12 chooses the interpreter for a new .venv (Python 3.10 or later)."
+
+demo: $(READY) ## the demonstration: a few minutes, then a page with figures
+	@$(BIN)/manyhands demo $(ARGS)
+
+test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## style, formatting and types
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+docs: $(READY) ## the documentation, into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The documentation is in site/index.html"
+
+clean: ## remove .venv and everything that was built
+	rm -rf .venv site build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "No '$(PYTHON)' found. Install Python 3.10 or later, or name yours: make PYTHON=/path/to/python3"; \
+	    exit 1; } >&2
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "manyhands needs Python 3.10 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)."; \
+	    echo "Name a newer one: make PYTHON=python3.12"; \
+	    exit 1; } >&2
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing."; \
+	    echo "Install it (on Debian and Ubuntu the package is python3-venv) or name another: make PYTHON=..."; \
+	    exit 1; } >&2
+	@echo "Setting up .venv; the first time this takes a minute or more, most of it for torch ..."
+	@$(PYTHON) -m venv .venv || { \
+	    echo "Could not make .venv. 'make clean' removes what is left of it; then try again."; \
+	    exit 1; } >&2
+	@$(INSTALL) --quiet --quiet || { \
+	    echo; \
+	    echo "Installing into .venv failed; pip's reason stands above. To see all that pip does:"; \
+	    echo "    $(INSTALL)"; \
+	    echo "A GPU machine or an unusual Python may want other versions: see the top of constraints.txt."; \
+	    exit 1; } >&2
+	@touch $@

@@ -1,0 +1,28 @@
+"""manyhands: train with more workers by changing a line.
+
+`__all__` below is the whole public surface; `help(manyhands.AdaScale)` explains each name.
+"""
+
+from manyhands.scaling._adaptive import AdaptiveDataParallel
+from manyhands.scaling._measure import NoiseScale
+from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._progress import ProgressScheduler
+from manyhands.scaling._scales import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdaScale",
+    "AdamScale",
+    "AdaptiveDataParallel",
+    "LEGWScale",
+    "LinearScale",
+    "NoiseScale",
+    "ProgressScheduler",
+    "ScalingRuleBase",
+    "SqrtScale",
+]
+
+for _name in __all__:  # tracebacks and help() show manyhands.AdaScale
+    globals()[_name].__module__ = __name__
+del _name

@@ -1,0 +1,47 @@
+"""`manyhands report`: records to a page with figures."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from manyhands.record import Run, read_record
+from manyhands.report import write_report
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Files that mh.Record wrote.")],
+    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="What to write above it.")] = "Training runs",
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in the browser.")] = False,
+) -> None:
+    """Compare recorded runs on one page with figures, which opens without a network."""
+    read = [_read(path) for path in runs]
+    if any(out.resolve() == path.resolve() for path in runs):
+        _stop(f"--out {out} is one of the runs, and would be overwritten. Choose another file.")
+    try:
+        page = write_report(read, out, title=title)
+    except (OSError, ImportError) as error:
+        _stop(f"the page cannot be written: {error}")
+    typer.echo(f"wrote {page}")
+    if show:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _read(path: Path) -> Run:
+    if not path.exists():
+        _stop(f"{path} does not exist. Give the path that mh.Record(path) was given.")
+    if path.is_dir():
+        _stop(f"{path} is a folder. Name the records in it, for example {path}/*.jsonl")
+    try:
+        return read_record(path)
+    except (OSError, ValueError) as error:
+        _stop(str(error))
+
+
+def _stop(message: str) -> NoReturn:
+    typer.echo(f"manyhands report: {message}", err=True)
+    raise typer.Exit(2)

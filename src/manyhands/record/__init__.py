@@ -1,0 +1,25 @@
+"""The run log: one line a step, written by one worker, read back as one run.
+
+A record is a text file of JSON lines. A header says what the file is; each further line is one
+optimizer step:
+
+    {"manyhands": {"version": 1, "name": "AdaScale x32", "date": "2026-02-03T04:05:06+01:00", ...}}
+    {"step": 1, "time": 0.41, "progress": 3.2, "gain": 3.2, "lr": [0.1], ..., "loss": 2.30}
+    {"step": 2, "time": 0.80, "progress": 6.3, "gain": 3.1, "lr": [0.1], ..., "loss": 2.21}
+
+Three rules keep a file whole and let a run be resumed:
+
+- A line goes out in a single write to a descriptor opened for appending, so that a crash leaves
+  complete lines. At most the last one is cut off; readers ignore it and a resumed run removes it.
+- Opening an existing record writes another header. The lines after it go on from there.
+- A line supersedes the earlier lines of its own and of later steps: a run that reached step 100
+  and was resumed from step 90 reads as one run, with one line for each step.
+
+JSON has no word for the numbers that are not finite: they are the strings "nan", "inf" and "-inf"
+in the file, and floats again when it is read.
+"""
+
+from manyhands.record._record import Record, Source
+from manyhands.record._run import Run, read_record
+
+__all__ = ["Record", "Run", "Source", "read_record"]

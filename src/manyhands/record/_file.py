@@ -1,0 +1,132 @@
+"""A record on disk: lines to JSON and back, and a file that is only ever appended to.
+
+Nothing here knows what a step is, only that a line has a whole number "step" and a "time".
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FORMAT_VERSION = 1
+HEADER = "manyhands"
+
+Line = dict[str, Any]
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
+    """A descriptor to append to, and the last line of the record that is continued, if any."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    if mode == "new":
+        try:
+            return os.open(path, flags | os.O_EXCL, 0o666), None
+        except FileExistsError as error:
+            raise FileExistsError(
+                f'{path} exists, and mode="new" writes to a new file only. Choose another path, '
+                'mode="continue" to go on with that run, or mode="overwrite" to drop it.'
+            ) from error
+    last, end = _last_line(path) if path.exists() else (None, 0)
+    file = os.open(path, flags, 0o666)
+    os.ftruncate(file, 0 if mode == "overwrite" else end)  # also drops a line that was cut off
+    return file, None if mode == "overwrite" else last
+
+
+def _last_line(path: Path) -> tuple[Line | None, int]:
+    """The last complete line of a record, and where it ends."""
+    last, end, number = b"", 0, 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1 and not raw.startswith(f'{{"{HEADER}"'.encode()):
+                raise ValueError(foreign(path) + " It is left as it is: choose another path.")
+            if not raw.endswith(b"\n"):
+                number -= 1
+                break
+            last, end = raw, end + len(raw)
+    line = parse(last, path, number) if last else None
+    return line[HEADER] if line and HEADER in line else line, end
+
+
+def append(file: int, path: Path, line: Line) -> None:
+    """Write one line at once and whole."""
+    data = _to_json(line).encode() + b"\n"
+    written = os.write(file, data)
+    if written < len(data):  # the disk is full: take the piece back, so that no line is cut
+        os.ftruncate(file, os.fstat(file).st_size - written)
+        raise OSError(errno.ENOSPC, "no space left for the next line", str(path))
+
+
+def _to_json(line: Line) -> str:
+    try:
+        return _encode(line)
+    except ValueError:  # something is not finite
+        return _encode(_named(line))
+    except TypeError as error:
+        raise TypeError(
+            f"snapshot() must give plain Python values (numbers, strings, lists, None): {error}. "
+            "Convert them there, for example with float(value) or tensor.tolist()."
+        ) from error
+
+
+def _named(value: Any) -> Any:
+    """`value` with the numbers that are not finite as strings."""
+    if isinstance(value, dict):
+        return {key: _named(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(entry) for entry in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(float(value))
+
+
+def parse(raw: bytes, path: Path, number: int) -> Line:
+    """One line of a record, checked."""
+    try:
+        line: Line = json.loads(raw)
+        if HEADER in line:
+            version = line[HEADER]["version"]
+            complete = version != FORMAT_VERSION or {"name", "keys", "step"} <= set(line[HEADER])
+        else:
+            version = FORMAT_VERSION
+            line = {key: _unnamed(value) for key, value in line.items()}
+            complete = type(line["step"]) is int and type(line["time"]) in (int, float)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        complete = False
+    if not complete or (number == 1 and HEADER not in line):
+        raise ValueError(
+            foreign(path)
+            if number == 1
+            else f"{path}, line {number} is damaged: it is not a line of a record. "
+            "The lines before it are whole; delete it and what follows to go on from there."
+        )
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}, line {number}: the record has format version {version}, and this manyhands "
+            f"reads version {FORMAT_VERSION}. Read it with the version that wrote it."
+        )
+    return line
+
+
+def _unnamed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unnamed(entry) for entry in value]
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def flat(line: Line) -> Iterator[tuple[str, Any]]:
+    """("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2); the rest as it is."""
+    for key, value in line.items():
+        if isinstance(value, list):
+            yield from ((f"{key}/{index}", entry) for index, entry in enumerate(value))
+        else:
+            yield key, value
+
+
+def foreign(path: Path) -> str:
+    return f"{path} is not a record of manyhands: it does not begin with a record's header."

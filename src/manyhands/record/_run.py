@@ -1,0 +1,87 @@
+"""A record, read back as one run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from manyhands.record._file import HEADER, Line, flat, foreign, parse
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record, read: its header and its lines, one for each step."""
+
+    path: Path
+    name: str
+    header: dict[str, Any] = field(repr=False)
+    lines: list[Line] = field(repr=False)
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """Every column there is; a list of values per parameter group gives "lr/0", "lr/1"."""
+        return list(dict.fromkeys(key for line in self.lines for key, _ in flat(line)))
+
+    @property
+    def own(self) -> list[str]:
+        """The columns of the user's own values."""
+        ours = {"step", "time", *self.header["keys"]}
+        return list(dict.fromkeys(key for line in self.lines for key in line if key not in ours))
+
+    def column(self, key: str) -> list[Any]:
+        """One value for each line, None where a line has none.
+
+        `column("lr")` gives a list per line, `column("lr/0")` the first group's number.
+        """
+        if any(key in line for line in self.lines):
+            return [line.get(key) for line in self.lines]
+        if key not in self.columns:
+            raise KeyError(f"{self.path} has no column {key!r}. It has: {', '.join(self.columns)}.")
+        name, _, index = key.rpartition("/")
+        groups = [line.get(name, []) for line in self.lines]
+        return [group[int(index)] if int(index) < len(group) else None for group in groups]
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a row for each line and the columns of `columns`."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "to_pandas() needs pandas, which is not installed: pip install pandas"
+            ) from error
+        return pandas.DataFrame([dict(flat(line)) for line in self.lines], columns=self.columns)
+
+
+def read_record(path: str | os.PathLike[str]) -> Run:
+    """Read a record as one run: resumed parts joined, one line for each step.
+
+    A last line without its end (the run was stopped while writing, or is writing now) is
+    ignored. Any other damage is a `ValueError` that names the line.
+
+    After a resumption "time" goes on from the last line that was kept, so that it is the time
+    spent on the steps that count.
+    """
+    path = Path(path)
+    header: dict[str, Any] = {}
+    lines: list[Line] = []
+    earlier, resumed = 0.0, False  # seconds before this part of the file
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                break
+            line = parse(raw, path, number)
+            if HEADER in line:
+                header, resumed = line[HEADER], True
+                continue
+            while lines and lines[-1]["step"] >= line["step"]:
+                lines.pop()
+            if resumed:
+                earlier, resumed = lines[-1]["time"] if lines else 0.0, False
+            line["time"] += earlier
+            lines.append(line)
+    if not header:
+        raise ValueError(foreign(path))
+    return Run(path, str(header["name"]), header, lines)

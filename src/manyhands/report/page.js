@@ -1,0 +1,37 @@
+const { figures, axes } = JSON.parse(document.getElementById("data").textContent);
+const plots = [...document.querySelectorAll(".plot")];
+const choices = [...document.querySelectorAll("[name=axis]")];
+const boxes = [...document.querySelectorAll("table [type=checkbox]")];
+
+function draw() {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(name).trim();
+  const axis = choices.find((choice) => choice.checked).value;
+  const hidden = new Set(boxes.filter((box) => !box.checked).map((box) => Number(box.value)));
+  const line = { gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false };
+
+  figures.forEach(({ data, layout }, index) => {
+    const traces = data.map((trace) => ({
+      ...trace, x: trace.meta.x[axis], visible: !hidden.has(trace.meta.run),
+    }));
+    Plotly.react(plots[index], traces, {
+      ...layout,
+      font: { color: colour("--ink"), family: "system-ui, sans-serif", size: 12 },
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line") },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--quiet"), activecolor: colour("--ink") },
+      xaxis: { ...layout.xaxis, ...line, title: { text: axes[axis] } },
+      yaxis: { ...layout.yaxis, ...line },
+    }, {
+      responsive: true, displaylogo: false,
+      modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
+    });
+  });
+}
+
+if (figures.length) {
+  draw();
+  [...choices, ...boxes].forEach((input) => input.addEventListener("change", draw));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+}

@@ -1,0 +1,1 @@
+"""How far to step: scaling rules, and the noise of the gradient that they need."""

@@ -1,0 +1,187 @@
+"""adaptdl's way to use a rule: the data-parallel module counts passes and binds the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, Optimizer, RMSprop
+
+from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._scales import AdamScale, AdaScale
+
+
+class AdaptiveDataParallel(nn.Module):
+    """A data-parallel model whose optimizer follows a scaling rule.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> rule = mh.AdaScale()
+    >>> model = mh.AdaptiveDataParallel(model, optimizer, rule)
+    >>> with model.no_sync():  # every pass but the step's last
+    ...     model(torch.randn(8, 4)).square().mean().backward()
+    >>> model(torch.randn(8, 4)).square().mean().backward()
+    >>> rule.step()  # or optimizer.step(): it has become the rule's
+    >>> rule.scale
+    2.0
+
+    Losses are not divided by the number of passes: the gradient is, when the last one is over.
+    The scale is workers x passes, each micro-batch being a small batch, unless `scale` is
+    given. Without a process group the model runs on one worker.
+
+    Args:
+        model: the module.
+        optimizer: a bare optimizer of its parameters; `step` and `zero_grad` become the rule's.
+        rule: a rule without optimizer; by default `AdamScale()` for Adam and RMSprop,
+            `AdaScale()` for others. `scaling_rule=` is the same.
+        lr_scheduler: kept as an attribute. (adaptdl saved it; save it with your checkpoint.)
+        mp_scaler: the `GradScaler` in use.
+        scale: size of the whole batch in small batches.
+        name: kept as an attribute.
+        ddp_arguments: further arguments of `DistributedDataParallel`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        rule: ScalingRuleBase | None = None,
+        lr_scheduler: Any = None,
+        mp_scaler: Any = None,
+        scaling_rule: ScalingRuleBase | None = None,
+        name: str = "adaptdl-dataparallel",
+        *,
+        scale: float | None = None,
+        **ddp_arguments: Any,
+    ) -> None:
+        super().__init__()
+        if rule is not None and not isinstance(rule, ScalingRuleBase):
+            raise TypeError(
+                f"the third argument is the scaling rule, got {type(rule).__name__}. "
+                "Pass a scheduler or scaler by name: lr_scheduler=..., mp_scaler=..."
+            )
+        if rule is not None and scaling_rule is not None:
+            raise TypeError("rule and scaling_rule are the same argument; give one of them.")
+        rule = rule or scaling_rule
+        if rule is None:
+            rule = AdamScale() if isinstance(optimizer, Adam | RMSprop) else AdaScale()
+        self.module = model
+        self.scaling_rule = rule
+        self.lr_scheduler = lr_scheduler
+        self.name = name
+        self.leading_dimension: int | None = None
+        ready = dist.is_available() and dist.is_initialized()
+        # In a list, and so not a submodule: the parameters' names stay `module.*`, as DDP's are.
+        self._parallel = [DistributedDataParallel(model, **ddp_arguments)] if ready else []
+        self._synchronise = True
+        self.process_group = ddp_arguments.get("process_group")
+        if mp_scaler is not None:
+            rule._grad_scaler = mp_scaler
+        if scale is not None:
+            rule.set_scale(scale)
+        rule.initialize(self, optimizer, patch_optimizer=True)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass is the step's last."""
+        return all(ddp.require_backward_grad_sync for ddp in self._parallel) and self._synchronise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: the passes inside are not the step's last, and are not averaged."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            with ExitStack() as stack:
+                for ddp in self._parallel:
+                    stack.enter_context(ddp.no_sync())
+                yield
+        finally:
+            self._synchronise = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if self.training and first is not None and first.dim() > 0:
+            self.leading_dimension = first.shape[0]
+        model = self._parallel[0] if self._parallel else self.module
+        return model(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. (adaptdl ignored this call.)"""
+        super().zero_grad(set_to_none)
+        self.scaling_rule.zero_grad()
+
+    @property
+    def gain(self) -> float:
+        """How many small-batch steps a step is worth at present."""
+        return self.scaling_rule.gain()
+
+    @property
+    def gns(self) -> GradientStatistics:
+        """The gradient statistics under adaptdl's names."""
+        return GradientStatistics(self.scaling_rule)
+
+    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
+        """Write the statistics to a TensorBoard `SummaryWriter`."""
+        prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
+        factors = self.scaling_rule.factors
+        for tag, value in (
+            ("Gradient_Norm_Sqr", self.gns.sqr_avg()),
+            ("Gradient_Variance", self.gns.var_avg()),
+            ("Gain", self.gain),
+            ("Learning_Rate_Factor", sum(factors) / len(factors)),
+        ):
+            writer.add_scalar(prefix + tag, value, global_step)
+
+
+class GradientStatistics:
+    """A rule's statistics under the names of adaptdl's `GradientNoiseScale`, for ported code."""
+
+    def __init__(self, rule: ScalingRuleBase) -> None:
+        self._rule = rule
+
+    @property
+    def raw_sqr_avg(self) -> tuple[float, ...]:
+        """|true gradient|^2 per parameter group, before the floor."""
+        return self._rule.noise.raw_sqr
+
+    @property
+    def raw_var_avg(self) -> tuple[float, ...]:
+        """The noise at scale 1 per parameter group, before the floor."""
+        return self._rule.noise.raw_var
+
+    def sqr_avg(self) -> float:
+        """|true gradient|^2 of all groups."""
+        return self._rule.noise.sqr_of()
+
+    def var_avg(self) -> float:
+        """The noise at scale 1 of all groups."""
+        return self._rule.noise.var_of()
+
+    def gain(self, scale: float) -> float:
+        """The gain at any scale."""
+        return self._rule.noise.gain(scale)
+
+    def get_progress(self) -> float:
+        return self._rule.progress
+
+    def set_progress(self, progress: float) -> None:
+        self._rule.set_progress(progress)
+
+    @property
+    def accum_scale(self) -> float:
+        """The scale of one pass on all workers together."""
+        return self._rule.scale / self.accum_count
+
+    @property
+    def accum_count(self) -> int:
+        """Passes of the step under way, or of the last one."""
+        return self._rule.passes
+
+    def set_accum_scale(self, accum_scale: float) -> None:
+        """Set the scale of one pass on all workers together."""
+        self._rule.set_scale_per_pass(accum_scale)

@@ -1,0 +1,406 @@
+"""How a rule is tied to an optimizer, a scale and its workers.
+
+The bound rule *is* a `torch.optim.Optimizer` without state of its own: `param_groups`, `state`,
+`defaults` and hooks are the inner optimizer's, so that schedulers, scalers and hooks act once
+and on the right thing. It therefore does not call `Optimizer.__init__`, which would make a
+second set of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from manyhands._comm import Workers
+from manyhands.scaling import _amp
+from manyhands.scaling._meter import NoiseMeter
+from manyhands.scaling._noise import Reading
+from manyhands.scaling._norms import Norms, Plain
+from manyhands.scaling._statistics import NoiseAverage
+from manyhands.scaling._tap import Accumulation, GradientTap
+
+
+class BoundOptimizer(Optimizer):
+    """A rule's ties: see `ScalingRuleBase` for the arguments."""
+
+    #: GradScaler.step leaves the loss scale with us instead of unscaling (see `_amp.py`).
+    _step_supports_amp_scaling = True
+    _smallest_scale = 0.0
+    _gradients = "plain"
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None = None,
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int = 1,
+        is_scaled_loss: bool = True,
+        debias_ewma: bool = True,
+        *,
+        process_group: Any = None,
+        grad_scaler: Any = None,
+        delayed: bool = False,
+        floor_each_step: bool = False,
+    ) -> None:
+        if smoothing is not None and not 0.0 <= smoothing < 1.0:
+            raise ValueError(
+                f"smoothing must be at least 0 and below 1, got {smoothing}. It is the weight of "
+                "the past; 0 looks at the newest step only."
+            )
+        self._inner: Optimizer | None = None
+        self.adp: Any = None
+        self._world_size = world_size
+        self._process_group = process_group
+        self._grad_scaler = grad_scaler
+        self._delayed = delayed
+        self._debias = debias_ewma
+        self._floor_each_step = floor_each_step
+        passes = _checked_passes(num_gradients_to_accumulate)
+        self._accumulation = Accumulation(passes, is_scaled_loss)
+        self._passes_per_step = passes
+        self._given_scale = None if scale is None else self._checked_scale(scale)
+        self._given_scale_per_pass: float | None = None
+        self._given_smoothing = smoothing
+        self._progress = 0.0
+        self._steps = 0
+        self._skipped = 0
+        self._factors: tuple[float, ...] = ()
+        if optimizer is not None:
+            self._bind(optimizer)
+
+    # -- the inner optimizer -----------------------------------------------------------------
+
+    def initialize(self, adp: Any, optimizer: Optimizer, patch_optimizer: bool = False) -> None:
+        """Bind a rule that was made without an optimizer.
+
+        `adp` is the data-parallel module (ours or torch's DDP): backward passes are then
+        counted, those inside its `no_sync()` accumulate, and the sum is divided here. With
+        `patch_optimizer`, `optimizer.step` and `.zero_grad` become the rule's.
+        """
+        if self._inner is not None:
+            raise RuntimeError("this rule is bound to an optimizer already; make another one.")
+        if adp is not None:
+            self.adp = adp
+            self._accumulation = Accumulation(
+                None, False, lambda: bool(adp.require_backward_grad_sync)
+            )
+            self._process_group = self._process_group or getattr(adp, "process_group", None)
+        self._bind(optimizer)
+        if patch_optimizer:
+            self._patch(optimizer)
+
+    def _bind(self, optimizer: Optimizer) -> None:
+        rule = type(self).__name__
+        if isinstance(optimizer, BoundOptimizer):
+            raise TypeError(
+                f"{rule} got an optimizer that {type(optimizer).__name__} wraps already. One rule "
+                "decides the learning rate: wrap the bare optimizer once."
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
+                f"{rule}(SGD(parameters, lr=...))."
+            )
+        other = vars(optimizer).get("_manyhands_rule", lambda: None)()
+        if other is not None:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} is wrapped by a {type(other).__name__} already. "
+                "Use that one, or call its unhook() first."
+            )
+        norms = self._norms(optimizer)
+        self._workers = Workers.of(self._process_group, self._world_size)
+        self._inner = optimizer
+        self._step_inner: Callable[..., Any] = optimizer.step
+        self._clear_inner: Callable[..., None] = optimizer.zero_grad
+        self._factors = (1.0,) * len(optimizer.param_groups)
+        average = NoiseAverage.empty(
+            len(optimizer.param_groups),
+            debiased=self._debias,
+            floor_each_step=self._floor_each_step,
+        )
+        try:
+            self._check_optimizer_takes(self._scale_at(self._passes_per_step))
+            self._check_workers_agree()
+            self._listen(norms, average)
+        except BaseException:
+            self._inner = None
+            raise
+        vars(optimizer)["_manyhands_rule"] = weakref.ref(self)
+
+    def _norms(self, optimizer: Optimizer) -> Norms:
+        """How this rule measures a gradient."""
+        return Plain()
+
+    def _check_optimizer_takes(self, scale: float) -> None:
+        """Raise where this rule cannot scale this optimizer that far."""
+
+    def _listen(self, norms: Norms, average: NoiseAverage) -> None:
+        rule = weakref.proxy(self)  # the tap must not keep its optimizer alive
+        tap = GradientTap(
+            self._optimizer.param_groups,
+            self._workers,
+            norms,
+            self._accumulation,
+            scale=lambda passes: rule._scale_at(passes),
+            loss_scale=lambda: _amp.loss_scale_of(rule._grad_scaler),
+        )
+        self._meter = NoiseMeter(
+            tap,
+            average,
+            smoothing=lambda reading: rule._smoothing_of(reading),
+            scaler_known=self._grad_scaler is not None,
+            delayed=self._delayed,
+        )
+
+    def _patch(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's own `step` and `zero_grad` the rule's."""
+
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self.step(*args, **kwargs)
+
+        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self.zero_grad(*args, **kwargs)
+
+        vars(optimizer)["step"] = MethodType(step, optimizer)
+        vars(optimizer)["zero_grad"] = MethodType(zero_grad, optimizer)
+        vars(optimizer)["_step_supports_amp_scaling"] = True
+        self._patched = True
+
+    def _check_workers_agree(self) -> None:
+        groups = self._optimizer.param_groups
+        mine = {
+            "num_gradients_to_accumulate": float(self._accumulation.declared or 0),
+            "scale": self._scale_at(self._passes_per_step),
+            "number of parameter groups": float(len(groups)),
+            "number of parameters": float(sum(len(group["params"]) for group in groups)),
+            "number of elements": float(sum(p.numel() for g in groups for p in g["params"])),
+        }
+        device = groups[0]["params"][0].device
+        everyone = self._workers.gather(list(mine.values()), device)
+        for name, values in zip(mine, zip(*everyone, strict=True), strict=True):
+            if len(set(values)) > 1:
+                listed = ", ".join(f"rank {r}: {v:g}" for r, v in enumerate(values[:8]))
+                raise ValueError(
+                    f"workers disagree on the {name}: {listed}. "
+                    "Build the same optimizer and rule on every worker."
+                )
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        if self._inner is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} has no optimizer yet. Give it one, "
+                f"{type(self).__name__}(optimizer), or bind it with "
+                "AdaptiveDataParallel(model, optimizer, rule) or rule.initialize(...)."
+            )
+        return self._inner
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer inside."""
+        return self._optimizer
+
+    def unhook(self) -> None:
+        """Stop listening to the parameters, and give the optimizer back as it was."""
+        optimizer = self._optimizer
+        self._meter.tap.unhook()
+        if vars(optimizer).pop("_manyhands_rule", None) is not None and self._patched:
+            vars(optimizer).update(step=self._step_inner, zero_grad=self._clear_inner)
+            vars(optimizer).pop("_step_supports_amp_scaling", None)
+
+    # -- as an Optimizer ---------------------------------------------------------------------
+
+    _patched = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else (hooks, the inner optimizer's own attributes) is the inner one's."""
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters: they are measured from the next backward pass on."""
+        self._check_between_steps("add_param_group()")
+        self._optimizer.add_param_group(param_group)
+        groups = self._optimizer.param_groups
+        self._meter.tap.norms.refresh()
+        self._meter.tap.hook(groups)
+        self._meter.average = self._meter.average.with_groups(len(groups))
+        self._factors += (1.0,)
+
+    def _check_parameter_groups(self) -> None:
+        if len(self.param_groups) != self._meter.average.groups:
+            raise RuntimeError(
+                f"the inner optimizer has {len(self.param_groups)} parameter groups, of which "
+                f"{self._meter.average.groups} are measured. Add groups through the wrapper: "
+                f"{type(self).__name__}.add_param_group(...)."
+            )
+
+    def __repr__(self) -> str:
+        if self._inner is None:
+            return f"{type(self).__name__}()"
+        settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
+        return f"{type(self).__name__}({settings})\n{self._inner!r}"
+
+    def _settings(self) -> dict[str, Any]:
+        """What `repr` shows."""
+        return {
+            "scale": f"{self.scale:g}",
+            "workers": self._workers.size,
+            "passes": self._accumulation.declared or "counted",
+            "smoothing": f"{self.smoothing:g}",
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundOptimizer:
+        """A copy around a copy of the optimizer (and of the parameters, unless in `memo`)."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        shared = {"_inner", "_meter", "_step_inner", "_clear_inner"}
+        vars(twin).update({k: v for k, v in vars(self).items() if k not in shared})
+        twin._inner = copy.deepcopy(self._inner, memo)
+        if twin._inner is not None:
+            twin._step_inner, twin._clear_inner = twin._inner.step, twin._inner.zero_grad
+            twin._accumulation = copy.copy(self._accumulation)
+            twin._listen(twin._norms(twin._inner), self._meter.average)
+            twin._meter.load(self._meter.average, self._meter.saved())
+            vars(twin._inner)["_manyhands_rule"] = weakref.ref(twin)
+            if self._patched:
+                twin._patch(twin._inner)
+        return twin
+
+    def __copy__(self) -> BoundOptimizer:
+        """The same optimizer under another name: everything is shared."""
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    # -- scale, accumulation, smoothing ------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """Size of the whole batch in small batches."""
+        return self._scale_at(self._passes)
+
+    @property
+    def _passes(self) -> int:
+        """Passes of the step under way where they are counted, of a whole step otherwise."""
+        if self._accumulation.declared is None and self._inner is not None:
+            return self._meter.tap.passes or self._passes_per_step
+        return self._passes_per_step
+
+    def _scale_at(self, passes: int) -> float:
+        if self._given_scale is not None:
+            return self._given_scale
+        if self._given_scale_per_pass is not None:
+            return self._given_scale_per_pass * passes
+        workers = self._workers.size if self._inner is not None else 1
+        return float(workers * passes)
+
+    def set_scale(self, scale: float, update_estimate: bool = True) -> None:
+        """Say that the batch is now `scale` small batches.
+
+        The noise is kept at scale 1, so the gain is right at once, whatever
+        `update_estimate` says: it is accepted for fairscale's callers.
+        """
+        self._check_between_steps("set_scale()")
+        scale = self._checked_scale(scale)
+        if self._inner is not None:
+            self._check_optimizer_takes(scale)
+        self._given_scale, self._given_scale_per_pass = scale, None
+
+    def set_scale_per_pass(self, scale: float) -> None:
+        """Say how many small batches one pass is on all workers together.
+
+        The scale is then that times the passes, however many there are in a step.
+        """
+        self._check_between_steps("set_scale_per_pass()")
+        self._given_scale, self._given_scale_per_pass = None, self._checked_scale(scale)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes of a step: declared, or counted in the step under way."""
+        return self._passes
+
+    @property
+    def smoothing(self) -> float:
+        """The weight of the past in the averages."""
+        if self._given_smoothing is not None:
+            return self._given_smoothing
+        if self._accumulation.declared is None:
+            return float(0.999**self.scale)
+        workers = self._workers.size if self._inner is not None else 1
+        return max(1.0 - workers * self._accumulation.declared / 1000.0, 0.0)
+
+    def _smoothing_of(self, reading: Reading) -> float:
+        by_scale = self._given_smoothing is None and self._accumulation.declared is None
+        return float(0.999**reading.scale) if by_scale else self.smoothing
+
+    def set_num_gradients_to_accumulate(
+        self, num_gradients_to_accumulate: int, update_smoothing: bool = True
+    ) -> None:
+        """Say how many backward passes make a step from now on.
+
+        The default scale follows. A scale that was given stays: `set_scale` it as well.
+        The smoothing becomes the default for that number; `update_smoothing=False` keeps it.
+        """
+        if self._accumulation.declared is None:
+            raise RuntimeError(
+                "with a data-parallel module the passes are counted, not declared: run all but "
+                "the step's last one inside its no_sync()."
+            )
+        passes = _checked_passes(num_gradients_to_accumulate)
+        self._check_between_steps("set_num_gradients_to_accumulate()")
+        self._given_smoothing = None if update_smoothing else self.smoothing
+        self._accumulation.declared = self._passes_per_step = passes
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._inner is None:
+            return
+        tap = self._meter.tap
+        if tap.accumulating:
+            raise RuntimeError(
+                f"{what} in the middle of a step, after {tap.passes} backward pass(es) of it. "
+                "Call it between step() and the next backward(), or zero_grad() first."
+            )
+
+    def _checked_scale(self, scale: float) -> float:
+        if not (math.isfinite(scale) and scale > 0.0 and scale >= self._smallest_scale):
+            least = "at least 1" if self._smallest_scale == 1.0 else "above 0"
+            raise ValueError(
+                f"scale must be finite and {least} for {type(self).__name__}, got {scale}. It is "
+                "the size of the whole batch (all workers, all passes) in small batches."
+            )
+        return float(scale)
+
+
+def _checked_passes(passes: int) -> int:
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ValueError(
+            f"num_gradients_to_accumulate must be a whole number of at least 1, got {passes!r}. It "
+            "is the number of backward() calls between two step() calls; 1 means no accumulation."
+        )
+    return passes

@@ -1,0 +1,205 @@
+"""Measure the noise scale of any training loop, and change nothing in it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands._comm import Workers
+from manyhands.scaling import _amp
+from manyhands.scaling._noise import estimate
+from manyhands.scaling._norms import Plain
+from manyhands.scaling._sample import Sample
+from manyhands.scaling._statistics import is_finite
+from manyhands.scaling._tap import Accumulation, GradientTap
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Weighted means of (sqr, var), of their squares and product, and of the weights' squares."""
+
+    weight: float = 0.0
+    squared_weight: float = 0.0
+    sqr: float = 0.0
+    var: float = 0.0
+    sqr_sqr: float = 0.0
+    var_var: float = 0.0
+    sqr_var: float = 0.0
+
+    def after(self, sqr: float, var: float, smoothing: float) -> _Moments:
+        new = 1.0 - smoothing
+
+        def mix(old: float, value: float) -> float:
+            return smoothing * old + new * value
+
+        return _Moments(
+            mix(self.weight, 1.0),
+            smoothing**2 * self.squared_weight + new**2,
+            mix(self.sqr, sqr),
+            mix(self.var, var),
+            mix(self.sqr_sqr, sqr * sqr),
+            mix(self.var_var, var * var),
+            mix(self.sqr_var, sqr * var),
+        )
+
+
+class NoiseScale:
+    """The gradient noise scale of a training loop: how large a batch would still pay.
+
+    Add one line; the loop stays as it is. Works with any optimizer, alone or under DDP:
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> noise = mh.NoiseScale(optimizer, batch_size=16)
+    >>> for _ in range(50):
+    ...     optimizer.zero_grad()
+    ...     x = torch.randn(16, 4)
+    ...     (model(x) - x.sum(dim=1, keepdim=True)).square().mean().backward()
+    ...     optimizer.step()
+    >>> noise.noise_scale > 0 and noise.standard_error > 0
+    True
+
+    `noise_scale` is trace(covariance) / |gradient|^2 (McCandlish et al. 2018, "simple noise
+    scale"): the batch size, in samples, at which noise and signal are equal. Well below it a
+    larger batch saves steps almost in proportion; well above it saves nothing. With one worker
+    and no accumulation consecutive gradients are compared, at the price of a copy of the
+    gradient; the estimate then takes the change of the parameters between them for noise.
+
+    Args:
+        parameters: an optimizer, or the parameters to measure.
+        batch_size: samples in one worker's backward pass; the unit is that batch if left out.
+        num_gradients_to_accumulate: backward passes before each step, each of a loss divided
+            by that number (`is_scaled_loss=False`: not divided).
+        smoothing: weight of the past.
+        process_group: the workers that share gradients; all, by default.
+        grad_scaler: the `GradScaler` in use: needed if its scale changes.
+    """
+
+    def __init__(
+        self,
+        parameters: Optimizer | Iterable[Tensor],
+        *,
+        batch_size: float = 1.0,
+        num_gradients_to_accumulate: int = 1,
+        is_scaled_loss: bool = True,
+        smoothing: float = 0.99,
+        process_group: Any = None,
+        grad_scaler: Any = None,
+    ) -> None:
+        if not batch_size > 0:
+            raise ValueError(f"batch_size must be above 0, got {batch_size}.")
+        if not 0.0 <= smoothing < 1.0:
+            raise ValueError(f"smoothing must be at least 0 and below 1, got {smoothing}.")
+        if num_gradients_to_accumulate < 1:
+            raise ValueError(
+                "num_gradients_to_accumulate must be at least 1, got "
+                f"{num_gradients_to_accumulate}."
+            )
+        if isinstance(parameters, Optimizer):
+            groups = parameters.param_groups
+        else:
+            groups = [{"params": list(parameters)}]
+            if not groups[0]["params"]:
+                raise ValueError("no parameters to measure: the iterable was empty.")
+        self._batch_size = batch_size
+        self._smoothing = smoothing
+        self._moments = _Moments()
+        self._flight: Sample | None = None
+        self.steps = 0
+        self.nonfinite = 0
+        meter = weakref.proxy(self)
+        self._tap = GradientTap(
+            groups,
+            Workers.of(process_group),
+            Plain(),
+            Accumulation(num_gradients_to_accumulate, is_scaled_loss),
+            scale=lambda passes: float(passes * meter._tap.mean.workers.size),
+            loss_scale=lambda: _amp.loss_scale_of(grad_scaler),
+            on_sample=lambda sample: meter._receive(sample),
+        )
+
+    def _receive(self, sample: Sample) -> None:
+        """Take in the last step's numbers, which have arrived long since; these are next."""
+        self._land()
+        sample.start_copy()
+        self._flight = sample
+
+    def _land(self) -> None:
+        sample, self._flight = self._flight, None
+        reading = sample.read()[0] if sample is not None else None
+        if reading is None:
+            return
+        if not is_finite(reading):
+            self.nonfinite += 1
+            return
+        new = estimate(reading)
+        self._moments = self._moments.after(sum(new.sqr), sum(new.var), self._smoothing)
+        self.steps += 1
+
+    @property
+    def squared_norm(self) -> float:
+        """|true gradient|^2; NaN before the first measurement."""
+        self._land()
+        return self._moments.sqr / self._moments.weight if self.steps else math.nan
+
+    @property
+    def variance(self) -> float:
+        """Trace of the covariance of one worker's micro-batch gradient."""
+        self._land()
+        return self._moments.var / self._moments.weight if self.steps else math.nan
+
+    @property
+    def noise_scale(self) -> float:
+        """variance / |gradient|^2 in samples; infinite where no signal shows, NaN before."""
+        sqr, var = self.squared_norm, self.variance
+        if math.isnan(sqr):
+            return math.nan
+        return self._batch_size * max(var, 0.0) / sqr if sqr > 0.0 else math.inf
+
+    @property
+    def standard_error(self) -> float:
+        """Of `noise_scale`, from the scatter of the steps' estimates (taken as independent)."""
+        sqr, var, moments = self.squared_norm, self.variance, self._moments
+        if self.steps < 2 or not sqr > 0.0:
+            return math.nan if self.steps < 2 else math.inf
+        w = moments.weight
+        ratio = var / sqr
+        scatter = (
+            moments.var_var / w
+            - var * var
+            - 2.0 * ratio * (moments.sqr_var / w - sqr * var)
+            + ratio**2 * (moments.sqr_sqr / w - sqr * sqr)
+        )
+        effective = w * w / moments.squared_weight
+        return self._batch_size * math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
+
+    def one_sample(self) -> AbstractContextManager[None]:
+        """Several backward passes inside are of the same samples (see `AdaScale.one_sample`)."""
+        return self._tap.one_sample()
+
+    def snapshot(self) -> dict[str, Any]:
+        """The measurement in plain numbers, for `Record`."""
+        scale, error = self.noise_scale, self.standard_error
+        return {
+            "noise_scale": scale if math.isfinite(scale) else None,
+            "noise_scale_error": error if math.isfinite(error) else None,
+        }
+
+    def unhook(self) -> None:
+        """Stop measuring."""
+        self._tap.unhook()
+
+    def __repr__(self) -> str:
+        unit = "samples" if self._batch_size != 1.0 else "small batches"
+        return (
+            f"NoiseScale({self.noise_scale:.4g} ± {self.standard_error:.2g} {unit}, "
+            f"{self.steps} steps)"
+        )

@@ -1,0 +1,203 @@
+"""Keeps the noise average up to date: one reading a step, taken when the step is.
+
+Between `backward` and `step` a finished sample is *pending*: `current` shows the average with
+it, and nothing is kept until `take`. A sample that no step follows leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.scaling._amp import ScalerNews
+from manyhands.scaling._noise import Reading
+from manyhands.scaling._sample import Sample
+from manyhands.scaling._statistics import NoiseAverage, is_finite
+from manyhands.scaling._tap import GradientTap
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of a step's reading."""
+
+    finite: bool = True
+    overflow: bool = False  # the gradient scaler found infinities
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A sample that was looked at before its step."""
+
+    sample: Sample
+    reading: Reading | None
+    average: NoiseAverage
+
+
+class NoiseMeter:
+    """Joins the tap's samples to the average.
+
+    `smoothing(reading)` is the weight of the past; `scaler_known` whether the tap divides the
+    loss scale out by itself. With `delayed`, a reading is joined one step after it was taken,
+    when its copy to the host has long arrived.
+    """
+
+    def __init__(
+        self,
+        tap: GradientTap,
+        average: NoiseAverage,
+        *,
+        smoothing: Callable[[Reading], float],
+        scaler_known: bool,
+        delayed: bool,
+    ) -> None:
+        self.tap = tap
+        self.average = average
+        self.nonfinite = 0
+        self.nonfinite_in_a_row = 0
+        self._smoothing = smoothing
+        self._scaler_known = scaler_known
+        self._delayed = delayed
+        self._pending: _Pending | None = None
+        self._flight: tuple[Sample, float | None] | None = None
+        self._loss_scale: float | None = None
+
+    @property
+    def current(self) -> NoiseAverage:
+        """The average, with the gradients of a backward that no step has followed yet."""
+        sample = self.tap.sample
+        if sample is None or self._delayed:
+            return self.average
+        if self._pending is None or self._pending.sample is not sample:
+            reading, _ = sample.read()
+            self._pending = _Pending(sample, reading, self._after(reading))
+        return self._pending.average
+
+    def take(self, news: ScalerNews) -> Taken | None:
+        """Join this step's reading (the previous step's, if delayed; None: there was none)."""
+        sample = self.tap.sample
+        if sample is None:
+            sample = self._incomplete()
+        if news.present and not self._scaler_known:
+            self._check_scale_can_be_known(news, sample)
+        late_scale = None if self._scaler_known else news.grad_scale
+        if self._delayed:
+            taken = self.land()
+            sample.start_copy()
+            self._flight = (sample, None if late_scale is None else float(late_scale))
+        else:
+            taken = self._take_now(sample, news, late_scale is not None)
+        self._pending = None
+        self.tap.clear()
+        return taken
+
+    def land(self) -> Taken | None:
+        """Join a reading whose copy is under way."""
+        if self._flight is None:
+            return None
+        sample, loss_scale = self._flight
+        self._flight = None
+        reading, _ = sample.read()
+        return self._join(self._without(reading, loss_scale))
+
+    def forget(self) -> None:
+        """Gradients were cleared: a step begins anew."""
+        self._pending = None
+        self.tap.clear()
+
+    def _take_now(self, sample: Sample, news: ScalerNews, scale_is_late: bool) -> Taken:
+        extras = [x for x in (news.found_inf, news.grad_scale) if x is not None]
+        if self._pending is not None and self._pending.sample is sample:
+            reading, told = self._pending.reading, [float(extra) for extra in extras]
+        else:
+            reading, told = sample.read(extras)
+        overflow = bool(told and told[0])
+        taken = self._join(self._without(reading, told[1] if scale_is_late else None), overflow)
+        return Taken(taken.finite, overflow)
+
+    def _without(self, reading: Reading | None, loss_scale: float | None) -> Reading | None:
+        if reading is None or loss_scale is None:
+            return reading
+        changed = loss_scale != self._loss_scale
+        self._loss_scale = loss_scale
+        if reading.differenced and changed:
+            return None  # the two gradients that were compared have different scales
+        return reading.divided_by(loss_scale)
+
+    def _join(self, reading: Reading | None, overflow: bool = False) -> Taken:
+        finite = reading is None or is_finite(reading)
+        if not finite or overflow:
+            self.nonfinite += 1
+            self.nonfinite_in_a_row += 1
+        else:
+            self.nonfinite_in_a_row = 0
+            self.average = self._after(reading)
+        return Taken(finite)
+
+    def _after(self, reading: Reading | None) -> NoiseAverage:
+        if reading is None or not is_finite(reading):
+            return self.average
+        return self.average.after(reading, self._smoothing(reading))
+
+    def _check_scale_can_be_known(self, news: ScalerNews, sample: Sample) -> None:
+        advice = "Pass it when wrapping: grad_scaler=scaler."
+        if news.grad_scale is None:
+            raise RuntimeError(
+                "scaler.unscale_() has divided the gradients after they were measured, so the "
+                f"statistics cannot know the loss scale. {advice}"
+            )
+        if self._pending is not None and self._pending.sample is sample:
+            raise RuntimeError(
+                "gain() was read before scaler.step() told the loss scale, so it was a wrong "
+                f"one. {advice} Or read gain() after the step."
+            )
+
+    def _incomplete(self) -> Sample:
+        """`step` without all of its backward passes: an error, on every worker."""
+        tap = self.tap
+        if not tap.hooked:
+            raise RuntimeError("unhook() was called, so gradients are not measured any more.")
+        if tap.joined:
+            raise RuntimeError("step() inside one_sample(): leave the `with` block first.")
+        declared, passes = tap.accumulation.declared, tap.passes
+        tap.complete_now()
+        sample = tap.sample
+        assert sample is not None
+        reading, _ = sample.read()  # raises where other workers have come further
+        if passes == 0 and reading is not None and any(reading.squares):
+            return sample
+        self.forget()
+        if passes == 0:
+            raise RuntimeError(
+                "step() without a backward() before it: there is no gradient to step along. "
+                "(A backward pass counts if it reached a parameter of this optimizer.)"
+            )
+        if declared is None:
+            raise RuntimeError(
+                f"step() inside no_sync(), after {passes} backward pass(es): the gradients are "
+                "not averaged over the workers yet. Run the step's last backward outside it."
+            )
+        raise RuntimeError(
+            f"step() after {passes} of {declared} backward passes. Run the others first, or "
+            f"declare fewer: set_num_gradients_to_accumulate({passes})."
+        )
+
+    def saved(self) -> dict[str, Any]:
+        return {
+            "average": self.average.saved(),
+            "previous": self.tap.mean.difference.previous,
+            "loss_scale": self._loss_scale,
+            "nonfinite": self.nonfinite,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
+
+    def load(self, average: NoiseAverage, state: dict[str, Any]) -> None:
+        self.forget()
+        self._flight = None
+        self.average = average
+        self.tap.mean.difference.previous = [
+            None if grad is None else grad.clone() for grad in state["previous"]
+        ]
+        self._loss_scale = state["loss_scale"]
+        self.nonfinite = int(state["nonfinite"])
+        self.nonfinite_in_a_row = int(state["nonfinite_in_a_row"])

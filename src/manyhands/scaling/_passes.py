@@ -1,0 +1,101 @@
+"""When does a backward pass begin, and when is it over?
+
+The optimizer wrapper is not told of `loss.backward()`; it sees hooks on parameters fire. The
+first hook of a pass announces its beginning, and a callback that autograd runs after its last
+node announces its end. That callback queues itself once more, so that it comes after DDP's,
+which waits for the gradients to be reduced.
+
+Words used here
+    pass       one `loss.backward()` of the user's
+    task       what autograd calls a graph task: one run of its engine
+    nested     a task inside another: reentrant activation checkpointing runs backward within
+               backward. Such a task is part of the pass around it. Its callbacks would run
+               when *it* ends, so the callback is queued from a node of the task around it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+_queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
+class BackwardPasses:
+    """Calls `begin` at the first gradient of each backward pass and `end` when it is over."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin = begin
+        self._end = end
+        self._pass: int | None = None  # the number of the pass, while one is open
+        self.count = 0
+        self._task: int | None = None  # the task in which a hook fired last
+        self._outer: int | None = None  # the task whose end is the end of the pass
+
+    @property
+    def open(self) -> bool:
+        return self._pass is not None
+
+    def forget(self) -> None:
+        """Drop a pass that raised an error on its way and will never end."""
+        self._pass = None
+
+    def gradient_arrives(self) -> None:
+        """To be called first in every hook."""
+        task = _current_task()
+        if task != self._task or self._pass is None:
+            self._enter(task)
+
+    def _enter(self, task: int) -> None:
+        around = _node_around()
+        if around is None and self._outer is not None and task != self._outer:
+            self._pass = None  # an earlier pass raised an error and never ended; this is a new one
+        self._task = task
+        if self._pass is None:
+            self.count += 1
+            self._pass = self.count
+            self._outer = None
+            self._begin()
+        if self._outer is None:
+            self._find_end(around, task, self._pass)
+
+    def _find_end(self, around: Any, task: int, number: int) -> None:
+        """Queue the end of this pass in its outermost task."""
+        if around is None:
+            self._outer = task
+            _queue_callback(lambda: _queue_callback(lambda: self._finish(number)))
+            return
+
+        def in_the_task_around(_: Any) -> None:
+            if self._pass == number and self._outer is None:
+                self._find_end(_node_around(), _current_task(), number)
+
+        for node, _ in around.next_functions:
+            if node is not None:
+                node.register_prehook(in_the_task_around)
+
+    def _finish(self, number: int) -> None:
+        if self._pass == number:
+            self._pass = None
+            self._end()
+
+
+def _node_around() -> Any:
+    """The node of an outer task within which this task runs, or None in an outermost one.
+
+    Autograd does not tell, but the Python function that called backward again is on the stack.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None

@@ -1,0 +1,81 @@
+"""Drive a learning-rate schedule by progress instead of by calls to `step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.scaling._optimizer import ScalingRuleBase
+
+
+class ProgressScheduler:
+    """Steps a torch scheduler once for every small-batch step (or epoch) of progress.
+
+    Write the schedule for the small batch, as it was. It then ends after the same progress at
+    every scale, which is after fewer optimizer steps.
+
+    >>> import torch, manyhands as mh
+    >>> from torch.optim.lr_scheduler import CosineAnnealingLR
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=4)
+    >>> schedule = mh.ProgressScheduler(CosineAnnealingLR(optimizer, T_max=50), optimizer, end=50)
+    >>> while not schedule.done:
+    ...     optimizer.zero_grad()
+    ...     for x in torch.randn(4, 8, 4):
+    ...         (model(x).square().mean() / 4).backward()
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> optimizer.param_groups[0]["lr"]
+    0.0
+
+    Args:
+        scheduler: any of torch's, made for `optimizer`.
+        optimizer: the scaling rule whose progress counts.
+        every: progress per step of the scheduler: 1 for schedules in steps, the number of
+            small batches in an epoch for schedules in epochs.
+        end: progress at which training ends; the scheduler is not stepped beyond it (some,
+            OneCycleLR for one, raise an error there) and `done` becomes true.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizer: ScalingRuleBase,
+        *,
+        every: float = 1.0,
+        end: float | None = None,
+    ) -> None:
+        if not every > 0.0:
+            raise ValueError(f"every must be above 0, got {every}: 1 is once a small-batch step.")
+        if end is not None and not end > 0.0:
+            raise ValueError(f"end must be above 0, got {end}: the progress to train for.")
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+        self._every = every
+        self._end = end
+        self._steps = int(optimizer.progress / every)
+
+    @property
+    def done(self) -> bool:
+        """Whether the progress has reached `end`."""
+        return self._end is not None and self.optimizer.progress >= self._end
+
+    def step(self, *args: Any) -> None:
+        """Bring the scheduler up to date. `args` are passed on (ReduceLROnPlateau's metric)."""
+        progress = self.optimizer.progress
+        if self._end is not None:
+            progress = min(progress, self._end)
+        while self._steps + 1 <= progress / self._every + 1e-9:
+            self.scheduler.step(*args)
+            self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, and how often it was stepped."""
+        return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, at any scale."""
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self._steps = int(state_dict["steps"])

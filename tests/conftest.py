@@ -1,0 +1,25 @@
+"""What every test shares. Ranks are forked (ranks.py), so the slow imports happen once, here."""
+
+import os
+import random
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+# The first optimizer of a process imports half of torch (about a second); after this
+# line the forked ranks have it already.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # On a machine with GPUs, autograd starts a thread for each of them, and a rank forked after
+    # that cannot run backward(). So only the tests that ask for a GPU see one.
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)

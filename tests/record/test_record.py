@@ -1,0 +1,336 @@
+"""Writing: what is on a line, who writes it, what is refused, and what it costs."""
+
+import json
+import math
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from manyhands.record import Record, read_record
+from ranks import raises_on_ranks, run_ranks
+
+
+class Optimizer:
+    """What a record sees of one of our optimizers."""
+
+    def __init__(self):
+        self.steps = 0
+        self.gain = 2.0
+
+    def step(self):
+        self.steps += 1
+
+    def snapshot(self):
+        return {
+            "step": self.steps,
+            "progress": self.steps * self.gain,
+            "scale": 4.0,
+            "workers": 2,
+            "passes": 2,
+            "gain": self.gain,
+            "lr": [0.1, 0.01],
+            "factor": [self.gain, self.gain],
+            "sqr": [1.0, 2.0],
+            "var": [3.0, 4.0],
+            "noise_scale": [3.0, None],
+            "skipped": 0,
+            "nonfinite": 0,
+        }
+
+
+class Traffic:
+    def snapshot(self):
+        return {"bytes": 4096}
+
+
+def raw_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_has_the_optimizers_values_and_ones_own(tmp_path):
+    path = tmp_path / "runs" / "of today" / "a.jsonl"  # the folders do not exist
+    optimizer = Optimizer()
+    with Record(path, optimizer, Traffic(), name="AdaScale ×32") as record:
+        for loss in (2.5, torch.tensor([1.5])):
+            optimizer.step()
+            record.step(loss=loss, correct=torch.tensor(7))
+
+    header, first, second = raw_lines(path)
+    assert header["manyhands"]["version"] == 1
+    assert header["manyhands"]["name"] == "AdaScale ×32"
+    assert header["manyhands"]["workers"] == 1
+    assert header["manyhands"]["keys"] == [*optimizer.snapshot(), "bytes"]
+    assert second.items() >= {**optimizer.snapshot(), "bytes": 4096, "loss": 1.5}.items()
+    assert second["correct"] == 7
+    assert isinstance(second["correct"], int)
+    assert 0 <= first["time"] <= second["time"] < 60
+
+
+def test_without_an_optimizer_the_record_counts_its_calls(tmp_path):
+    with Record(tmp_path / "a.jsonl") as record:
+        for _ in range(3):
+            record.step()
+    assert read_record(tmp_path / "a.jsonl").column("step") == [1, 2, 3]
+
+
+def test_a_line_is_in_the_file_when_step_returns(tmp_path):
+    record = Record(tmp_path / "a.jsonl")
+    record.step(loss=0.5)
+    assert raw_lines(tmp_path / "a.jsonl")[-1]["loss"] == 0.5
+    record.close()
+
+
+def test_every_writes_each_nth_step_only(tmp_path):
+    with Record(tmp_path / "a.jsonl", every=10) as record:
+        for step in range(1, 26):
+            record.step(twice=2 * step)
+    run = read_record(tmp_path / "a.jsonl")
+    assert run.column("step") == [10, 20]
+    assert run.column("twice") == [20, 40]
+
+
+def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
+    values = {"a": math.nan, "b": math.inf, "c": torch.tensor(-math.inf), "d": 1e308}
+    optimizer = Optimizer()
+    optimizer.gain = math.nan
+    with Record(tmp_path / "a.jsonl", optimizer) as record:
+        record.step(**values)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    for line in (tmp_path / "a.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    (line,) = read_record(tmp_path / "a.jsonl").lines
+    assert math.isnan(line["a"])
+    assert (line["b"], line["c"], line["d"]) == (math.inf, -math.inf, 1e308)
+    assert all(math.isnan(factor) for factor in line["factor"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, 3, 0.5, torch.tensor(3), torch.tensor([[0.5]]), torch.tensor(0.5, dtype=torch.bfloat16)],
+)
+def test_numbers_and_one_element_tensors_are_taken(tmp_path, value):
+    with Record(tmp_path / "a.jsonl") as record:
+        record.step(value=value)
+    assert read_record(tmp_path / "a.jsonl").column("value") == [float(value)]
+
+
+def test_a_tensor_with_a_graph_is_taken(tmp_path):
+    with Record(tmp_path / "a.jsonl") as record:
+        record.step(loss=torch.ones((), requires_grad=True) * 2)
+    assert read_record(tmp_path / "a.jsonl").column("loss") == [2.0]
+
+
+def test_numpy_numbers_are_taken(tmp_path):
+    numpy = pytest.importorskip("numpy", reason="numpy is missing")
+    with Record(tmp_path / "a.jsonl") as record:
+        record.step(a=numpy.float32(0.5), b=numpy.int64(3), c=numpy.float64("nan"))
+    (line,) = read_record(tmp_path / "a.jsonl").lines
+    assert (line["a"], line["b"]) == (0.5, 3)
+    assert math.isnan(line["c"])
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("low", "'low' of type str"),
+        (None, "None of type NoneType"),
+        ([0.5], r"\[0.5\] of type list"),
+        (1j, "1j of type complex"),
+        (torch.zeros(2, 3), r"Tensor of torch.float32 and shape \[2, 3\]"),
+        (torch.tensor(1j), "Tensor of torch.complex64"),
+    ],
+)
+def test_what_is_not_a_number_is_refused_by_name(tmp_path, value, named):
+    record = Record(tmp_path / "a.jsonl")
+    with pytest.raises(TypeError, match=f"got loss=.*{named}"):
+        record.step(loss=value)
+    record.close()
+    assert read_record(tmp_path / "a.jsonl").lines == []
+
+
+@pytest.mark.parametrize("key", ["step", "time", "manyhands", "gain"])
+def test_a_reserved_key_is_refused(tmp_path, key):
+    record = Record(tmp_path / "a.jsonl", Optimizer())
+    with pytest.raises(ValueError, match=f"'{key}' is a key of the record's own"):
+        record.step(**{key: 0.5})
+    record.close()
+
+
+def test_two_sources_with_one_key_are_refused_before_the_file_is_made(tmp_path):
+    with pytest.raises(ValueError, match="'step' for the same line: Optimizer and Optimizer"):
+        Record(tmp_path / "a.jsonl", Optimizer(), Optimizer())
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_source_without_snapshot_is_refused(tmp_path):
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(TypeError, match=r"snapshot\(\), and SGD has none"):
+        Record(tmp_path / "a.jsonl", sgd)
+
+
+def test_a_snapshot_with_a_tensor_is_refused(tmp_path):
+    class Source:
+        def snapshot(self):
+            return {"drift": torch.zeros(2)}
+
+    record = Record(tmp_path / "a.jsonl", Source())
+    with pytest.raises(TypeError, match=r"plain Python values .*Tensor"):
+        record.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every must be at least 1, got 0"),
+        ({"rank": 1}, "must be from 0 to 0, got 1"),
+        ({"mode": "append"}, "got 'append'"),
+    ],
+)
+def test_options_out_of_range_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        Record(tmp_path / "a.jsonl", **options)
+
+
+def test_a_closed_record_takes_no_more_steps(tmp_path):
+    record = Record(tmp_path / "a.jsonl")
+    record.close()
+    record.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        record.step()
+
+
+@pytest.mark.parametrize("writing", [0, 2])
+def test_one_rank_writes_and_the_others_leave_the_disk_alone(tmp_path, writing):
+    def train():
+        path = tmp_path / str(dist.get_rank()) / "a.jsonl"
+        optimizer = Optimizer()
+        with Record(path, optimizer, rank=writing) as record:
+            for _ in range(5):
+                optimizer.step()
+                record.step(loss=float(dist.get_rank()))
+
+    run_ranks(3, train)
+    assert os.listdir(tmp_path) == [str(writing)]
+    run = read_record(tmp_path / str(writing) / "a.jsonl")
+    assert run.header["workers"] == 3
+    assert run.column("loss") == [float(writing)] * 5
+
+
+@pytest.mark.parametrize(
+    ("values", "error"), [({"loss": "low"}, TypeError), ({"gain": 1.0}, ValueError)]
+)
+def test_a_mistake_is_an_error_on_every_rank(tmp_path, values, error):
+    def train():
+        Record(tmp_path / "a.jsonl", Optimizer()).step(**values)
+
+    (key,) = values
+    raises_on_ranks(2, error, train, match=key)
+
+
+class Writer:
+    def __init__(self):
+        self.got = []
+
+    def add_scalar(self, tag, value, step):
+        self.got.append((tag, value, step))
+
+
+def test_a_writer_gets_every_number_under_its_group(tmp_path):
+    writer, optimizer = Writer(), Optimizer()
+    with Record(tmp_path / "a.jsonl", optimizer, writer=writer) as record:
+        optimizer.step()
+        record.step(loss=torch.tensor(0.5))
+    assert ("manyhands/gain", 2.0, 1) in writer.got
+    assert ("manyhands/lr/1", 0.01, 1) in writer.got
+    assert ("manyhands/loss", 0.5, 1) in writer.got
+    tags = {tag for tag, _, _ in writer.got}
+    assert tags.isdisjoint({"manyhands/step", "manyhands/time", "manyhands/noise_scale/1"})
+
+
+def test_tensorboard_reads_what_its_writer_got(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is missing")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path / "board"))
+    with Record(tmp_path / "a.jsonl", Optimizer(), writer=writer) as record:
+        record.step(loss=0.5)
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("manyhands/loss")] == [0.5]
+
+
+def test_a_line_that_waits_for_a_gpu_keeps_its_place(tmp_path, monkeypatch):
+    from manyhands.record import _record
+
+    class OnItsWay:
+        here = False
+        waited = 0
+
+        def __init__(self, value):
+            self.value = value
+
+        def is_here(self):
+            return self.here
+
+        def number(self):
+            OnItsWay.waited += not self.here
+            return self.value
+
+    monkeypatch.setattr(_record, "OnItsWay", OnItsWay)
+    monkeypatch.setattr(_record, "is_number", lambda value: True)
+    monkeypatch.setattr(_record, "number", lambda value: value)
+    record = Record(tmp_path / "a.jsonl")
+    for step in range(1, 4):
+        record.step(loss=OnItsWay(step))
+    record.step(loss=4.0)
+    assert len(raw_lines(tmp_path / "a.jsonl")) == 1  # nothing was waited for
+    record.step(loss=5.0)
+    assert OnItsWay.waited == 1  # one line too many
+    OnItsWay.here = True
+    record.step(loss=6.0)
+    assert OnItsWay.waited == 1
+    record.close()
+    assert read_record(tmp_path / "a.jsonl").column("loss") == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.gpu
+def test_a_number_on_a_gpu_is_not_waited_for(tmp_path):
+    slow = torch.randn(8192, 8192, device="cuda")
+    with Record(tmp_path / "a.jsonl") as record:
+        record.step(loss=slow[0, 0])
+        torch.cuda.synchronize()
+        loss = torch.zeros((), device="cuda")
+        busy = slow
+        for _ in range(20):
+            busy = busy @ slow
+        before = time.perf_counter()
+        record.step(loss=loss)
+        loss += 1  # the record has its own copy
+        took = time.perf_counter() - before
+        assert not torch.cuda.current_stream().query(), "the GPU was done before the test"
+        assert took < 0.01
+    assert read_record(tmp_path / "a.jsonl").column("loss")[1] == 0.0
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or coverage slows each line")
+def test_a_line_costs_less_than_a_tenth_of_a_millisecond(tmp_path):
+    """About 10 µs here; the bound leaves room for a busy machine."""
+    optimizer = Optimizer()
+    costs = []
+    with Record(tmp_path / "a.jsonl", optimizer) as record:
+        for _ in range(20):
+            before = time.perf_counter()
+            for _ in range(100):
+                optimizer.steps += 1
+                record.step(loss=0.123456789, accuracy=0.987654321)
+            costs.append((time.perf_counter() - before) / 100)
+    assert min(costs) < 100e-6

@@ -1,0 +1,215 @@
+"""Records to one page."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from manyhands.record import Record, read_record
+from manyhands.report import write_report
+
+pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
+
+
+class Optimizer:
+    def __init__(self, gain=2.0, groups=1):
+        self.steps, self.gain, self.groups = 0, gain, groups
+
+    def snapshot(self):
+        self.steps += 1  # the record's own first look makes the first line step 2
+        return {
+            "step": self.steps,
+            "progress": self.steps * self.gain,
+            "scale": 4.0,
+            "gain": self.gain,
+            "lr": [0.1 / (1 + group) for group in range(self.groups)],
+            "factor": [self.gain] * self.groups,
+            "noise_scale": [None if self.steps < 3 else 8.0] * self.groups,
+            "skipped": 3,
+            "nonfinite": 0,
+            "bytes": 1000 * self.steps,
+            "place": "here",
+        }
+
+
+class Page(HTMLParser):
+    """What a browser would make of the file."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.cells, self.titles, self.data = [], [[]], [], None
+        self.feed(path.read_text(encoding="utf-8"))
+        self.figures = dict(zip(self.titles, self.data["figures"], strict=True))
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "tr":
+            self.cells.append([])
+
+    def handle_data(self, data):
+        if not data.strip():
+            return
+        tag, attributes = self.tags[-1]
+        if attributes.get("id") == "data":
+            self.data = json.loads(data)
+        elif tag in ("th", "td", "i"):
+            self.cells[-1].append(data)
+        elif tag == "h2":
+            self.titles.append(data)
+
+    def curves(self, title):
+        return [(trace["name"], trace["y"]) for trace in self.figures[title]["data"]]
+
+
+@pytest.fixture
+def adascale(tmp_path):
+    with Record(tmp_path / "adascale.jsonl", Optimizer(), name="AdaScale") as record:
+        for step in range(5):
+            record.step(loss=1.0 / (1 + step))
+    return read_record(tmp_path / "adascale.jsonl")
+
+
+@pytest.fixture
+def plain(tmp_path):
+    with Record(tmp_path / "plain.jsonl", name="plain") as record:
+        for step in range(10):
+            record.step(loss=2.0, **({"accuracy": 0.5} if step == 9 else {}))
+    return read_record(tmp_path / "plain.jsonl")
+
+
+def test_runs_with_different_keys_stand_in_the_same_figures(tmp_path, adascale, plain):
+    path = write_report([adascale, plain.path], tmp_path / "new" / "page.html", title="Both")
+    assert path == tmp_path / "new" / "page.html"
+    page = Page(path)
+    assert page.titles == [
+        "loss", "accuracy", "Gain", "Noise scale", "Learning rate", "Scale", "Bytes"
+    ]  # fmt: skip
+    assert [name for name, _ in page.curves("loss")] == ["AdaScale", "plain"]
+    assert page.curves("accuracy") == [("plain", [0.5])]
+    assert page.curves("Gain") == [("AdaScale", [2.0] * 5)]
+    assert page.curves("Noise scale") == [("AdaScale", [8.0] * 4)]
+    lr = [("AdaScale", [0.2] * 5), ("AdaScale, small batch", [0.1] * 5)]
+    assert page.curves("Learning rate") == lr
+
+
+def test_a_run_has_one_colour_in_all_figures(tmp_path, adascale, plain):
+    page = Page(write_report([adascale, plain], tmp_path / "page.html"))
+    colours = {
+        (trace["name"].split(",")[0], trace["line"]["color"])
+        for figure in page.figures.values()
+        for trace in figure["data"]
+    }
+    assert len(colours) == 2
+    for _, colour in colours:
+        assert ("i", {"style": f"background:{colour}"}) in page.tags
+
+
+def test_curves_stand_against_progress_steps_or_time(tmp_path, adascale, plain):
+    page = Page(write_report([adascale, plain], tmp_path / "page.html"))
+    first, second = (trace["meta"]["x"] for trace in page.figures["loss"]["data"])
+    assert first["step"] == [2, 3, 4, 5, 6]
+    assert first["progress"] == [4.0, 6.0, 8.0, 10.0, 12.0]
+    assert first["time"] == adascale.column("time")
+    assert second["progress"] == second["step"] == list(range(1, 11))
+    assert list(page.data["axes"]) == ["progress", "step", "time"]
+    assert "without it" in page.data["axes"]["progress"]
+
+    page = Page(write_report(plain, tmp_path / "page.html"))
+    assert list(page.data["axes"]) == ["step", "time"]
+
+
+def test_the_table_sums_up_each_run(tmp_path, adascale, plain):
+    page = Page(write_report([adascale, plain], tmp_path / "page.html"))
+    head, first, second = page.cells[1:4]
+    assert head == [
+        "run", "steps", "progress", "time", "average gain", "skipped", "not finite",
+        "last loss", "last accuracy",
+    ]  # fmt: skip
+    del first[3], second[3]
+    assert first == ["AdaScale", "6", "12", "2", "3", "0", "0.2", "–"]
+    assert second == ["plain", "10", "–", "–", "–", "–", "2", "0.5"]
+
+
+def test_the_page_fetches_nothing(tmp_path, adascale):
+    path = write_report(adascale, tmp_path / "page.html")
+    page = Page(path)
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert not {"src", "href", "srcset", "data"} & attributes.keys()
+    (policy,) = (
+        attributes["content"]
+        for tag, attributes in page.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy.startswith("default-src 'none';")
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"@import|url\(\s*['\"]?http", text[: text.index("<body>")])
+    assert [tag for tag, _ in page.tags].count("script") == 3  # plotly once, data, ours
+
+
+def test_names_are_text_and_not_html(tmp_path):
+    name, key = '</script><b>&"$title', "<i>loss"
+    with Record(tmp_path / "a.jsonl", name=name) as record:
+        record.step(**{key: 1.0})
+    page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html", title=name))
+    assert {"b", "i"} & {tag for tag, _ in page.tags} == {"i"}  # the dot of colour
+    assert [tag for tag, _ in page.tags].count("i") == 1
+    assert page.cells[2][0] == name
+    assert page.titles == [key]
+    assert [trace["name"] for trace in page.figures[key]["data"]] == [
+        "&lt;/script&gt;&lt;b&gt;&amp;&quot;$title"
+    ]
+
+
+def test_runs_without_a_step_are_no_obstacle(tmp_path, plain):
+    Record(tmp_path / "empty.jsonl", Optimizer()).close()
+    page = Page(write_report([tmp_path / "empty.jsonl", plain], tmp_path / "page.html"))
+    assert page.cells[2] == ["empty", *"–––––––", "–"]
+    assert [name for name, _ in page.curves("loss")] == ["plain"]
+    page = write_report(tmp_path / "empty.jsonl", tmp_path / "page.html")
+    assert "no steps yet" in page.read_text(encoding="utf-8")
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path, plain):
+    page = Page(write_report([plain, plain], tmp_path / "page.html"))
+    names = [name for name, _ in page.curves("loss")]
+    assert names == [f"plain ({plain.path}) #1", f"plain ({plain.path}) #2"]
+
+
+def test_parameter_groups_have_a_curve_each_unless_they_are_equal(tmp_path):
+    with Record(tmp_path / "a.jsonl", Optimizer(groups=2)) as record:
+        for _ in range(4):
+            record.step()
+    page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html"))
+    assert [name for name, _ in page.curves("Noise scale")] == ["a"]
+    assert [name for name, _ in page.curves("Learning rate")] == [
+        "a, group 0", "a, group 1", "a, small batch, group 0", "a, small batch, group 1"
+    ]  # fmt: skip
+
+
+def test_a_long_run_is_thinned_out_and_smoothed(tmp_path):
+    with Record(tmp_path / "a.jsonl") as record:
+        for step in range(20_000):
+            record.step(loss=1e6 if step == 12_345 else 0.5 + step % 2)
+    page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html"))
+    (_, faint), (_, mean) = page.curves("loss")
+    assert 1000 < len(faint) < 3100
+    assert max(faint) == 1e6
+    assert mean[100] == pytest.approx(1.0, abs=0.01)
+    assert page.figures["loss"]["data"][0]["opacity"] < 1
+
+
+def test_values_that_are_not_finite_are_gaps_and_said_in_the_table(tmp_path):
+    with Record(tmp_path / "a.jsonl") as record:
+        for loss in (1.0, math.inf, 0.5, math.nan):
+            record.step(loss=loss)
+    page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html"))
+    assert page.curves("loss") == [("a", [1.0, None, 0.5, None])]
+    assert page.cells[2][-1] == "nan"
+
+
+def test_no_run_at_all_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one run"):
+        write_report([], tmp_path / "page.html")
