@@ -3,6 +3,7 @@
 `__all__` below is the whole public surface; `help(manyhands.AdaScale)` explains each name.
 """
 
+from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptive import AdaptiveDataParallel
 from manyhands.scaling._measure import NoiseScale
 from manyhands.scaling._optimizer import ScalingRuleBase
@@ -19,8 +20,11 @@ __all__ = [
     "LinearScale",
     "NoiseScale",
     "ProgressScheduler",
+    "Record",
+    "Run",
     "ScalingRuleBase",
     "SqrtScale",
+    "read_record",
 ]
 
 for _name in __all__:  # tracebacks and help() show manyhands.AdaScale

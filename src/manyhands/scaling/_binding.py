@@ -220,7 +220,7 @@ class BoundOptimizer(Optimizer):
     _patched = False
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
     @param_groups.setter

@@ -60,13 +60,17 @@ class NoiseMeter:
         self._delayed = delayed
         self._pending: _Pending | None = None
         self._flight: tuple[Sample, float | None] | None = None
+        self._landed: Taken | None = None
         self._loss_scale: float | None = None
 
     @property
     def current(self) -> NoiseAverage:
         """The average, with the gradients of a backward that no step has followed yet."""
+        if self._delayed:
+            self._landed = self._landed or self._land()
+            return self.average
         sample = self.tap.sample
-        if sample is None or self._delayed:
+        if sample is None:
             return self.average
         if self._pending is None or self._pending.sample is not sample:
             reading, _ = sample.read()
@@ -93,6 +97,10 @@ class NoiseMeter:
 
     def land(self) -> Taken | None:
         """Join a reading whose copy is under way."""
+        taken, self._landed = self._landed or self._land(), None
+        return taken
+
+    def _land(self) -> Taken | None:
         if self._flight is None:
             return None
         sample, loss_scale = self._flight

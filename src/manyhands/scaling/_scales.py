@@ -117,7 +117,7 @@ class SqrtScale(ScalingRuleBase):
 
 
 class LEGWScale(ScalingRuleBase):
-    """Multiply by sqrt(scale), warmed up over `scale` times the baseline's epochs (You et al. 2019).
+    """sqrt(scale), warmed up over `scale` times the baseline's epochs (You et al. 2019).
 
     Args:
         base_warmup_epochs: the baseline's warm-up.

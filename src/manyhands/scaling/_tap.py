@@ -99,7 +99,8 @@ class GradientTap:
         self._scale = scale
         self._loss_scale = loss_scale
         self._on_sample = on_sample
-        self._passes = BackwardPasses(self._begin, self._end)
+        me = weakref.proxy(self)  # no cycle: dropping the optimizer drops the hooks at once
+        self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end())
         self._handles: list[Any] = []
         self._repeated: set[int] = set()
         self.joined = False
@@ -138,8 +139,21 @@ class GradientTap:
             self._pieces[index] = grad.clone() if piece is None else piece + grad
         elif index not in self._lengths:
             self._lengths[index] = self.norms.one(index, grad)
-        else:  # the second part of a gradient whose first part is gone: know better next time
-            self._repeated.add(index)
+        else:
+            self._second_part(index, grad)
+
+    def _second_part(self, index: int, grad: Tensor) -> None:
+        """A gradient comes in parts (a reentrant checkpoint runs its parameter again): add them.
+
+        The first part was measured and let go. It is in `.grad`, alone if its length says so;
+        else the step's sample is spoiled, this once, and the parts are kept from now on.
+        """
+        self._repeated.add(index)
+        first = self._params[index].grad
+        length = self._lengths.pop(index)
+        if first is not None and torch.isclose(self.norms.one(index, first), length, rtol=1e-4):
+            self._pieces[index] = first + grad
+        else:
             self._usable = False
 
     # -- one step ----------------------------------------------------------------------------
@@ -175,22 +189,10 @@ class GradientTap:
             return
         if self._mark is not None and self._mark.cleared:
             self._start_over()
-        declared = self.accumulation.declared
-        if declared is not None and self.passes >= declared:
-            self._passes.forget()
-            raise RuntimeError(
-                f"this is backward pass {self.passes + 1} since the last step(), and "
-                f"num_gradients_to_accumulate={declared}. Call step() or zero_grad() first, "
-                "declare more passes with set_num_gradients_to_accumulate(n), or, where several "
-                "losses of the same samples have a backward each, run them inside "
-                "`with optimizer.one_sample():`."
-            )
-        self._lengths.clear()
-        self._pieces.clear()
+        self._lengths, self._pieces = {}, {}
         if self._divided_by > 1:  # the sum was made a mean, and more is coming: undo it
             self.multiply_gradients(self._divided_by)
-            self._divided_by = 1
-        self._mark = _Mark.of(self._params[self._arriving])
+        self._at_begin = _Mark.of(self._params[self._arriving])
 
     def _end(self) -> None:
         """A backward pass is over, and DDP has averaged the gradients if it was to."""
@@ -216,9 +218,13 @@ class GradientTap:
             self._close_pass()
 
     def _close_pass(self) -> None:
-        if self.gradient_untouched:
-            self._mark = None
-            return  # torch.autograd.grad(): nothing went into `.grad`
+        if self._at_begin.unchanged:  # torch.autograd.grad(): nothing went into `.grad`
+            self._lengths, self._pieces = {}, {}
+            if self._divided_by > 1:
+                self.multiply_gradients(1 / self._divided_by)
+            return
+        self._divided_by = 1
+        self._check_not_too_many()
         for index, piece in self._pieces.items():
             self._lengths[index] = self.norms.one(index, piece)
         squares = self.mean.squares_per_group(self._lengths)
@@ -229,6 +235,17 @@ class GradientTap:
         if self._synchronised if declared is None else self.passes == declared:
             self._complete()
         self._mark = _Mark.of(self._params[self._arriving])
+
+    def _check_not_too_many(self) -> None:
+        declared = self.accumulation.declared
+        if declared is not None and self.passes >= declared:
+            raise RuntimeError(
+                f"this is backward pass {self.passes + 1} since the last step(), and "
+                f"num_gradients_to_accumulate={declared}. Call step() or zero_grad() first, "
+                "declare more passes with set_num_gradients_to_accumulate(n), or, where several "
+                "losses of the same samples have a backward each, run them inside "
+                "`with optimizer.one_sample():`."
+            )
 
     @torch.no_grad()
     def _complete(self) -> None:

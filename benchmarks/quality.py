@@ -1,0 +1,123 @@
+"""Does training at a larger batch end as well as at the small one? How many steps does it take?
+
+    python benchmarks/quality.py --data FOLDER          # mnist.npz, tinyshakespeare.txt.xz
+    python benchmarks/quality.py                        # scikit-learn's digits only
+    python benchmarks/quality.py --quick                # a smoke test, seconds
+    python benchmarks/quality.py --data FOLDER --study  # also: fewer gradients, other smoothing
+    python benchmarks/quality.py --plot docs/figures    # figures of the results so far
+
+Compares AdaScale and AdamScale with fixed rules for the learning rate, with each rule given
+
+    (A) as many samples as the run at scale 1: T / S steps
+    (B) as many steps as AdaScale (AdamScale) took: much of what it gains over linear scaling
+        at equal samples is that it takes more steps
+
+All use the same base learning rate and a cosine over their own length. The batch of S workers
+is made in one process by accumulation. Each finished run is one line in the results file
+(.jsonl beside `--out`): the same command continues where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from quality import check
+from quality.plan import Run, comparison, study
+from quality.store import Store
+from quality.training import train
+from quality.workloads import WORKLOADS, Data, Workload
+
+STUDIED = ("mnist-sgd", "shakespeare-sgd")
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    workloads = [w for w in WORKLOADS if not options.workload or w.name in options.workload]
+    if options.quick:
+        workloads = [replace(w, steps=64) for w in workloads]
+    store = Store(options.out.with_suffix(".jsonl"))
+    if not options.plot:
+        for workload in workloads:
+            if (data := data_of(workload, options.data)) is not None:
+                benchmark(workload, data, store, options)
+    write_summary(workloads, store, options.out)
+    if options.plot:
+        figures.write(workloads, store, options.plot)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--data", type=Path, help="folder with mnist.npz, tinyshakespeare.txt.xz")
+    parser.add_argument("--workload", nargs="+", choices=names, help="all of them by default")
+    parser.add_argument("--seeds", type=int, help="3 by default, 1 with --quick")
+    parser.add_argument("--out", type=Path, help="by default benchmarks/results/quality.json")
+    parser.add_argument("--study", action="store_true", help="fewer gradients, other smoothing")
+    parser.add_argument("--quick", action="store_true", help="64 steps, one seed: a smoke test")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write figures, run nothing")
+    options = parser.parse_args()
+    options.seeds = options.seeds or (1 if options.quick else 3)
+    default = "quality-quick.json" if options.quick else "quality.json"
+    options.out = options.out or RESULTS / default
+    return options
+
+
+def data_of(workload: Workload, folder: Path | None) -> Data | None:
+    """The data, or None with a line that says what is left out and why."""
+    if workload.needs is None:
+        return workload.load(Path())
+    if folder is None:
+        print(f"left out: {workload.name} (needs --data FOLDER with {workload.needs})")
+        return None
+    if not (folder / workload.needs).exists():
+        print(f"left out: {workload.name} ({folder} has no {workload.needs})")
+        return None
+    return workload.load(folder)
+
+
+def benchmark(
+    workload: Workload, data: Data, store: Store, options: argparse.Namespace
+) -> None:
+    check.fixed_rules(workload, data)
+    runs = list(comparison(workload, options.seeds))
+    if options.study and workload.name in STUDIED:
+        runs += study(workload, options.seeds)
+    for run in runs:
+        if run not in store:
+            store.add(run, train(workload, data, run, steps_of(run, workload, store)))
+            report(store[run])
+            write_summary([workload], store, options.out)
+
+
+def steps_of(run: Run, workload: Workload, store: Store) -> int | None:
+    """None: until the progress is T."""
+    if run.budget == "base":
+        return workload.steps
+    if run.budget == "samples":
+        return round(workload.steps / run.scale)
+    if run.budget == "progress":
+        return None
+    adaptive = replace(
+        run, method=workload.adaptive, budget="progress", passes=run.scale, smoothing=None
+    )
+    return int(store[adaptive]["steps"])
+
+
+def report(row: dict) -> None:
+    ended = "diverged" if row["score"] is None else f"{row['score']:.3f}"
+    print(f"{row['key']}  {row['steps']} steps  {ended}  {row['cpu_seconds']} s", flush=True)
+def write_summary(*a): pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The plain run: what our wrappers must equal, written with nothing of ours in it.
+
+One process, gradients of all small batches taken one at a time, their statistics computed by
+the formulas of the papers, and a plain optimizer whose learning rate is set by hand.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, RMSprop
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05),
+    "SGD momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+}
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def two_groups(model):
+    """A parameter group for each layer."""
+    return [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+
+
+def make_batches(steps, small_batches, size=4, dtype=torch.float32, seed=1):
+    """x and y of [step][small batch][sample]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(steps, small_batches, size, 3, generator=generator)
+    y = torch.randn(steps, small_batches, size, 2, generator=generator) + x[..., :2] * 2
+    return x.to(dtype), y.to(dtype)
+
+
+def loss_of(model, x, y):
+    return nn.functional.mse_loss(model(x), y)
+
+
+def gradients(model, x, y):
+    """One gradient per small batch, as lists of tensors."""
+    result = []
+    for xi, yi in zip(x, y, strict=True):
+        params = list(model.parameters())
+        result.append([g.clone() for g in torch.autograd.grad(loss_of(model, xi, yi), params)])
+    return result
+
+
+def preconditioners(optimizer):
+    """What the optimizer divides each gradient by, once it has made five steps."""
+    result = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            step = float(state.get("step", 0))
+            if step < 5 or not isinstance(optimizer, Adam | AdamW | RMSprop):
+                result.append(torch.ones_like(p))
+            elif "exp_avg_sq" in state:
+                corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** step)
+                result.append(corrected.sqrt() + group["eps"])
+            else:
+                result.append(state["square_avg"].sqrt() + group["eps"])
+    return result
+
+
+class Plain:
+    """Train on `x, y` with a learning rate that `factor(sqr, var, scale, progress)` scales."""
+
+    def __init__(self, model, optimizer, factor, scale=None, preconditioned=False, smoothing=None):
+        self.model, self.optimizer, self.factor = model, optimizer, factor
+        self.scale, self.preconditioned, self.smoothing = scale, preconditioned, smoothing
+        self.sizes = [len(g["params"]) for g in optimizer.param_groups]
+        self.biased = [[0.0] * len(self.sizes), [0.0] * len(self.sizes)]
+        self.weight = 0.0
+        self.progress = 0.0
+        self.gains = []
+
+    def per_group(self, grads, pinv):
+        squares = [
+            float((g.double() / d.double()).square().sum()) for g, d in zip(grads, pinv, strict=True)
+        ]
+        result, start = [], 0
+        for size in self.sizes:
+            result.append(sum(squares[start : start + size]))
+            start += size
+        return result
+
+    def step(self, x, y):
+        grads = gradients(self.model, x, y)
+        n = len(grads)
+        scale = self.scale or n
+        mean = [torch.stack(gs).mean(dim=0) for gs in zip(*grads, strict=True)]
+        ones = [torch.ones_like(m) for m in mean]
+        pinv = preconditioners(self.optimizer) if self.preconditioned else ones
+        small = [sum(v) / n for v in zip(*(self.per_group(g, pinv) for g in grads), strict=True)]
+        big = self.per_group(mean, pinv)
+        sqr = [(n * b - s) / (n - 1) for s, b in zip(small, big, strict=True)]
+        var = [(s - b) * scale / (n - 1) for s, b in zip(small, big, strict=True)]
+        theta = max(1 - n / 1000, 0) if self.smoothing is None else self.smoothing
+        self.weight = theta * self.weight + 1 - theta
+        for biased, new in zip(self.biased, (sqr, var), strict=True):
+            biased[:] = [theta * b + (1 - theta) * v for b, v in zip(biased, new, strict=True)]
+        self.sqr = [max(b / self.weight, 0.0) for b in self.biased[0]]
+        self.var = [max(b / self.weight, 1e-6) for b in self.biased[1]]
+        self.gains.append(gain(sum(self.sqr), sum(self.var), scale))
+        factors = [
+            self.factor(s, v, scale, self.progress)
+            for s, v in zip(self.sqr, self.var, strict=True)
+        ]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for p, g in zip(self.model.parameters(), mean, strict=True):
+            p.grad = g
+        for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
+            group["lr"] *= factor
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.progress += self.gains[-1]
+
+
+def gain(sqr, var, scale):
+    return (var + sqr) / (var / scale + sqr)
+
+
+def legw(warmup_steps):
+    return lambda sqr, var, scale, progress: math.sqrt(scale) * min(
+        1.0, progress / (warmup_steps * scale)
+    )
+
+
+FACTORS = {
+    "AdaScale": lambda sqr, var, scale, progress: gain(sqr, var, scale),
+    "AdamScale": lambda sqr, var, scale, progress: math.sqrt(gain(sqr, var, scale)),
+    "LinearScale": lambda sqr, var, scale, progress: scale,
+    "SqrtScale": lambda sqr, var, scale, progress: math.sqrt(scale),
+    "LEGWScale": legw(warmup_steps=2),
+}

@@ -1,0 +1,488 @@
+"""The statistics are right however the gradients come about.
+
+Each test takes the small batches' gradients one at a time with plain autograd, works the
+estimate out by hand, and compares with what the hooks have measured.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import loss_of, make_batches, make_model
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import manyhands as mh
+
+
+def sgd(model, **options):
+    return mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def by_hand(small_gradients):
+    """(sqr, var) of one step whose small batches have these gradients, at scale n."""
+    n = len(small_gradients)
+    flat = torch.stack(
+        [torch.cat([g.double().flatten() for g in gradient]) for gradient in small_gradients]
+    )
+    small = flat.square().sum(dim=1).mean()
+    big = flat.mean(dim=0).square().sum()
+    return float((n * big - small) / (n - 1)), float((small - big) * n / (n - 1))
+
+
+def taken_alone(model, losses):
+    """The gradient of each loss, one at a time, zeros where a parameter takes no part."""
+    params = list(model.parameters())
+    return [
+        [
+            torch.zeros_like(p) if g is None else g.to_dense()
+            for p, g in zip(
+                params,
+                torch.autograd.grad(loss, [p for p in params], allow_unused=True),
+                strict=True,
+            )
+        ]
+        for loss in losses
+    ]
+
+
+def check(optimizer, gradients, rel=1e-5):
+    sqr, var = by_hand(gradients)
+    assert sum(optimizer.noise.raw_sqr) == pytest.approx(sqr, rel=rel)
+    assert sum(optimizer.noise.raw_var) == pytest.approx(var, rel=rel)
+
+
+# -- the ways a loop may clear its gradients ----------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["optimizer", "model"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("abandoned", [0, 1, 2])
+def test_a_step_starts_clean_however_gradients_are_cleared(who, set_to_none, abandoned):
+    """Also after backward passes that no step followed."""
+    model = make_model()
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    x, y = make_batches(4, 2)
+    for step in range(4):
+        if step == 2:  # passes of batches that are then given up
+            for a in range(abandoned):
+                (loss_of(model, x[0, a] * 9, y[0, a]) / 2).backward()
+        (optimizer if who == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+        before = optimizer._meter.average
+        for a in range(2):
+            (loss_of(model, x[step, a], y[step, a]) / 2).backward()
+        seen = optimizer.noise
+        fresh = copy.deepcopy(model)
+        sqr, var = by_hand(taken_alone(fresh, [loss_of(fresh, x[step, a], y[step, a]) for a in (0, 1)]))
+        s = optimizer.smoothing
+        weight = before.var.weight[0] if step else 0.0
+        total = before.var.total[0] if step else 0.0
+        assert seen.raw_var[0] == pytest.approx(
+            (s * total + (1 - s) * var) / (s * weight + 1 - s), rel=1e-5
+        )
+        optimizer.step()
+    assert optimizer.snapshot()["step"] == 4
+
+
+def test_autograd_grad_is_not_a_backward_pass():
+    model = make_model()
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    x, y = make_batches(1, 2)
+    torch.autograd.grad(loss_of(model, x[0, 0], y[0, 0]), list(model.parameters()))
+    for a in range(2):
+        (loss_of(model, x[0, a], y[0, a]) / 2).backward()
+        torch.autograd.grad(loss_of(model, x[0, 0], y[0, 0]), list(model.parameters()))
+    check(optimizer, taken_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)]))
+    optimizer.step()
+
+
+def test_an_error_in_the_middle_of_backward_leaves_nothing_behind():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise OverflowError("on purpose")
+
+    model = make_model()
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    x, y = make_batches(1, 2)
+    for _ in range(2):
+        with pytest.raises(OverflowError):
+            hidden = Fails.apply(torch.tanh(model[0](x[0, 0])))
+            nn.functional.mse_loss(model[2](hidden), y[0, 0]).backward()
+        model.zero_grad()
+    for a in range(2):
+        (loss_of(model, x[0, a], y[0, a]) / 2).backward()
+    check(optimizer, taken_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)]))
+
+
+def test_clipping_changes_the_step_and_not_the_statistics():
+    model = make_model()
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    x, y = make_batches(1, 2)
+    expected = taken_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)])
+    before = [p.detach().clone() for p in model.parameters()]
+    for a in range(2):
+        (loss_of(model, x[0, a], y[0, a]) / 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    check(optimizer, expected)
+    optimizer.step()
+    moved = torch.cat([(p.detach() - q).flatten() for p, q in zip(model.parameters(), before, strict=True)])
+    assert float(moved.norm()) == pytest.approx(0.1 * optimizer.factors[0] * 1e-3, rel=1e-3)
+
+
+# -- the ways a gradient may come about ---------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Two checkpointed layers, optionally the same one twice, and perhaps a plain head."""
+
+    def __init__(self, reentrant, shared, head, embed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 3)
+        self.second = self.first if shared else nn.Linear(3, 3)
+        self.embed = nn.Linear(3, 3) if embed else nn.Identity()
+        self.head = nn.Linear(3, 2) if head else nn.Identity()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.embed(x.requires_grad_())
+        for layer in (self.first, self.second):
+            if self.reentrant is None:
+                x = torch.tanh(layer(x))
+            else:
+                x = checkpoint(
+                    lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=self.reentrant
+                )
+        return self.head(x)
+
+
+@pytest.mark.parametrize("embed", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_activation_checkpointing(reentrant, shared, head, embed, set_to_none):
+    model = Checkpointed(reentrant, shared, head, embed).double()
+    alone = copy.deepcopy(model)
+    alone.reentrant = None
+    optimizer = sgd(model, num_gradients_to_accumulate=2, smoothing=0.0)
+    x, _ = make_batches(3, 2, dtype=torch.float64)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        alone.load_state_dict(model.state_dict())
+        for a in range(2):
+            (model(x[step, a]).square().mean() / 2).backward()
+        check(optimizer, taken_alone(alone, [alone(x[step, a]).square().mean() for a in range(2)]))
+        optimizer.step()
+
+
+def test_several_losses_of_one_micro_batch_are_one_sample():
+    model = make_model()
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    x, y = make_batches(2, 2)
+    for step in range(2):
+        optimizer.zero_grad()
+        before = optimizer.noise
+        expected = taken_alone(model, [loss_of(model, x[step, a], y[step, a]) for a in range(2)])
+        for a in range(2):
+            out = model(x[step, a])
+            first, second = ((out - y[step, a]) ** 2).mean(dim=0) / 2
+            with optimizer.one_sample():
+                (first / 2).backward(retain_graph=True)
+                (second / 2).backward()
+        if step == 0:
+            check(optimizer, expected)
+        assert optimizer.noise != before
+        optimizer.step()
+
+
+def test_a_parameter_without_gradient_in_a_step_counts_as_zero():
+    model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1), "never": nn.Linear(3, 1)})
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    x, _ = make_batches(1, 2)
+
+    def losses():
+        return [model["a"](x[0, 0]).sum() + model["b"](x[0, 0]).sum(), model["a"](x[0, 1]).sum()]
+
+    expected = taken_alone(model, losses())
+    for loss in losses():
+        (loss / 2).backward()
+    check(optimizer, expected)
+    optimizer.step()
+    assert model["never"].weight.grad is None
+
+
+def test_frozen_parameters_are_measured_from_when_they_thaw():
+    model = make_model()
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    optimizer = sgd(model, num_gradients_to_accumulate=2, smoothing=0.0)
+    assert not model[0].weight.requires_grad
+    x, y = make_batches(2, 2)
+    for step in range(2):
+        optimizer.zero_grad()
+        if step == 1:
+            model.requires_grad_(True)
+        trained = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
+        losses = [loss_of(model, x[step, a], y[step, a]) for a in range(2)]
+        expected = taken_alone(trained, losses)
+        for a in range(2):
+            (loss_of(model, x[step, a], y[step, a]) / 2).backward()
+        check(optimizer, expected)
+        optimizer.step()
+
+
+def test_sparse_gradients():
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    index = torch.tensor([[1, 2, 2], [2, 3, 9]])
+    dense = nn.Embedding.from_pretrained(model.weight.detach().clone(), freeze=False)
+    expected = taken_alone(dense, [dense(i).square().mean() for i in index])
+    for i in index:
+        (model(i).square().mean() / 2).backward()
+    check(optimizer, expected)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    for i in index:
+        (model(i).square().mean() / 2).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_are_measured_in_float32(dtype):
+    """Squares of fp16 gradients overflow at 256; their norms do not, in float32."""
+    model = nn.Linear(64, 64, bias=False).to(dtype)
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    coefficients = torch.randn(2, 64, 64) * 400
+    for a in range(2):
+        (model.weight * coefficients[a].to(dtype)).sum().backward()
+    # (the mean is rounded to the dtype as well, which the difference of the norms amplifies)
+    check(optimizer, [[c.to(dtype).float() * 2] for c in coefficients], rel=5e-2)
+
+
+def test_a_large_gradient_is_summed_exactly():
+    """Adding ten million squares in float32 one after the other is 7e-4 off."""
+    model = nn.Linear(4096, 600, bias=False)
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    coefficients = torch.randn(2, 600, 4096) + 0.5
+    for a in range(2):
+        ((model.weight * coefficients[a]).sum() / 2).backward()
+    check(optimizer, [[c] for c in coefficients], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last"])
+def test_gradients_that_do_not_lie_in_order(layout):
+    weight = torch.randn(64, 32, 8, 8)
+    if layout == "channels_last":
+        weight = weight.to(memory_format=torch.channels_last)
+    else:
+        weight = weight.transpose(0, 3)
+    model = nn.ParameterList([nn.Parameter(weight)])
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    coefficients = [torch.randn_like(weight) + 1.0 for _ in range(2)]
+    for c in coefficients:
+        ((model[0] * c).sum() / 2).backward()
+    check(optimizer, [[c] for c in coefficients])
+
+
+def test_compiled_models():
+    model = make_model()
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    x, y = make_batches(1, 2)
+    expected = taken_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)])
+    for a in range(2):
+        (loss_of(compiled, x[0, a], y[0, a]) / 2).backward()
+    check(optimizer, expected)
+    optimizer.step()
+
+
+def test_double_backward_through_the_gradient():
+    """A gradient penalty: backward of a loss that contains a gradient with respect to x."""
+    model = make_model()
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    x, y = make_batches(1, 2)
+
+    def loss(a):
+        inputs = x[0, a].clone().requires_grad_()
+        value = loss_of(model, inputs, y[0, a])
+        (slope,) = torch.autograd.grad(value, inputs, create_graph=True)
+        return value + slope.square().sum()
+
+    expected = taken_alone(model, [loss(a) for a in range(2)])
+    for a in range(2):
+        (loss(a) / 2).backward(create_graph=False)
+    check(optimizer, expected)
+
+
+# -- under DistributedDataParallel ----------------------------------------------------------------
+
+DDP = {
+    "plain": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "tiny buckets": {"bucket_cap_mb": 1e-5},
+}
+
+
+def statistics_under_ddp(options, passes, use_no_sync, set_to_none):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = make_model()
+    model.add_module("unused", nn.Identity())
+    wrapped = DistributedDataParallel(model, **options)
+    optimizer = sgd(model, num_gradients_to_accumulate=passes, smoothing=0.0)
+    x, y = make_batches(3, world * passes)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        alone = copy.deepcopy(model)
+        for a in range(passes):
+            i = rank * passes + a
+            first = step == 0 and options.get("static_graph")  # torch needs to see that one whole
+            quiet = use_no_sync and a < passes - 1 and not first
+            with wrapped.no_sync() if quiet else torch.enable_grad():
+                (loss_of(wrapped, x[step, i], y[step, i]) / passes).backward()
+        losses = [loss_of(alone, x[step, i], y[step, i]) for i in range(world * passes)]
+        check(optimizer, taken_alone(alone, losses))
+        optimizer.step()
+    return list(optimizer.noise.raw_sqr)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(("passes", "use_no_sync"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("options", DDP.values(), ids=DDP.keys())
+def test_under_ddp(options, passes, use_no_sync, set_to_none):
+    run_ranks(2, statistics_under_ddp, options, passes, use_no_sync, set_to_none)
+
+
+def parameters_differ_by_rank():
+    rank = dist.get_rank()
+    model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p)
+
+    class Choose(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x, which):
+            return sum(self.parts[name](x).sum() for name in which)
+
+    wrapped = DistributedDataParallel(Choose(), find_unused_parameters=True)
+    optimizer = sgd(model)
+    uses = [("a",), ("a", "b")]
+    x, _ = make_batches(1, 2)
+    wrapped(x[0, rank], uses[rank]).backward()
+    alone = copy.deepcopy(model)
+    check(
+        optimizer,
+        taken_alone(alone, [sum(alone[n](x[0, r]).sum() for n in uses[r]) for r in range(2)]),
+    )
+    optimizer.step()
+
+
+def test_ranks_may_use_different_parameters():
+    run_ranks(2, parameters_differ_by_rank)
+
+
+def only_one_rank_uses_them():
+    """The optimizer has parameters that rank 1's loss does not touch at all."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.extra = nn.Linear(3, 1), nn.Linear(3, 1)
+
+        def forward(self, x, extra):
+            return self.trunk(x).sum() + (self.extra(x).sum() if extra else 0.0)
+
+    model = Model()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = sgd(model.extra)
+    x, _ = make_batches(1, 2)
+    wrapped(x[0, rank], extra=rank == 0).backward()
+    optimizer.step()
+    mine = [x[0, 0].sum(dim=0)[None], torch.tensor([4.0])]
+    check(optimizer, [mine, [torch.zeros_like(m) for m in mine]])
+
+
+def test_a_rank_whose_loss_uses_none_of_the_parameters_reports_zero():
+    run_ranks(2, only_one_rank_uses_them)
+
+
+def reentrant_under_ddp(head):
+    rank = dist.get_rank()
+    model = Checkpointed(True, False, head, False)
+    alone = copy.deepcopy(model)
+    alone.reentrant = None
+    wrapped = DistributedDataParallel(model, static_graph=True)
+    optimizer = sgd(model, smoothing=0.0)
+    x, _ = make_batches(3, 2)
+    for step in range(3):
+        optimizer.zero_grad()
+        alone.load_state_dict(model.state_dict())
+        wrapped(x[step, rank]).square().mean().backward()
+        check(optimizer, taken_alone(alone, [alone(x[step, r]).square().mean() for r in range(2)]))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_reentrant_checkpointing_under_ddp(head):
+    run_ranks(2, reentrant_under_ddp, head)
+
+
+# -- one gradient a step: consecutive ones ---------------------------------------------------------
+
+
+def test_one_gradient_a_step_is_compared_with_the_one_before():
+    model = make_model()
+    optimizer = sgd(model, scale=4.0, smoothing=0.0)
+    x, y = make_batches(3, 1)
+    before = None
+    for step in range(3):
+        optimizer.zero_grad()
+        (now,) = taken_alone(model, [loss_of(model, x[step, 0], y[step, 0])])
+        loss_of(model, x[step, 0], y[step, 0]).backward()
+        if before is not None:
+            sqr, var = by_hand([before, now])  # at scale 2: each of the two is one small batch
+            assert optimizer.noise.raw_sqr[0] == pytest.approx(sqr, rel=1e-5)
+            assert optimizer.noise.raw_var[0] == pytest.approx(var * 4.0, rel=1e-5)
+        optimizer.step()
+        before = now
+
+
+def test_leaving_consecutive_gradients_behind_starts_the_average_anew():
+    model = make_model()
+    optimizer = sgd(model, scale=1.0)
+    x, y = make_batches(4, 2)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, x[step, 0], y[step, 0]).backward()
+        optimizer.step()
+    optimizer.set_num_gradients_to_accumulate(2)
+    optimizer.set_scale(2.0)
+    optimizer.zero_grad()
+    expected = taken_alone(model, [loss_of(model, x[3, a], y[3, a]) for a in range(2)])
+    for a in range(2):
+        (loss_of(model, x[3, a], y[3, a]) / 2).backward()
+    check(optimizer, expected)
+
+
+def test_dropping_the_optimizer_drops_its_hooks():
+    model = make_model()
+    optimizer = sgd(model)
+    assert model[0].weight._backward_hooks
+    del optimizer
+    assert not model[0].weight._backward_hooks
