@@ -1,7 +1,7 @@
 """One run. The loops are straight: what a user would write, without and with manyhands.
 
-A batch of scale S is S base batches. The fixed rules take it in one pass with torch's own
-optimizer. AdaScale and AdamScale take it in `passes` equal parts, as that many workers would,
+A batch of scale S is S base batches. The fixed rules take it in as few passes as are fast, with
+torch's own optimizer. AdaScale and AdamScale take it in `passes` equal parts, as that many workers would,
 because they compare the parts' gradients.
 """
 
@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
@@ -38,7 +38,7 @@ class Curve:
         if progress >= self.length * (len(self.points) + 1) / CURVE_POINTS:
             mean_loss = sum(self._losses) / len(self._losses)
             mean_gain = sum(self._gains) / len(self._gains)
-            self.points.append((step, _short(progress), _short(mean_loss), _short(mean_gain)))
+            self.points.append((step, _short(progress), _short(loss), _short(mean_gain)))
             self._losses, self._gains = [], []
 
 
@@ -80,6 +80,7 @@ def _train_fixed(
 ) -> Parts:
     rule = FIXED[run.method] if run.method != "plain" else FIXED["no scaling"]
     optimizer = workload.make_optimizer(model.parameters())
+    passes = math.ceil(run.scale / workload.per_pass)
     curve = Curve(steps)
     progress = 0.0
     for k in range(steps):
@@ -87,24 +88,22 @@ def _train_fixed(
         optimizer.param_groups[0]["lr"] = workload.lr * factor * cosine(k, steps)
         x, y = batches.take(run.scale)
         optimizer.zero_grad()
-        loss = loss_of(model, x, y)
-        loss.backward()
+        loss = _backward(model, x, y, passes)
         optimizer.step()
         progress += factor
-        if not math.isfinite(loss.item()):
+        if not math.isfinite(loss):
             return k + 1, progress, False, curve
-        curve.add(k + 1, k + 1, loss.item(), factor)
+        curve.add(k + 1, k + 1, loss, factor)
     return steps, progress, True, curve
 
 
 def _train_measured(
     workload: Workload, model: nn.Module, batches: Batches, run: Run, steps: int | None
 ) -> Parts:
-    n = run.passes
     optimizer = RULES[run.method](
         workload.make_optimizer(model.parameters()),
         scale=run.scale,
-        num_gradients_to_accumulate=n,
+        num_gradients_to_accumulate=run.passes,
         smoothing=run.smoothing,
     )
     length = workload.steps if steps is None else steps
@@ -115,19 +114,25 @@ def _train_measured(
     while taken < steps if steps else not schedule.done:
         x, y = batches.take(run.scale)
         optimizer.zero_grad()
-        mean_loss = 0.0
-        for part_x, part_y in zip(x.chunk(n), y.chunk(n), strict=True):
-            loss = loss_of(model, part_x, part_y) / n
-            loss.backward()
-            mean_loss += loss.item()
+        loss = _backward(model, x, y, run.passes)
         optimizer.step()
         schedule.step()
         taken += 1
-        if not math.isfinite(mean_loss):
+        if not math.isfinite(loss):
             return taken, optimizer.progress, False, curve
         position = taken if steps else optimizer.progress
-        curve.add(taken, position, mean_loss, optimizer.gain())
+        curve.add(taken, position, loss, optimizer.gain())
     return taken, optimizer.progress, True, curve
+
+
+def _backward(model: nn.Module, x: Tensor, y: Tensor, passes: int) -> float:
+    """The mean loss, whose gradient is accumulated over equal parts of the batch."""
+    total = 0.0
+    for part_x, part_y in zip(x.chunk(passes), y.chunk(passes), strict=True):
+        loss = loss_of(model, part_x, part_y) / passes
+        loss.backward()
+        total += loss.item()
+    return total
 
 
 def _short(value: float) -> float:

@@ -49,6 +49,7 @@ class Workload:
     scales: tuple[int, ...]
     metric: str  # "accuracy, %" or "bits/char"
     chance: float  # no better than this is called diverged
+    per_pass: int = 32  # base batches that one pass takes without getting slower per sample
     needs: str | None = None  # a file in the data folder
 
     @property
@@ -210,7 +211,9 @@ def shakespeare(folder: Path) -> Text:
 # -- the list ----------------------------------------------------------------------------------
 
 _MNIST = {"load": mnist, "batch": 16, "steps": 3750, "needs": MNIST}
-_SHAKESPEARE = {"load": shakespeare, "batch": 16, "steps": 1500, "needs": SHAKESPEARE}
+_SHAKESPEARE = {
+    "load": shakespeare, "batch": 16, "steps": 1500, "per_pass": 4, "needs": SHAKESPEARE
+}
 _DIGITS = {"load": digits, "batch": 8, "steps": 1500}
 _ACCURACY = {"metric": "accuracy, %", "chance": 20.0}
 _BITS = {"metric": "bits/char", "chance": math.log2(65)}

@@ -47,7 +47,7 @@ def loss_scale_of(scaler: Any) -> Tensor | float:
     return float(scaler.get_scale())
 
 
-def takes_news(optimizer: Optimizer | type[Optimizer]) -> bool:
+def takes_news(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own step unscales and skips."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

@@ -119,6 +119,7 @@ class BoundOptimizer(Optimizer):
         self._inner = optimizer
         self._step_inner: Callable[..., Any] = optimizer.step
         self._clear_inner: Callable[..., None] = optimizer.zero_grad
+        self._inner_heeds_scaler = _amp.takes_news(optimizer)
         self._factors = (1.0,) * len(optimizer.param_groups)
         average = NoiseAverage.empty(
             len(optimizer.param_groups),

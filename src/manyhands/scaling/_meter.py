@@ -66,11 +66,11 @@ class NoiseMeter:
     @property
     def current(self) -> NoiseAverage:
         """The average, with the gradients of a backward that no step has followed yet."""
-        if self._delayed:
-            self._landed = self._landed or self._land()
-            return self.average
         sample = self.tap.sample
         if sample is None:
+            return self.average
+        if self._delayed:
+            self._landed = self._landed or self._land()
             return self.average
         if self._pending is None or self._pending.sample is not sample:
             reading, _ = sample.read()

@@ -152,7 +152,7 @@ class ScalingRuleBase(BoundOptimizer):
         self._steps += 1
         self._note(taken, news)
         overflow = taken is not None and taken.overflow
-        if self._delayed and news.found_inf is not None and not _amp.takes_news(inner):
+        if self._delayed and news.found_inf is not None and not self._inner_heeds_scaler:
             overflow = bool(news.found_inf)
         if overflow:
             return None
@@ -267,7 +267,7 @@ class ScalingRuleBase(BoundOptimizer):
         inner = self._optimizer
         if not news.present:
             yield
-        elif _amp.takes_news(type(inner)):
+        elif self._inner_heeds_scaler:
             with _amp.handed_over(news, inner):
                 yield
         else:
