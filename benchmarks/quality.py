@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from quality import check
+from quality import check, tables
 from quality.plan import Run, comparison, study
 from quality.store import Store
 from quality.training import train
@@ -48,7 +48,6 @@ def main() -> None:
         for workload in workloads:
             if (data := data_of(workload, options.data)) is not None:
                 benchmark(workload, data, store, options)
-    write_summary(workloads, store, options.out)
     if options.plot:
         figures.write(workloads, store, options.plot)
 
@@ -96,7 +95,7 @@ def benchmark(
         if run not in store:
             store.add(run, train(workload, data, run, steps_of(run, workload, store)))
             report(store[run])
-            write_summary([workload], store, options.out)
+            tables.write(WORKLOADS, store, options.out)
 
 
 def steps_of(run: Run, workload: Workload, store: Store) -> int | None:
@@ -116,7 +115,6 @@ def steps_of(run: Run, workload: Workload, store: Store) -> int | None:
 def report(row: dict) -> None:
     ended = "diverged" if row["score"] is None else f"{row['score']:.3f}"
     print(f"{row['key']}  {row['steps']} steps  {ended}  {row['cpu_seconds']} s", flush=True)
-def write_summary(*a): pass
 
 
 if __name__ == "__main__":

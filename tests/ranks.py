@@ -32,7 +32,6 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import sys
@@ -191,7 +190,7 @@ class _Rank:
             )
         try:
             return torch.load(self.result_file, weights_only=True)
-        except pickle.UnpicklingError as error:
+        except Exception as error:  # whatever the file's reader makes of it
             raise TypeError(
                 f"rank {self.rank} returned something that does not travel between ranks. Return "
                 "tensors, numbers, strings, None, and lists, tuples and dicts of those."

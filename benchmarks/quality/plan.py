@@ -76,6 +76,14 @@ FIXED: dict[str, Rule] = {
 }
 
 
+def searched(factor: int) -> Rule:
+    """A constant factor with linear scaling's warm-up."""
+    return lambda workload, scale, k, n: linear(workload, factor, k, n)
+
+
+SEARCHED: dict[str, Rule] = {f"×{factor}": searched(factor) for factor in (2, 4, 8, 16)}
+
+
 # -- the lists of runs ----------------------------------------------------------------------------
 
 
@@ -93,7 +101,10 @@ def comparison(workload: Workload, seeds: int) -> Iterator[Run]:
 
 
 def study(workload: Workload, seeds: int) -> Iterator[Run]:
-    """Does it matter how many gradients are measured per step, and how they are smoothed?"""
+    """Does it matter how many gradients are measured per step, and how they are smoothed?
+
+    And: which constant factor would have been as good, had somebody searched for it?
+    """
     what = (workload.name, settings(workload))
     scale = max(workload.scales)
     default = 1.0 - scale / 1000.0  # with as many gradients as the scale
@@ -105,3 +116,5 @@ def study(workload: Workload, seeds: int) -> Iterator[Run]:
                 )
         for smoothing in (0.0, 0.9, 0.99):
             yield Run(*what, workload.adaptive, scale, "progress", seed, scale, smoothing)
+        for method in SEARCHED:
+            yield Run(*what, method, scale, "steps", seed)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
-from quality.plan import FIXED, Run
+from quality.plan import FIXED, SEARCHED, Run, constant
 from quality.workloads import Batches, Data, Workload, loss_of
 
 RULES = {"AdaScale": mh.AdaScale, "AdamScale": mh.AdamScale}
@@ -78,7 +78,7 @@ def cosine(position: float, length: float) -> float:
 def _train_fixed(
     workload: Workload, model: nn.Module, batches: Batches, run: Run, steps: int
 ) -> Parts:
-    rule = FIXED[run.method] if run.method != "plain" else FIXED["no scaling"]
+    rule = {**FIXED, **SEARCHED, "plain": constant}[run.method]
     optimizer = workload.make_optimizer(model.parameters())
     passes = math.ceil(run.scale / workload.per_pass)
     curve = Curve(steps)

@@ -55,6 +55,7 @@ class BoundOptimizer(Optimizer):
                 "the past; 0 looks at the newest step only."
             )
         self._inner: Optimizer | None = None
+        self._workers = Workers()
         self.adp: Any = None
         self._world_size = world_size
         self._process_group = process_group
@@ -152,7 +153,7 @@ class BoundOptimizer(Optimizer):
             scale=lambda passes: rule._scale_at(passes),
             loss_scale=lambda: _amp.loss_scale_of(rule._grad_scaler),
         )
-        self._meter = NoiseMeter(
+        self._noise_meter = NoiseMeter(
             tap,
             average,
             smoothing=lambda reading: rule._smoothing_of(reading),
@@ -202,6 +203,12 @@ class BoundOptimizer(Optimizer):
                 "AdaptiveDataParallel(model, optimizer, rule) or rule.initialize(...)."
             )
         return self._inner
+
+    @property
+    def _meter(self) -> NoiseMeter:
+        if self._inner is None:
+            _ = self._optimizer  # raises
+        return self._noise_meter
 
     @property
     def optimizer(self) -> Optimizer:
@@ -280,7 +287,7 @@ class BoundOptimizer(Optimizer):
         """A copy around a copy of the optimizer (and of the parameters, unless in `memo`)."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        shared = {"_inner", "_meter", "_step_inner", "_clear_inner"}
+        shared = {"_inner", "_noise_meter", "_step_inner", "_clear_inner"}
         vars(twin).update({k: v for k, v in vars(self).items() if k not in shared})
         twin._inner = copy.deepcopy(self._inner, memo)
         if twin._inner is not None:
@@ -318,8 +325,7 @@ class BoundOptimizer(Optimizer):
             return self._given_scale
         if self._given_scale_per_pass is not None:
             return self._given_scale_per_pass * passes
-        workers = self._workers.size if self._inner is not None else 1
-        return float(workers * passes)
+        return float(self._workers.size * passes)
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Say that the batch is now `scale` small batches.
@@ -353,8 +359,7 @@ class BoundOptimizer(Optimizer):
             return self._given_smoothing
         if self._accumulation.declared is None:
             return float(0.999**self.scale)
-        workers = self._workers.size if self._inner is not None else 1
-        return max(1.0 - workers * self._accumulation.declared / 1000.0, 0.0)
+        return max(1.0 - self._workers.size * self._accumulation.declared / 1000.0, 0.0)
 
     def _smoothing_of(self, reading: Reading) -> float:
         by_scale = self._given_smoothing is None and self._accumulation.declared is None

@@ -101,11 +101,13 @@ class NoiseAverage:
         }
 
     def restored(self, state: dict[str, Any]) -> NoiseAverage:
-        kind = Debiased if state["debiased"] else PaperAverage
-        return NoiseAverage(
-            self.groups,
-            restored(kind, state["sqr"]),
-            restored(kind, state["var"]),
-            bool(state["differenced"]),
-            self.floor_each_step,
-        )
+        """The average that was `saved`; a ValueError if it cannot have been."""
+        try:
+            kind = Debiased if state["debiased"] else PaperAverage
+            sqr, var = restored(kind, state["sqr"]), restored(kind, state["var"])
+            if len(sqr.value(1.0, 0)) > self.groups or len(var.value(0.0, 0)) > self.groups:
+                raise ValueError(f"it is of more than {self.groups} parameter groups")
+            differenced = bool(state["differenced"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the state dict is damaged: its noise average, {error!r}.") from error
+        return NoiseAverage(self.groups, sqr, var, differenced, self.floor_each_step)

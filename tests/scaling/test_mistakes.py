@@ -1,0 +1,415 @@
+"""Mistakes that people make: each gets an error that says what to do, on every worker."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import loss_of, make_batches, make_model, two_groups
+from ranks import raises_on_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import manyhands as mh
+
+
+def sgd(model=None, lr=0.1):
+    return torch.optim.SGD((model or make_model()).parameters(), lr=lr)
+
+
+def backward(model, a=0, weight=1.0):
+    x, y = make_batches(1, 4)
+    (loss_of(model, x[0, a], y[0, a]) * weight).backward()
+
+
+# -- arguments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_makes_no_sense(scale):
+    with pytest.raises(ValueError, match="scale must be finite and at least 1"):
+        mh.AdaScale(sgd(), scale=scale)
+    optimizer = mh.AdaScale(sgd(), scale=2.0)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        optimizer.set_scale(scale)
+    assert optimizer.scale == 2.0
+
+
+def test_a_smaller_batch_makes_sense_for_the_rules_that_need_no_noise():
+    assert mh.LinearScale(sgd(), scale=0.5).scale == 0.5
+    with pytest.raises(ValueError, match="above 0"):
+        mh.LinearScale(sgd(), scale=0.0)
+
+
+@pytest.mark.parametrize("passes", [0, -1, 1.5, True, None])
+def test_a_number_of_passes_that_makes_no_sense(passes):
+    with pytest.raises(ValueError, match="num_gradients_to_accumulate must be a whole number"):
+        mh.AdaScale(sgd(), num_gradients_to_accumulate=passes)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, 2.0])
+def test_a_smoothing_that_makes_no_sense(smoothing):
+    with pytest.raises(ValueError, match="smoothing must be at least 0 and below 1"):
+        mh.AdaScale(sgd(), smoothing=smoothing)
+
+
+def test_a_world_size_without_a_process_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        mh.AdaScale(sgd(), world_size=4)
+
+
+def test_something_else_than_an_optimizer():
+    with pytest.raises(TypeError, match=r"wraps a torch.optim.Optimizer, got generator"):
+        mh.AdaScale(make_model().parameters())
+
+
+def test_a_rule_that_is_used_before_it_has_an_optimizer():
+    rule = mh.AdaScale()
+    for use in (rule.step, rule.zero_grad, rule.state_dict, lambda: rule.param_groups, rule.gain):
+        with pytest.raises(RuntimeError, match=r"has no optimizer yet. Give it one"):
+            use()
+    assert isinstance(rule, torch.optim.Optimizer)
+
+
+def test_wrapping_twice():
+    inner = sgd()
+    optimizer = mh.AdaScale(inner)
+    with pytest.raises(TypeError, match="AdaScale wraps already"):
+        mh.LinearScale(optimizer)
+    with pytest.raises(RuntimeError, match="is wrapped by a AdaScale already"):
+        mh.LinearScale(inner)
+    optimizer.unhook()
+    mh.LinearScale(inner)  # the way out
+
+
+def test_a_rule_is_bound_once():
+    rule = mh.AdaScale()
+    rule.initialize(None, sgd())
+    with pytest.raises(RuntimeError, match="bound to an optimizer already"):
+        rule.initialize(None, sgd())
+
+
+def test_adamscale_around_what_it_does_not_know():
+    with pytest.raises(TypeError, match="knows how for Adam, AdamW and RMSprop"):
+        mh.AdamScale(sgd())
+    with pytest.raises(TypeError, match="rescale_adam=True is for Adam"):
+        mh.SqrtScale(sgd(), rescale_adam=True)
+
+
+def test_a_square_root_rule_that_would_need_a_negative_beta():
+    adam = torch.optim.Adam(make_model().parameters(), betas=(0.9, 0.999))
+    with pytest.raises(ValueError, match=r"beta=0.9 at scale 16 .* largest scale is below 10"):
+        mh.SqrtScale(adam, scale=16.0, rescale_adam=True)
+    optimizer = mh.SqrtScale(adam, scale=4.0, rescale_adam=True)
+    with pytest.raises(ValueError, match="must stay below 1"):
+        optimizer.set_scale(16.0)
+    assert optimizer.scale == 4.0
+
+
+def test_legw_without_a_batch_size():
+    with pytest.raises(ValueError, match="base_warmup_epochs must be a number"):
+        mh.LEGWScale(sgd(), 1000)
+    model = make_model()
+    optimizer = mh.LEGWScale(1, 1000, sgd(model), num_gradients_to_accumulate=2)
+    backward(model)
+    backward(model)
+    with pytest.raises(RuntimeError, match="does not know the baseline's batch size"):
+        optimizer.step()
+
+
+def test_a_rule_of_ones_own_that_returns_nonsense():
+    class Wrong(mh.ScalingRuleBase):
+        def scale_lr(self, scale):
+            return [1.0, 2.0, 3.0]
+
+    model = make_model()
+    optimizer = Wrong(sgd(model))
+    backward(model)
+    with pytest.raises(ValueError, match=r"one for each of the 1 parameter groups"):
+        optimizer.step()
+    with pytest.raises(NotImplementedError, match="must define scale_lr"):
+        mh.ScalingRuleBase(sgd()).scale_lr(2.0)
+
+
+# -- the order of calls ------------------------------------------------------------------------
+
+
+def test_a_step_without_a_backward():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model))
+    with pytest.raises(RuntimeError, match=r"step\(\) without a backward\(\) before it"):
+        optimizer.step()
+    backward(model)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"step\(\) without a backward\(\)"):
+        optimizer.step()
+    assert optimizer.snapshot()["step"] == 1
+
+
+def test_too_few_and_too_many_backward_passes():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model), num_gradients_to_accumulate=3)
+    backward(model)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"step\(\) after 2 of 3 backward passes"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for _ in range(3):
+        backward(model)
+    with pytest.raises(RuntimeError, match=r"backward pass 4 since the last step.*one_sample"):
+        backward(model)
+    optimizer.zero_grad()
+    for _ in range(3):
+        backward(model)
+    optimizer.step()
+
+
+def test_changes_in_the_middle_of_a_step():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model), num_gradients_to_accumulate=3)
+    state = optimizer.state_dict()
+    backward(model)
+    for change in (
+        lambda: optimizer.set_num_gradients_to_accumulate(2),
+        lambda: optimizer.set_scale(4.0),
+        lambda: optimizer.state_dict(),
+        lambda: optimizer.load_state_dict(state),
+        lambda: optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]}),
+    ):
+        with pytest.raises(RuntimeError, match=r"in the middle of a step, after 1 backward"):
+            change()
+    optimizer.zero_grad()
+    optimizer.set_num_gradients_to_accumulate(2)
+    assert optimizer.scale == 2.0
+
+
+def test_unscaled_losses_that_nobody_divides():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model), num_gradients_to_accumulate=2, is_scaled_loss=False)
+    with pytest.raises(RuntimeError, match="after the step's last backward"):
+        optimizer.scale_grad_by_num_grads_to_accum()
+    backward(model)
+    backward(model)
+    with pytest.raises(RuntimeError, match="has not been divided"):
+        optimizer.step()
+    optimizer.scale_grad_by_num_grads_to_accum()
+    with pytest.raises(RuntimeError, match="once, after the step's last"):
+        optimizer.scale_grad_by_num_grads_to_accum()
+    optimizer.step()
+    scaled = mh.AdaScale(sgd(make_model()), num_gradients_to_accumulate=2)
+    with pytest.raises(RuntimeError, match="divided already"):
+        scaled.scale_grad_by_num_grads_to_accum()
+
+
+def test_one_sample_left_open():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model))
+    with optimizer.one_sample():
+        backward(model)
+        with pytest.raises(RuntimeError, match="open already"), optimizer.one_sample():
+            pass
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="leave the `with` block first"), optimizer.one_sample():
+        backward(model)
+        optimizer.step()
+    backward(model)  # an error inside leaves nothing behind
+    optimizer.step()
+
+
+def test_groups_added_behind_the_wrappers_back():
+    model = make_model()
+    inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = mh.AdaScale(inner)
+    inner.add_param_group({"params": list(model[2].parameters())})
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"Add groups through the wrapper"):
+        optimizer.step()
+
+
+def test_steps_after_unhook():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model))
+    optimizer.unhook()
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"unhook\(\) was called"):
+        optimizer.step()
+
+
+# -- a state dict that does not belong -----------------------------------------------------------
+
+
+def test_foreign_state_dicts_change_nothing():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model), num_gradients_to_accumulate=2)
+    for _ in range(2):
+        backward(model)
+    optimizer.step()
+    good = optimizer.state_dict()
+
+    def edited(**changes):
+        return {**good, "manyhands": {**good["manyhands"], **changes}}
+
+    grouped = mh.AdaScale(torch.optim.SGD(two_groups(make_model()), lr=0.1)).state_dict()
+    adam = mh.LinearScale(torch.optim.Adam(make_model().parameters())).state_dict()
+    adam["param_groups"] = good["param_groups"]
+    damaged = edited()
+    del damaged["manyhands"]["progress"]
+    for state, message in (
+        (sgd(lr=0.7).state_dict(), "no 'manyhands' entry"),
+        (adam, "optimizer is 'Adam', this wrapper's is 'SGD'"),
+        (grouped, r"parameters per group is \[2, 2\]"),
+        (edited(version=99), "format version is 99"),
+        (edited(gradients="preconditioned"), "kind of gradients"),
+        (damaged, "damaged"),
+        (edited(average={"sqr": None}), "damaged"),
+    ):
+        before = optimizer.snapshot()
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+        assert optimizer.snapshot() == before
+    optimizer.load_state_dict(good)
+
+
+# -- on several workers ----------------------------------------------------------------------------
+
+
+def disagree(what):
+    rank = dist.get_rank()
+    model = make_model()
+    if what == "accumulation":
+        mh.AdaScale(sgd(model), num_gradients_to_accumulate=1 + rank)
+    elif what == "scale":
+        mh.AdaScale(sgd(model), scale=2.0 + rank)
+    else:
+        mh.AdaScale(torch.optim.SGD(list(model.parameters())[rank:], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("accumulation", "disagree on the num_gradients_to_accumulate: rank 0: 1, rank 1: 2"),
+        ("scale", "disagree on the scale: rank 0: 2, rank 1: 3"),
+        ("parameters", "disagree on the number of parameters: rank 0: 4, rank 1: 3"),
+    ],
+)
+def test_workers_that_disagree_from_the_start(what, message):
+    raises_on_ranks(2, ValueError, disagree, what, match=message, timeout=10)
+
+
+def disagree_later(what):
+    rank = dist.get_rank()
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = mh.AdaScale(sgd(model))
+    backward(wrapped, rank)
+    optimizer.step()
+    if what == "scale":
+        optimizer.set_scale(2.0 + rank)
+        backward(wrapped, rank)
+    elif rank == 1:
+        optimizer.set_num_gradients_to_accumulate(2)
+        with wrapped.no_sync():
+            backward(wrapped, rank)
+        backward(wrapped, rank)
+    else:
+        backward(wrapped, rank)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("scale", "disagree on the scale: rank 0: 2, rank 1: 3"),
+        ("accumulation", r"disagree on the backward passes per step .*: rank 0: 1, rank 1: 2"),
+    ],
+)
+def test_workers_that_come_to_disagree(what, message):
+    raises_on_ranks(2, RuntimeError, disagree_later, what, match=message, timeout=10)
+
+
+def step_inside_no_sync(adaptive):
+    model = make_model()
+    if adaptive:
+        optimizer = sgd(model)
+        wrapped = mh.AdaptiveDataParallel(model, optimizer)
+    else:
+        wrapped = DistributedDataParallel(model)
+        optimizer = mh.AdaScale(sgd(model))
+    with wrapped.no_sync():
+        backward(wrapped, dist.get_rank())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_step_inside_no_sync(adaptive):
+    raises_on_ranks(2, RuntimeError, step_inside_no_sync, adaptive, match="no_sync", timeout=10)
+
+
+def no_data_parallel():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model))
+    backward(model, dist.get_rank())
+    optimizer.step()
+
+
+def test_several_workers_without_data_parallel():
+    raises_on_ranks(
+        2, RuntimeError, no_data_parallel, match="Without DistributedDataParallel", timeout=10
+    )
+
+
+def step_without_backward(who):
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = mh.AdaScale(sgd(model))
+    if who == "with gradients":
+        backward(wrapped, dist.get_rank())
+        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("who", ["without gradients", "with gradients"])
+def test_a_step_without_a_backward_on_every_worker(who):
+    raises_on_ranks(
+        2, RuntimeError, step_without_backward, who, match="without a backward", timeout=10
+    )
+
+
+def each_on_its_own():
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model), world_size=1, num_gradients_to_accumulate=2)
+    backward(model, rank)
+    backward(model, rank + 1)
+    optimizer.step()
+    assert optimizer.snapshot()["workers"] == 1
+
+
+def test_workers_may_train_each_on_its_own():
+    from ranks import run_ranks
+
+    run_ranks(2, each_on_its_own)
+
+
+def wrong_world_size():
+    mh.AdaScale(sgd(), world_size=3)
+
+
+def test_a_world_size_that_is_not_the_groups():
+    raises_on_ranks(2, ValueError, wrong_world_size, match="has 2 worker", timeout=10)
+
+
+def test_gain_on_one_rank_only_does_not_hang():
+    from ranks import run_ranks
+
+    def train():
+        model = make_model()
+        wrapped = DistributedDataParallel(model)
+        optimizer = mh.AdaScale(sgd(model))
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(wrapped, dist.get_rank())
+            if dist.get_rank() == 0:  # as people log
+                optimizer.gain()
+            optimizer.step()
+        return optimizer.progress
+
+    first, second = run_ranks(2, train, timeout=10)
+    assert first == second
