@@ -1,4 +1,4 @@
-"""Does training at a larger batch end as well as at the small one? How many steps does it take?
+"""Does training at a larger batch end as well as at the small one? In how many steps?
 
     python benchmarks/quality.py --data FOLDER          # mnist.npz, tinyshakespeare.txt.xz
     python benchmarks/quality.py                        # scikit-learn's digits only
@@ -6,7 +6,7 @@
     python benchmarks/quality.py --data FOLDER --study  # also: fewer gradients, other smoothing
     python benchmarks/quality.py --plot docs/figures    # figures of the results so far
 
-Compares AdaScale and AdamScale with fixed rules for the learning rate, with each rule given
+Compares AdaScale and AdamScale with fixed rules for the learning rate. Each rule is given
 
     (A) as many samples as the run at scale 1: T / S steps
     (B) as many steps as AdaScale (AdamScale) took: much of what it gains over linear scaling
@@ -20,11 +20,9 @@ is made in one process by accumulation. Each finished run is one line in the res
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from quality import check, tables
@@ -34,22 +32,27 @@ from quality.training import train
 from quality.workloads import WORKLOADS, Data, Workload
 
 STUDIED = ("mnist-sgd", "shakespeare-sgd")
+QUICK_STEPS = 32
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
-    workloads = [w for w in WORKLOADS if not options.workload or w.name in options.workload]
-    if options.quick:
-        workloads = [replace(w, steps=64) for w in workloads]
+    workloads = [replace(w, steps=QUICK_STEPS) if options.quick else w for w in WORKLOADS]
     store = Store(options.out.with_suffix(".jsonl"))
-    if not options.plot:
-        for workload in workloads:
-            if (data := data_of(workload, options.data)) is not None:
-                benchmark(workload, data, store, options)
     if options.plot:
+        from quality import figures  # matplotlib is needed only here
+
         figures.write(workloads, store, options.plot)
+        return
+    for workload in workloads:
+        if workload.name in options.workload:
+            data = data_of(workload, options.data)
+            if data is not None:
+                benchmark(workload, data, store, options)
+                tables.write(workloads, store, options.out)
+    print(tables.markdown(workloads, store))
 
 
 def arguments() -> argparse.Namespace:
@@ -58,11 +61,14 @@ def arguments() -> argparse.Namespace:
     )
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--data", type=Path, help="folder with mnist.npz, tinyshakespeare.txt.xz")
-    parser.add_argument("--workload", nargs="+", choices=names, help="all of them by default")
+    parser.add_argument("--workload", nargs="+", choices=names, default=names, metavar="NAME",
+                        help="of " + ", ".join(names))  # fmt: skip
     parser.add_argument("--seeds", type=int, help="3 by default, 1 with --quick")
     parser.add_argument("--out", type=Path, help="by default benchmarks/results/quality.json")
-    parser.add_argument("--study", action="store_true", help="fewer gradients, other smoothing")
-    parser.add_argument("--quick", action="store_true", help="64 steps, one seed: a smoke test")
+    parser.add_argument("--study", action="store_true",
+                        help="also fewer gradients, other smoothing, other factors")  # fmt: skip
+    parser.add_argument("--quick", action="store_true",
+                        help=f"{QUICK_STEPS} steps, one seed: a smoke test")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write figures, run nothing")
     options = parser.parse_args()
     options.seeds = options.seeds or (1 if options.quick else 3)
@@ -84,9 +90,8 @@ def data_of(workload: Workload, folder: Path | None) -> Data | None:
     return workload.load(folder)
 
 
-def benchmark(
-    workload: Workload, data: Data, store: Store, options: argparse.Namespace
-) -> None:
+def benchmark(workload: Workload, data: Data, store: Store, options: argparse.Namespace) -> None:
+    """What of the workload's runs is not in the store yet."""
     check.fixed_rules(workload, data)
     runs = list(comparison(workload, options.seeds))
     if options.study and workload.name in STUDIED:
@@ -95,7 +100,6 @@ def benchmark(
         if run not in store:
             store.add(run, train(workload, data, run, steps_of(run, workload, store)))
             report(store[run])
-            tables.write(WORKLOADS, store, options.out)
 
 
 def steps_of(run: Run, workload: Workload, store: Store) -> int | None:
@@ -112,9 +116,9 @@ def steps_of(run: Run, workload: Workload, store: Store) -> int | None:
     return int(store[adaptive]["steps"])
 
 
-def report(row: dict) -> None:
-    ended = "diverged" if row["score"] is None else f"{row['score']:.3f}"
-    print(f"{row['key']}  {row['steps']} steps  {ended}  {row['cpu_seconds']} s", flush=True)
+def report(row: dict[str, Any]) -> None:
+    score = "NaN" if row["score"] is None else f"{row['score']:.3f}"
+    print(f"{row['key']}  {row['steps']} steps  {score}  {row['cpu_seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

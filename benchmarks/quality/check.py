@@ -48,9 +48,7 @@ def fixed_rules(workload: Workload, data: Data) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
-def _with_manyhands(
-    workload: Workload, data: Data, wrap: Wrap
-) -> tuple[nn.Module, list[float]]:
+def _with_manyhands(workload: Workload, data: Data, wrap: Wrap) -> tuple[nn.Module, list[float]]:
     """The trained model, and the progress before each step."""
     model, batches = _start(workload, data)
     optimizer = wrap(workload.make_optimizer(model.parameters()))

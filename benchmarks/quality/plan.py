@@ -111,9 +111,7 @@ def study(workload: Workload, seeds: int) -> Iterator[Run]:
     for seed in range(seeds):
         for passes in (2, 4, 8):
             for smoothing in (None, default):
-                yield Run(
-                    *what, workload.adaptive, scale, "progress", seed, passes, smoothing
-                )
+                yield Run(*what, workload.adaptive, scale, "progress", seed, passes, smoothing)
         for smoothing in (0.0, 0.9, 0.99):
             yield Run(*what, workload.adaptive, scale, "progress", seed, scale, smoothing)
         for method in SEARCHED:

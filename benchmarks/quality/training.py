@@ -1,8 +1,8 @@
 """One run. The loops are straight: what a user would write, without and with manyhands.
 
-A batch of scale S is S base batches. The fixed rules take it in as few passes as are fast, with
-torch's own optimizer. AdaScale and AdamScale take it in `passes` equal parts, as that many workers would,
-because they compare the parts' gradients.
+A batch of scale S is S base batches. The fixed rules take it in as few passes as are fast,
+with torch's own optimizer. AdaScale and AdamScale take it in `passes` equal parts, as that many
+workers would, because they compare the parts' gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Curve:
         if progress >= self.length * (len(self.points) + 1) / CURVE_POINTS:
             mean_loss = sum(self._losses) / len(self._losses)
             mean_gain = sum(self._gains) / len(self._gains)
-            self.points.append((step, _short(progress), _short(loss), _short(mean_gain)))
+            self.points.append((step, _short(progress), _short(mean_loss), _short(mean_gain)))
             self._losses, self._gains = [], []
 
 

@@ -1,6 +1,7 @@
 """What is trained: data, model, base batch, base learning rate, length at scale 1.
 
-The base learning rates are the best (to a factor of two) at scale 1 for one other seed. Nothing is tuned for a method or a scale.
+The base learning rates are the best (to a factor of two) at scale 1 for one other seed.
+Nothing is tuned for a method or a scale.
 """
 
 from __future__ import annotations
@@ -89,9 +90,7 @@ class Pictures:
 
     def model(self) -> nn.Module:
         inputs = self.train[0].shape[1]
-        return nn.Sequential(
-            nn.Linear(inputs, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10)
-        )
+        return nn.Sequential(nn.Linear(inputs, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
 
     def batches(self, seed: int, size: int) -> Batches:
         return Epochs(*self.train, size, torch.Generator().manual_seed(seed))
@@ -212,7 +211,11 @@ def shakespeare(folder: Path) -> Text:
 
 _MNIST = {"load": mnist, "batch": 16, "steps": 3750, "needs": MNIST}
 _SHAKESPEARE = {
-    "load": shakespeare, "batch": 16, "steps": 1500, "per_pass": 4, "needs": SHAKESPEARE
+    "load": shakespeare,
+    "batch": 16,
+    "steps": 1500,
+    "per_pass": 4,
+    "needs": SHAKESPEARE,
 }
 _DIGITS = {"load": digits, "batch": 8, "steps": 1500}
 _ACCURACY = {"metric": "accuracy, %", "chance": 20.0}

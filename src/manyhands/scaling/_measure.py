@@ -113,8 +113,8 @@ class NoiseScale:
         self._smoothing = smoothing
         self._moments = _Moments()
         self._flight: Sample | None = None
-        self.steps = 0
-        self.nonfinite = 0
+        self._steps = 0
+        self._nonfinite = 0
         meter = weakref.proxy(self)
         self._tap = GradientTap(
             groups,
@@ -138,22 +138,32 @@ class NoiseScale:
         if reading is None:
             return
         if not is_finite(reading):
-            self.nonfinite += 1
+            self._nonfinite += 1
             return
         new = estimate(reading)
         self._moments = self._moments.after(sum(new.sqr), sum(new.var), self._smoothing)
-        self.steps += 1
+        self._steps += 1
+
+    @property
+    def steps(self) -> int:
+        """Steps measured."""
+        self._land()
+        return self._steps
+
+    @property
+    def nonfinite(self) -> int:
+        """Steps left out because a gradient was not finite."""
+        self._land()
+        return self._nonfinite
 
     @property
     def squared_norm(self) -> float:
         """|true gradient|^2; NaN before the first measurement."""
-        self._land()
         return self._moments.sqr / self._moments.weight if self.steps else math.nan
 
     @property
     def variance(self) -> float:
         """Trace of the covariance of one worker's micro-batch gradient."""
-        self._land()
         return self._moments.var / self._moments.weight if self.steps else math.nan
 
     @property

@@ -160,6 +160,7 @@ class ScalingRuleBase(BoundOptimizer):
         positional = () if closure is None else (closure,)
         with self._overridden(), self._unscaled(news):
             result = self._step_inner(*positional, *args, **kwargs)
+        vars(inner)["_opt_called"] = True  # a scheduler made for the inner optimizer asks for it
         if not self._delayed:
             self._progress += self._meter.average.gain(self.scale)
         return result

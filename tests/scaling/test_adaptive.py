@@ -1,0 +1,197 @@
+"""adaptdl's usage: a rule made first, the data-parallel module counts the passes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
+from ranks import run_ranks
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+import manyhands as mh
+
+
+def train(kind, inner, passes, call, scale=None):
+    """Losses are not divided; `passes[step]` of them may differ from step to step."""
+    ranked = dist.is_initialized()
+    rank = dist.get_rank() if ranked else 0
+    model = make_model(torch.float64)
+    optimizer = OPTIMIZERS[inner](two_groups(model))
+    rule = getattr(mh, kind)(**({"smoothing": 0.9}))
+    adp = mh.AdaptiveDataParallel(model, optimizer, rule, scale=scale)
+    schedule = ExponentialLR(optimizer, 1.0)
+    workers = dist.get_world_size() if ranked else 1
+    x, y = make_batches(len(passes), workers * max(passes), dtype=torch.float64)
+    gains, factors, scales = [], [], []
+    for step, count in enumerate(passes):
+        (optimizer if call == "optimizer" else rule).zero_grad()
+        for a in range(count):
+            i = rank * count + a
+            with adp.no_sync() if a < count - 1 else torch.enable_grad():
+                loss_of(adp, x[step, i], y[step, i]).backward()
+        gains.append(adp.gain)
+        scales.append(rule.scale)
+        (optimizer if call == "optimizer" else rule).step()
+        factors.append(list(rule.factors))
+        schedule.step()
+    params = [p.detach() for p in model.parameters()]
+    return {"params": params, "gains": gains, "scales": scales, "progress": rule.progress}
+
+
+@pytest.mark.parametrize("call", ["rule", "optimizer"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "inner"),
+    [("AdaScale", "SGD momentum"), ("AdamScale", "AdamW"), ("LinearScale", "SGD")],
+)
+def test_training_is_the_plain_run_with_passes_counted(kind, inner, workers, call):
+    passes = [2, 3, 1 if workers > 1 else 2, 4, 2, 2, 3]
+    arguments = (kind, inner, passes, call)
+    ours = run_ranks(workers, train, *arguments) if workers > 1 else [train(*arguments)]
+    model = make_model(torch.float64)
+    oracle = Plain(
+        model,
+        OPTIMIZERS[inner](two_groups(model)),
+        FACTORS[kind],
+        preconditioned=kind == "AdamScale",
+        smoothing=0.9,
+    )
+    x, y = make_batches(len(passes), workers * max(passes), dtype=torch.float64)
+    for step, count in enumerate(passes):
+        oracle.step(x[step, : workers * count], y[step, : workers * count])
+    near = 2e-5 if kind == "AdamScale" else 1e-9
+    for mine in ours:
+        assert mine["scales"] == [workers * count for count in passes]
+        assert mine["gains"] == pytest.approx(oracle.gains, rel=near)
+        assert mine["progress"] == pytest.approx(oracle.progress, rel=near)
+        for p, q in zip(mine["params"], model.parameters(), strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=near, atol=near)
+
+
+def test_several_synchronised_passes_accumulate_as_well():
+    """Without no_sync nobody knows which pass is the last: the mean is kept after each."""
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = mh.AdaScale()
+    adp = mh.AdaptiveDataParallel(model, optimizer, rule)
+    x, y = make_batches(1, 3, dtype=torch.float64)
+    mean = None
+    for a in range(3):
+        grads = torch.autograd.grad(loss_of(model, x[0, a], y[0, a]), list(model.parameters()))
+        mean = [g / 3 if mean is None else m + g / 3 for m, g in zip(mean or grads, grads, strict=True)]
+        loss_of(adp, x[0, a], y[0, a]).backward()
+    for p, m in zip(model.parameters(), mean, strict=True):
+        torch.testing.assert_close(p.grad, m)
+    assert rule.scale == 3.0
+    rule.step()
+    assert rule.progress == pytest.approx(rule.gain())
+
+
+def test_the_default_rule_goes_by_the_optimizer():
+    for inner, kind in (
+        (torch.optim.SGD, mh.AdaScale),
+        (torch.optim.AdamW, mh.AdamScale),
+        (torch.optim.RMSprop, mh.AdamScale),
+    ):
+        model = make_model()
+        adp = mh.AdaptiveDataParallel(model, inner(model.parameters(), lr=0.1))
+        assert type(adp.scaling_rule) is kind
+
+
+def test_names_buffers_and_attributes_are_data_parallels():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    adp = mh.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert set(adp.state_dict()) == {f"module.{name}" for name in model.state_dict()}
+    assert adp.module is model
+    assert not adp.eval().module.training
+
+
+def test_legw_works_the_baselines_batch_size_out_of_the_first_input():
+    model = make_model()
+    rule = mh.LEGWScale(2, 100)
+    adp = mh.AdaptiveDataParallel(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), rule, scale=8.0
+    )
+    assert "batch_size=from the first input" in repr(rule)
+    x, y = make_batches(1, 2, size=12)
+    with adp.no_sync():
+        loss_of(adp, x[0, 0], y[0, 0]).backward()
+    loss_of(adp, x[0, 1], y[0, 1]).backward()
+    rule.step()
+    assert rule.batch_size == 12 * 2 / 8  # leading dimension x workers x passes / scale
+    assert "batch_size=3" in repr(rule)
+    given = mh.LEGWScale(2, 100, batch_size=7)
+    other = make_model()
+    mh.AdaptiveDataParallel(other, torch.optim.SGD(other.parameters(), lr=0.1), given)
+    assert given.batch_size == 7
+
+
+def test_the_statistics_have_adaptdls_names():
+    model = make_model()
+    rule = mh.AdaScale()
+    adp = mh.AdaptiveDataParallel(model, torch.optim.SGD(two_groups(model), lr=0.1), rule)
+    adp.gns.set_accum_scale(2.0)
+    x, y = make_batches(1, 2)
+    with adp.no_sync():
+        loss_of(adp, x[0, 0], y[0, 0]).backward()
+    loss_of(adp, x[0, 1], y[0, 1]).backward()
+    assert (adp.gns.accum_scale, adp.gns.accum_count, rule.scale) == (2.0, 2, 4.0)
+    assert adp.gns.gain(4.0) == adp.gain == rule.gain()
+    assert len(adp.gns.raw_sqr_avg) == len(adp.gns.raw_var_avg) == 2
+    rule.step()
+    assert adp.gns.get_progress() == rule.progress
+    adp.gns.set_progress(7.0)
+    assert rule.progress == 7.0
+    written = []
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            written.append((tag, step))
+
+    adp.to_tensorboard(Writer(), 3, tag_prefix="noise")
+    assert ("noise/Gain", 3) in written
+    assert len(written) == 4
+
+
+def test_a_rule_may_be_bound_to_torchs_own_data_parallel():
+    def run():
+        model = make_model()
+        ddp = nn.parallel.DistributedDataParallel(model)
+        rule = mh.AdaScale()
+        rule.initialize(ddp, torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = make_batches(1, 4)
+        rank = dist.get_rank()
+        with ddp.no_sync():
+            loss_of(ddp, x[0, 2 * rank], y[0, 2 * rank]).backward()
+        loss_of(ddp, x[0, 2 * rank + 1], y[0, 2 * rank + 1]).backward()
+        rule.step()
+        return rule.scale
+
+    assert run_ranks(2, run) == [4.0, 4.0]
+
+
+def test_zero_grad_and_unhook():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = optimizer.step
+    rule = mh.AdaScale()
+    adp = mh.AdaptiveDataParallel(model, optimizer, rule)
+    x, y = make_batches(1, 1)
+    loss_of(adp, x[0, 0], y[0, 0]).backward()
+    adp.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(RuntimeError, match="without a backward"):
+        rule.step()
+    rule.unhook()
+    assert optimizer.step == step
+    loss_of(adp, x[0, 0], y[0, 0]).backward()
+    optimizer.step()  # the bare optimizer's again
+
+
+def test_arguments_that_are_mixed_up():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="third argument is the scaling rule, got ExponentialLR"):
+        mh.AdaptiveDataParallel(model, optimizer, ExponentialLR(optimizer, 0.9))
+    with pytest.raises(TypeError, match="the same argument"):
+        mh.AdaptiveDataParallel(model, optimizer, mh.AdaScale(), scaling_rule=mh.AdaScale())

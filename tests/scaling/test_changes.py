@@ -1,0 +1,147 @@
+"""Runs that change: the scale, the passes, the number of workers between save and load."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import loss_of, make_batches, make_model, two_groups
+from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import manyhands as mh
+
+
+def train(passes, steps, load=None, **options):
+    """Steps on however many workers there are; returns the saved state and what it reads."""
+    ranked = dist.is_initialized()
+    rank, workers = (dist.get_rank(), dist.get_world_size()) if ranked else (0, 1)
+    model = make_model(torch.float64)
+    wrapped = DistributedDataParallel(model) if ranked else model
+    inner = torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9)
+    optimizer = mh.AdaScale(inner, num_gradients_to_accumulate=passes, **options)
+    if load is not None:
+        model.load_state_dict(load["model"])
+        optimizer.load_state_dict(load["optimizer"])
+    at_load = [optimizer.scale, optimizer.progress, optimizer.gain()]
+    x, y = make_batches(steps, workers * passes, dtype=torch.float64)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for a in range(passes):
+            i = rank * passes + a
+            (loss_of(wrapped, x[step, i], y[step, i]) / passes).backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {"state": state, "at_load": at_load, "progress": optimizer.progress}
+
+
+SIZES = [(1, 4), (2, 1), (2, 2), (4, 1)]
+
+
+def on(workers, *args, **kwargs):
+    if workers == 1:
+        return train(*args, **kwargs)
+    results = run_ranks(workers, train, *args, **kwargs)
+    assert all(r["progress"] == results[0]["progress"] for r in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("saved_on", SIZES)
+@pytest.mark.parametrize("loaded_on", SIZES)
+def test_a_run_goes_on_with_another_number_of_workers(saved_on, loaded_on, tmp_path):
+    workers, passes = saved_on
+    first = on(workers, passes, 5)
+    torch.save(first["state"], tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    workers, passes = loaded_on
+    second = on(workers, passes, 3, load=state)
+    scale, progress, gain = second["at_load"]
+    assert scale == workers * passes  # the default, anew
+    assert progress == first["progress"]
+    assert 1.0 < gain < scale
+    assert second["progress"] > progress
+
+
+@pytest.mark.parametrize("loaded_on", SIZES)
+def test_a_scale_that_was_given_keeps_its_proportion_to_the_small_batches(loaded_on):
+    state = on(2, 1, 3, scale=6.0)["state"]  # three base batches in each micro-batch
+    workers, passes = loaded_on
+    scale, _, _ = on(workers, passes, 0, load=state, scale=17.0)["at_load"]
+    assert scale == 3.0 * workers * passes
+
+
+def test_a_scale_can_be_set_after_loading():
+    state = train(2, 3, scale=6.0)["state"]
+    model = make_model(torch.float64)
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9), num_gradients_to_accumulate=2
+    )
+    optimizer.load_state_dict(state["optimizer"])
+    assert optimizer.scale == 6.0
+    optimizer.set_scale(2.0)
+    assert optimizer.scale == 2.0
+
+
+def test_loading_leaves_the_callers_dict_alone():
+    state = train(2, 3)["state"]["optimizer"]
+    before = copy.deepcopy(state)
+    model = make_model(torch.float64)
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9), num_gradients_to_accumulate=2
+    )
+    optimizer.load_state_dict(state)
+    x, y = make_batches(1, 2, dtype=torch.float64)
+    for a in range(2):
+        loss_of(model, x[0, a], y[0, a]).backward()
+    optimizer.step()
+    assert state["manyhands"] == before["manyhands"]
+    assert state["param_groups"] == before["param_groups"]
+
+
+def test_a_plain_optimizer_takes_our_state_dict():
+    """So that a run can be taken back out of the wrapper."""
+    state = train(2, 3)["state"]["optimizer"]
+    plain = torch.optim.SGD(two_groups(make_model(torch.float64)), lr=0.05, momentum=0.9)
+    plain.load_state_dict(state)
+    assert len(plain.state) == 4
+
+
+def test_the_gain_is_right_at_once_after_a_change_of_scale():
+    model = make_model(torch.float64)
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2
+    )
+    x, y = make_batches(4, 4, dtype=torch.float64)
+    for step in range(4):
+        optimizer.zero_grad()
+        for a in range(2):
+            (loss_of(model, x[step, a], y[step, a]) / 2).backward()
+        optimizer.step()
+    sqr, var = optimizer.noise.sqr_of(), optimizer.noise.var_of()
+    for update_estimate in (True, False):
+        optimizer.set_scale(4.0, update_estimate=update_estimate)
+        assert optimizer.gain() == pytest.approx((var + sqr) / (var / 4.0 + sqr))
+    optimizer.set_scale(1.0)
+    assert optimizer.gain() == 1.0
+
+
+def test_the_passes_can_change_and_the_default_scale_and_smoothing_follow():
+    optimizer = mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1))
+    assert (optimizer.scale, optimizer.smoothing) == (1.0, 0.999)
+    optimizer.set_num_gradients_to_accumulate(4)
+    assert (optimizer.scale, optimizer.smoothing) == (4.0, 0.996)
+    optimizer.set_num_gradients_to_accumulate(2000)
+    assert optimizer.smoothing == 0.0
+    optimizer.set_num_gradients_to_accumulate(8, update_smoothing=False)
+    assert (optimizer.scale, optimizer.smoothing) == (8.0, 0.0)
+    optimizer.set_scale(3.0)
+    optimizer.set_num_gradients_to_accumulate(2)
+    assert optimizer.scale == 3.0  # it was given
+
+
+def test_progress_can_be_set():
+    optimizer = mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1))
+    optimizer.set_progress(120.5)
+    assert optimizer.progress == 120.5
+    with pytest.raises(ValueError, match="finite and not negative"):
+        optimizer.set_progress(-1.0)
