@@ -20,6 +20,7 @@ is made in one process by accumulation. Each finished run is one line in the res
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,16 @@ def main() -> None:
 
         figures.write(workloads, store, options.plot)
         return
-    for workload in workloads:
-        if workload.name in options.workload:
-            data = data_of(workload, options.data)
-            if data is not None:
-                benchmark(workload, data, store, options)
-                tables.write(workloads, store, options.out)
+    chosen = [workload for workload in workloads if workload.name in options.workload]
+    data = {workload: found for workload in chosen if (found := data_of(workload, options.data))}
+    for workload in data:
+        check.fixed_rules(workload, data[workload])
+    for workload, run in runs(list(data), options):
+        if run not in store:
+            outcome = train(workload, data[workload], run, steps_of(run, workload, store))
+            store.add(run, outcome)
+            report(store[run])
+            tables.write(workloads, store, options.out)
     print(tables.markdown(workloads, store))
 
 
@@ -90,16 +95,15 @@ def data_of(workload: Workload, folder: Path | None) -> Data | None:
     return workload.load(folder)
 
 
-def benchmark(workload: Workload, data: Data, store: Store, options: argparse.Namespace) -> None:
-    """What of the workload's runs is not in the store yet."""
-    check.fixed_rules(workload, data)
-    runs = list(comparison(workload, options.seeds))
-    if options.study and workload.name in STUDIED:
-        runs += study(workload, options.seeds)
-    for run in runs:
-        if run not in store:
-            store.add(run, train(workload, data, run, steps_of(run, workload, store)))
-            report(store[run])
+def runs(
+    workloads: Sequence[Workload], options: argparse.Namespace
+) -> Iterator[tuple[Workload, Run]]:
+    """The comparisons of all workloads first, then the studies."""
+    for workload in workloads:
+        yield from ((workload, run) for run in comparison(workload, options.seeds))
+    for workload in workloads:
+        if options.study and workload.name in STUDIED:
+            yield from ((workload, run) for run in study(workload, options.seeds))
 
 
 def steps_of(run: Run, workload: Workload, store: Store) -> int | None:

@@ -109,7 +109,7 @@ def study(workload: Workload, seeds: int) -> Iterator[Run]:
     scale = max(workload.scales)
     default = 1.0 - scale / 1000.0  # with as many gradients as the scale
     for seed in range(seeds):
-        for passes in (2, 4, 8):
+        for passes in (2, 8):
             for smoothing in (None, default):
                 yield Run(*what, workload.adaptive, scale, "progress", seed, passes, smoothing)
         for smoothing in (0.0, 0.9, 0.99):

@@ -80,7 +80,8 @@ class Plain:
 
     def per_group(self, grads, pinv):
         squares = [
-            float((g.double() / d.double()).square().sum()) for g, d in zip(grads, pinv, strict=True)
+            float((g.double() / d.double()).square().sum())
+            for g, d in zip(grads, pinv, strict=True)
         ]
         result, start = [], 0
         for size in self.sizes:
@@ -107,8 +108,7 @@ class Plain:
         self.var = [max(b / self.weight, 1e-6) for b in self.biased[1]]
         self.gains.append(gain(sum(self.sqr), sum(self.var), scale))
         factors = [
-            self.factor(s, v, scale, self.progress)
-            for s, v in zip(self.sqr, self.var, strict=True)
+            self.factor(s, v, scale, self.progress) for s, v in zip(self.sqr, self.var, strict=True)
         ]
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for p, g in zip(self.model.parameters(), mean, strict=True):
@@ -126,8 +126,8 @@ def gain(sqr, var, scale):
 
 
 def legw(warmup_steps):
-    return lambda sqr, var, scale, progress: math.sqrt(scale) * min(
-        1.0, progress / (warmup_steps * scale)
+    return lambda sqr, var, scale, progress: (
+        math.sqrt(scale) * min(1.0, progress / (warmup_steps * scale))
     )
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
-from ranks import run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import manyhands as mh
+from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
+from ranks import run_ranks
 
 
 def train(kind, inner, passes, call, scale=None):
@@ -78,7 +78,9 @@ def test_several_synchronised_passes_accumulate_as_well():
     mean = None
     for a in range(3):
         grads = torch.autograd.grad(loss_of(model, x[0, a], y[0, a]), list(model.parameters()))
-        mean = [g / 3 if mean is None else m + g / 3 for m, g in zip(mean or grads, grads, strict=True)]
+        mean = [
+            g / 3 if mean is None else m + g / 3 for m, g in zip(mean or grads, grads, strict=True)
+        ]
         loss_of(adp, x[0, a], y[0, a]).backward()
     for p, m in zip(model.parameters(), mean, strict=True):
         torch.testing.assert_close(p.grad, m)

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from oracle import OPTIMIZERS, loss_of, make_batches, make_model, two_groups
-from ranks import run_ranks
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from oracle import OPTIMIZERS, loss_of, make_batches, make_model, two_groups
+from ranks import run_ranks
 
 STEPS = 6
 
@@ -92,7 +92,9 @@ def test_the_bare_optimizer_under_a_scaler_is_matched_bitwise(inner):
     x, y = make_batches(STEPS, 1)
     for step in range(STEPS):
         optimizer.zero_grad()
-        amp.scale(loss_of(bare, x[step, 0], y[step, 0]) * (torch.inf if step == 2 else 1)).backward()
+        amp.scale(
+            loss_of(bare, x[step, 0], y[step, 0]) * (torch.inf if step == 2 else 1)
+        ).backward()
         amp.step(optimizer)
         amp.update()
     ours, _, _ = run(inner, "told by step", overflow_at=(2,), passes=1)

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import loss_of, make_batches, make_model, two_groups
-from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from oracle import loss_of, make_batches, make_model, two_groups
+from ranks import run_ranks
 
 
 def train(passes, steps, load=None, **options):

@@ -8,11 +8,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
-from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
+from ranks import run_ranks
 
 STEPS = 8  # AdamScale's preconditioner sets in after five
 

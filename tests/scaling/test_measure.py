@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import OPTIMIZERS, loss_of, make_batches, make_model
-from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from oracle import OPTIMIZERS, loss_of, make_batches, make_model
+from ranks import run_ranks
 
 
 class Known(nn.Module):

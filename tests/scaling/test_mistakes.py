@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import loss_of, make_batches, make_model, two_groups
-from ranks import raises_on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from oracle import loss_of, make_batches, make_model, two_groups
+from ranks import raises_on_ranks
 
 
 def sgd(model=None, lr=0.1):

@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
-from oracle import loss_of, make_batches, make_model, two_groups
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 import manyhands as mh
+from oracle import loss_of, make_batches, make_model, two_groups
 
 
 def backward(model, x, y, passes):
@@ -348,9 +348,7 @@ def test_delayed_statistics_are_those_of_the_step_before():
         prompt.step()
         assert scaled.progress == pytest.approx(sum(gains[1:-2]))
         scaled.step()
-        assert scaled.factors == pytest.approx(
-            [1.0, 1.0] if step == 0 else last_factors
-        )
+        assert scaled.factors == pytest.approx([1.0, 1.0] if step == 0 else last_factors)
         last_factors = prompt.factors
     state = scaled.state_dict()  # lands what is under way
     assert state["manyhands"]["progress"] == pytest.approx(sum(gains[1:]))

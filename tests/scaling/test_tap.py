@@ -9,13 +9,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import loss_of, make_batches, make_model
-from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
+from oracle import loss_of, make_batches, make_model
+from ranks import run_ranks
 
 
 def sgd(model, **options):
@@ -76,7 +76,9 @@ def test_a_step_starts_clean_however_gradients_are_cleared(who, set_to_none, aba
             (loss_of(model, x[step, a], y[step, a]) / 2).backward()
         seen = optimizer.noise
         fresh = copy.deepcopy(model)
-        sqr, var = by_hand(taken_alone(fresh, [loss_of(fresh, x[step, a], y[step, a]) for a in (0, 1)]))
+        sqr, var = by_hand(
+            taken_alone(fresh, [loss_of(fresh, x[step, a], y[step, a]) for a in (0, 1)])
+        )
         s = optimizer.smoothing
         weight = before.var.weight[0] if step else 0.0
         total = before.var.total[0] if step else 0.0
@@ -133,7 +135,9 @@ def test_clipping_changes_the_step_and_not_the_statistics():
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     check(optimizer, expected)
     optimizer.step()
-    moved = torch.cat([(p.detach() - q).flatten() for p, q in zip(model.parameters(), before, strict=True)])
+    moved = torch.cat(
+        [(p.detach() - q).flatten() for p, q in zip(model.parameters(), before, strict=True)]
+    )
     assert float(moved.norm()) == pytest.approx(0.1 * optimizer.factors[0] * 1e-3, rel=1e-3)
 
 

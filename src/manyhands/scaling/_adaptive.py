@@ -104,6 +104,7 @@ class AdaptiveDataParallel(nn.Module):
             self._synchronise = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if self.training and first is not None and first.dim() > 0:
             self.leading_dimension = first.shape[0]

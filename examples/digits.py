@@ -1,0 +1,135 @@
+"""Train a small network on scikit-learn's digits, with as many workers as you like.
+
+    python examples/digits.py                                                    # the baseline
+    torchrun --nproc-per-node 4 examples/digits.py --accumulate 8                # 32 x the batch
+    torchrun --nproc-per-node 4 examples/digits.py --accumulate 8 --rule linear
+
+The learning rate and its schedule are the baseline's in all of them: the rule adapts them. On one
+worker without accumulation every rule leaves SGD as it is, bit for bit. `manyhands demo` starts
+this script several times and compares; runs/digits.jsonl can be drawn by `manyhands report`.
+
+Needs scikit-learn. It runs on CPUs (gloo); for GPUs say "nccl", and move model and data there.
+"""
+
+import argparse
+import math
+from contextlib import nullcontext
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+from torch.optim.lr_scheduler import LambdaLR
+
+import manyhands as mh
+
+
+class Unscaled(mh.ScalingRuleBase):
+    """The baseline's learning rate, whatever the batch. A rule of your own is this short."""
+
+    def scale_lr(self, scale: float) -> float:
+        return 1.0
+
+
+RULES = {
+    "adascale": mh.AdaScale,
+    "linear": mh.LinearScale,
+    "sqrt": mh.SqrtScale,
+    "none": Unscaled,
+}
+
+# About the defaults. The rate is the baseline's best of 0.05, 0.1, 0.2, 0.4 and 0.8: it would be no
+# feat to outdo linear scaling of a rate chosen badly. A small batch has few images, so that
+# 32 of them still are but a tenth of the training set.
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--rule", choices=RULES, default="adascale")
+parser.add_argument("--accumulate", type=int, default=1, help="batches per worker and step")
+parser.add_argument("--batch-size", type=int, default=4, help="images in a batch")
+parser.add_argument("--lr", type=float, default=0.2, help="learning rate of the baseline")
+parser.add_argument("--steps", type=int, default=4800, help="steps of the baseline")
+parser.add_argument("--warmup", type=float, default=0.0, help="part of the training, 0 to 1")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--record", default="runs/digits.jsonl", help="where to write the record")
+parser.add_argument("--name", help="of the run, in the record")
+args = parser.parse_args()
+
+# -- workers ---------------------------------------------------------------------------------
+
+torch.set_num_threads(1)  # the matrices are so small that threads only wait for each other
+if dist.is_torchelastic_launched():  # by torchrun
+    dist.init_process_group("gloo")
+rank = dist.get_rank() if dist.is_initialized() else 0
+
+# -- data: the split is the same on every worker, the batches are each worker's own ----------
+
+images, labels = load_digits(return_X_y=True)
+images = torch.tensor(images / 16, dtype=torch.float32)
+labels = torch.tensor(labels)
+train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=labels, random_state=0)
+train_images, train_labels = images[train], labels[train]
+test_images, test_labels = images[test], labels[test]
+draw = torch.Generator().manual_seed(1000 * args.seed + rank)
+
+# -- model and optimizer ---------------------------------------------------------------------
+
+torch.manual_seed(args.seed)
+network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+model = DistributedDataParallel(network) if dist.is_initialized() else network
+optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+optimizer = RULES[args.rule](optimizer, num_gradients_to_accumulate=args.accumulate)
+
+
+def schedule(step):
+    """The part of --lr at a step of the baseline: warm-up, then a cosine."""
+    warmup = args.warmup * args.steps
+    return min(1.0, (step + 1) / (warmup + 1)) * (1 + math.cos(math.pi * step / args.steps)) / 2
+
+
+if args.rule == "adascale":  # a step counts as much as it is worth: the gain
+    scheduler = LambdaLR(optimizer, schedule)
+    scheduler = mh.ProgressScheduler(scheduler, optimizer, end=args.steps)
+else:  # a step counts as `scale` steps: the number of images is the baseline's
+    scheduler = LambdaLR(optimizer, lambda step: schedule(min(step * optimizer.scale, args.steps)))
+
+# -- training --------------------------------------------------------------------------------
+
+name = args.name or f"{args.rule} x{optimizer.scale:g}"
+next_test = 0.0
+with mh.Record(args.record, optimizer, name=name, mode="overwrite") as record:
+    for step in count(1):
+        optimizer.zero_grad()
+        mean_loss = 0.0
+        for batch in range(args.accumulate):
+            chosen = torch.randint(len(train), (args.batch_size,), generator=draw)
+            is_last = batch == args.accumulate - 1
+            with nullcontext() if is_last or model is network else model.no_sync():
+                loss = cross_entropy(model(train_images[chosen]), train_labels[chosen])
+                (loss / args.accumulate).backward()
+            mean_loss += loss.item() / args.accumulate
+        optimizer.step()
+        scheduler.step()
+
+        baseline_steps = optimizer.progress if args.rule == "adascale" else step * optimizer.scale
+        done = baseline_steps / args.steps
+        # The parameters are the same on every worker, so all of them stop, or none.
+        stop = done >= 1 or not parameters_to_vector(network.parameters()).isfinite().all()
+        values = {"loss": mean_loss}
+        if done >= next_test or stop:
+            with torch.no_grad():
+                right = network(test_images).argmax(1) == test_labels
+            values["accuracy"] = right.float().mean().item()
+            next_test = done + 0.01
+        record.step(**values)
+        if stop:
+            break
+
+if rank == 0:
+    samples = step * optimizer.scale * args.batch_size
+    print(f"{name}: {values['accuracy']:.1%} right after {step:,} steps, {samples:,.0f} samples")
+if dist.is_initialized():
+    dist.destroy_process_group()

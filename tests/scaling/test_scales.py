@@ -1,0 +1,151 @@
+"""What is particular to one rule."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from manyhands.scaling._norms import Preconditioned, norm, norms
+from oracle import loss_of, make_batches, make_model, preconditioners
+
+
+def step_by_hand(model, optimizer, x, y):
+    optimizer.zero_grad()
+    (sum(loss_of(model, x[a], y[a]) for a in range(len(x))) / len(x)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop"])
+def test_the_square_root_rule_rescales_the_whole_optimizer(kind):
+    """Four small batches under the rule are one big one with lr, beta and epsilon set by hand."""
+    model = make_model(torch.float64)
+    other = copy.deepcopy(model)
+    inner = getattr(torch.optim, kind)
+    plain = {"lr": 0.01, "eps": 1e-4}
+    by_hand = {"lr": 0.02, "eps": 0.5e-4}
+    if kind == "RMSprop":
+        plain["alpha"], by_hand["alpha"] = 0.95, 0.8
+    else:
+        plain["betas"], by_hand["betas"] = (0.9, 0.99), (0.6, 0.96)
+    ours = mh.SqrtScale(
+        inner(model.parameters(), **plain), num_gradients_to_accumulate=4, rescale_adam=True
+    )
+    theirs = inner(other.parameters(), **by_hand)
+    x, y = make_batches(6, 4, dtype=torch.float64)
+    for step in range(6):
+        ours.zero_grad()
+        for a in range(4):
+            (loss_of(model, x[step, a], y[step, a]) / 4).backward()
+        ours.step()
+        step_by_hand(other, theirs, x[step], y[step])
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    for name, value in plain.items():
+        assert ours.param_groups[0][name] == value  # as they were, between steps
+
+
+KINDS = {
+    "Adam": lambda p: torch.optim.Adam(p, betas=(0.9, 0.95)),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "Adam capturable-like": lambda p: torch.optim.Adam(p, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, alpha=0.9),
+    "RMSprop centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+}
+
+
+def divided_by(optimizer, param, group):
+    state = optimizer.state[param]
+    if "exp_avg_sq" in state:
+        second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+        second = second / (1 - group["betas"][1] ** float(state["step"]))
+    else:
+        second = state["square_avg"]
+        if group["centered"]:
+            second = second - state["grad_avg"] ** 2
+    return second.sqrt() + group["eps"]
+
+
+@pytest.mark.parametrize("layout", ["small", "larger than a chunk", "channels last"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_divided_by_what_the_optimizer_divides_them_by(kind, layout):
+    shape = {"small": (7, 3), "larger than a chunk": (700, 301), "channels last": (8, 3, 5, 5)}
+    data = torch.randn(shape[layout])
+    if layout == "channels last":
+        data = data.to(memory_format=torch.channels_last)
+    param = nn.Parameter(data)
+    optimizer = KINDS[kind]([param])
+    measure = Preconditioned(optimizer)
+    for step in range(8):
+        grad = torch.randn_like(param)
+        (length,) = measure.many([0], [grad])
+        if step < 5:
+            expected = grad.double().norm()
+        else:
+            scale = divided_by(optimizer, param, optimizer.param_groups[0])
+            expected = (grad.double() / scale.double()).norm()
+        assert float(length) == pytest.approx(float(expected), rel=2e-5)
+        param.grad = grad
+        optimizer.step()
+    strange = torch.randn(shape[layout][::-1]).permute(*range(len(shape[layout]))[::-1])
+    scale = divided_by(optimizer, param, optimizer.param_groups[0])
+    expected = (strange.double() / scale.double()).norm()
+    assert float(measure.one(0, strange)) == pytest.approx(float(expected), rel=2e-5)
+
+
+def test_the_oracles_preconditioner_is_one_until_the_fifth_step():
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        loss_of(model, *(b[0, 0] for b in make_batches(1, 1))).backward()
+        optimizer.step()
+    assert all(torch.equal(p, torch.ones_like(p)) for p in preconditioners(optimizer))
+
+
+def test_norms_of_every_kind_of_tensor():
+    tensors = [
+        torch.randn(5),
+        torch.randn(70_000),
+        torch.randn(3, 4).double(),
+        torch.randn(300, 400).bfloat16(),
+        torch.randn(40, 50).to_sparse(),
+        torch.zeros(0),
+        torch.tensor(-3.0),
+        torch.randn(6, 7).t(),
+        torch.randn(200, 1000).t(),
+        torch.randn(3, dtype=torch.complex64),
+        torch.ones(2, 3).expand(2, 3),
+    ]
+    for tensor, together in zip(tensors, norms(tensors), strict=True):
+        plain = tensor.to_dense() if tensor.is_sparse else tensor
+        wide = plain.to(torch.complex128 if plain.is_complex() else torch.float64)
+        expected = pytest.approx(float(wide.abs().square().sum().sqrt()), rel=5e-6)
+        assert float(norm(tensor)) == expected
+        assert float(together) == expected
+        assert norm(tensor).dtype in (torch.float32, torch.float64)
+
+
+def test_adamscales_factor_is_a_power_of_the_gain():
+    model = make_model()
+    optimizer = mh.AdamScale(torch.optim.Adam(model.parameters()), num_gradients_to_accumulate=4)
+    x, y = make_batches(1, 4)
+    for a in range(4):
+        (loss_of(model, x[0, a], y[0, a]) / 4).backward()
+    gain = optimizer.gain()
+    optimizer.step()
+    assert optimizer.factors == (pytest.approx(math.sqrt(gain)),)
+    assert optimizer.scale_lr(4.0, power=1.0) == [pytest.approx(gain)]
+
+
+def test_identical_micro_batches_gain_nothing():
+    model = make_model(torch.float64)
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=4
+    )
+    x, y = make_batches(1, 1, dtype=torch.float64)
+    for _ in range(4):
+        (loss_of(model, x[0, 0], y[0, 0]) / 4).backward()
+    assert optimizer.gain() == pytest.approx(1.0, abs=1e-4)
