@@ -58,7 +58,7 @@ def run(inner, way, overflow_at=(), scale=True, passes=2, delayed=False):
 @pytest.mark.parametrize("way", ["told by step", "gain before step", "unscaled and clipped"])
 @pytest.mark.parametrize("inner", INNERS)
 def test_a_loss_scale_changes_nothing(inner, way, delayed):
-    """The scale grows every second step here, and is a power of two: the run is bitwise the same."""
+    """The scale grows every second step here, by a power of two."""
     model, optimizer, gains = run(inner, way, delayed=delayed)
     plain_model, plain, plain_gains = run(inner, way, scale=False, delayed=delayed)
     assert optimizer.noise.raw_sqr == pytest.approx(plain.noise.raw_sqr, rel=1e-12)

@@ -80,13 +80,13 @@ def run(rule, optimizer, passes):
         scaled.register_step_pre_hook(lambda *_: calls.append("before"))
         scaled.register_step_post_hook(lambda *_: calls.append("after"))
 
-    for model, scaled in train(rule, optimizer, passes, around=count_calls):
+    for _, scaled in train(rule, optimizer, passes, around=count_calls):
         progress += scaled.gain()  # as the documented loops do, before step()
         gains.append(scaled.gain())
         scaled.step()
         lrs.append([group["lr"] for group in scaled.param_groups])
     return {
-        "params": [p.detach() for p in model.parameters()],
+        "params": [p.detach() for group in scaled.param_groups for p in group["params"]],
         "gains": gains,
         "progress": [progress, scaled.progress],
         "noise": [list(scaled.noise.raw_sqr), list(scaled.noise.raw_var)],

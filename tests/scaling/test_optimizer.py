@@ -336,7 +336,7 @@ def test_delayed_statistics_are_those_of_the_step_before():
         torch.optim.SGD(two_groups(twin), lr=0.1, momentum=0.9), num_gradients_to_accumulate=2
     )
     x, y = make_batches(4, 2)
-    gains = [1.0]
+    gains, expected = [1.0], (1.0, 1.0)
     for step in range(4):
         scaled.zero_grad()
         backward(model, x[step], y[step], 2)
@@ -348,8 +348,8 @@ def test_delayed_statistics_are_those_of_the_step_before():
         prompt.step()
         assert scaled.progress == pytest.approx(sum(gains[1:-2]))
         scaled.step()
-        assert scaled.factors == pytest.approx([1.0, 1.0] if step == 0 else last_factors)
-        last_factors = prompt.factors
+        assert scaled.factors == pytest.approx(expected)
+        expected = prompt.factors
     state = scaled.state_dict()  # lands what is under way
     assert state["manyhands"]["progress"] == pytest.approx(sum(gains[1:]))
 

@@ -76,9 +76,8 @@ def test_a_step_starts_clean_however_gradients_are_cleared(who, set_to_none, aba
             (loss_of(model, x[step, a], y[step, a]) / 2).backward()
         seen = optimizer.noise
         fresh = copy.deepcopy(model)
-        sqr, var = by_hand(
-            taken_alone(fresh, [loss_of(fresh, x[step, a], y[step, a]) for a in (0, 1)])
-        )
+        losses = [loss_of(fresh, x[step, a], y[step, a]) for a in (0, 1)]
+        _, var = by_hand(taken_alone(fresh, losses))
         s = optimizer.smoothing
         weight = before.var.weight[0] if step else 0.0
         total = before.var.total[0] if step else 0.0
