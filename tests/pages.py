@@ -28,11 +28,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN = {
-    "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     "manyhands": [sys.executable, "-c", "from manyhands.cli import main; main()"],
 }
-SHOWN = {"git", "cd", "make", "pip", "python3"}
+SHOWN = {"cd", "git", "make", "pip", "python", "python3", ".peers/bin/python"}
 TIMEOUT = 120  # seconds for one command
 
 

@@ -1,11 +1,12 @@
 """Every example in the documentation, done: see pages.py."""
 
 import pytest
+
 from pages import ROOT, Block, blocks, has_examples, run_page
 
 PAGES = [
     page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     if has_examples(page)
 ]
 NEEDED = ("typer", "plotly", "pandas", "tensorboard")  # by docs/record.md, all of them
@@ -31,7 +32,11 @@ def test_every_script_on_a_page_is_also_run():
             if block.title is None:
                 continue
             stem = block.title.removesuffix(".py")
-            used = [b for b in everything if b is not block and (stem in b.code.split() or block.title in b.code)]
+            used = [
+                b
+                for b in everything
+                if b is not block and (stem in b.code.split() or block.title in b.code)
+            ]
             assert used, f"{block.where}: nothing runs {block.title}"
 
 

@@ -70,6 +70,17 @@ def test_a_scale_that_was_given_keeps_its_proportion_to_the_small_batches(loaded
     assert scale == 3.0 * workers * passes
 
 
+def test_a_proportion_that_makes_no_sense_is_an_error_and_changes_nothing():
+    state = on(2, 2, 2, scale=2.0)["state"]["optimizer"]
+    model = make_model(torch.float64)
+    optimizer = mh.AdaScale(torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9))
+    before = optimizer.snapshot()
+    with pytest.raises(ValueError, match=r"at least 1 for AdaScale, got 0.5"):
+        optimizer.load_state_dict(state)
+    assert optimizer.snapshot() == before
+    assert not optimizer.state
+
+
 def test_a_scale_can_be_set_after_loading():
     state = train(2, 3, scale=6.0)["state"]
     model = make_model(torch.float64)

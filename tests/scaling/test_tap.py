@@ -366,6 +366,32 @@ def test_under_ddp(options, passes, use_no_sync, set_to_none):
     run_ranks(2, statistics_under_ddp, options, passes, use_no_sync, set_to_none)
 
 
+def two_losses_under_ddp(use_no_sync):
+    rank = dist.get_rank()
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = sgd(model, num_gradients_to_accumulate=2, smoothing=0.0)
+    x, y = make_batches(3, 4)
+    for step in range(3):
+        optimizer.zero_grad()
+        alone = copy.deepcopy(model)
+        for a in range(2):
+            i = 2 * rank + a
+            first, second = ((wrapped(x[step, i]) - y[step, i]) ** 2).mean(dim=0) / 4
+            with optimizer.one_sample():
+                with wrapped.no_sync() if use_no_sync else torch.enable_grad():
+                    first.backward(retain_graph=True)
+                with wrapped.no_sync() if use_no_sync and a == 0 else torch.enable_grad():
+                    second.backward()
+        losses = [loss_of(alone, x[step, i], y[step, i]) for i in range(4)]
+        check(optimizer, taken_alone(alone, losses))
+        optimizer.step()
+
+
+def test_several_losses_of_one_micro_batch_under_ddp():
+    run_ranks(2, two_losses_under_ddp, use_no_sync=True)
+
+
 def parameters_differ_by_rank():
     rank = dist.get_rank()
     model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})

@@ -9,7 +9,6 @@ second set of them.
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -19,8 +18,8 @@ from torch.optim import Optimizer
 
 from manyhands._comm import Workers
 from manyhands.scaling import _amp
+from manyhands.scaling._batch import Batch, checked_passes, checked_scale, checked_smoothing
 from manyhands.scaling._meter import NoiseMeter
-from manyhands.scaling._noise import Reading
 from manyhands.scaling._norms import Norms, Plain
 from manyhands.scaling._statistics import NoiseAverage
 from manyhands.scaling._tap import Accumulation, GradientTap
@@ -49,11 +48,6 @@ class BoundOptimizer(Optimizer):
         delayed: bool = False,
         floor_each_step: bool = False,
     ) -> None:
-        if smoothing is not None and not 0.0 <= smoothing < 1.0:
-            raise ValueError(
-                f"smoothing must be at least 0 and below 1, got {smoothing}. It is the weight of "
-                "the past; 0 looks at the newest step only."
-            )
         self._inner: Optimizer | None = None
         self._workers = Workers()
         self.adp: Any = None
@@ -63,12 +57,11 @@ class BoundOptimizer(Optimizer):
         self._delayed = delayed
         self._debias = debias_ewma
         self._floor_each_step = floor_each_step
-        passes = _checked_passes(num_gradients_to_accumulate)
+        passes = checked_passes(num_gradients_to_accumulate)
         self._accumulation = Accumulation(passes, is_scaled_loss)
-        self._passes_per_step = passes
-        self._given_scale = None if scale is None else self._checked_scale(scale)
-        self._given_scale_per_pass: float | None = None
-        self._given_smoothing = smoothing
+        self._batch = Batch(passes=passes, smoothing=checked_smoothing(smoothing))
+        if scale is not None:
+            self._batch.scale = self._checked_scale(scale)
         self._progress = 0.0
         self._steps = 0
         self._skipped = 0
@@ -92,6 +85,7 @@ class BoundOptimizer(Optimizer):
             self._accumulation = Accumulation(
                 None, False, lambda: bool(adp.require_backward_grad_sync)
             )
+            self._batch.counted = True
             self._process_group = self._process_group or getattr(adp, "process_group", None)
         self._bind(optimizer)
         if patch_optimizer:
@@ -117,6 +111,7 @@ class BoundOptimizer(Optimizer):
             )
         norms = self._norms(optimizer)
         self._workers = Workers.of(self._process_group, self._world_size)
+        self._batch.workers = self._workers.size
         self._inner = optimizer
         self._step_inner: Callable[..., Any] = optimizer.step
         self._clear_inner: Callable[..., None] = optimizer.zero_grad
@@ -128,7 +123,7 @@ class BoundOptimizer(Optimizer):
             floor_each_step=self._floor_each_step,
         )
         try:
-            self._check_optimizer_takes(self._scale_at(self._passes_per_step))
+            self._check_optimizer_takes(self._batch.scale_of(self._batch.passes))
             self._check_workers_agree()
             self._listen(norms, average)
         except BaseException:
@@ -144,20 +139,20 @@ class BoundOptimizer(Optimizer):
         """Raise where this rule cannot scale this optimizer that far."""
 
     def _listen(self, norms: Norms, average: NoiseAverage) -> None:
-        rule = weakref.proxy(self)  # the tap must not keep its optimizer alive
+        scaler, batch = self._grad_scaler, self._batch  # the tap must not keep `self` alive
         tap = GradientTap(
             self._optimizer.param_groups,
             self._workers,
             norms,
             self._accumulation,
-            scale=lambda passes: rule._scale_at(passes),
-            loss_scale=lambda: _amp.loss_scale_of(rule._grad_scaler),
+            scale=self._batch.scale_of,
+            loss_scale=lambda: _amp.loss_scale_of(scaler),
         )
         self._noise_meter = NoiseMeter(
             tap,
             average,
-            smoothing=lambda reading: rule._smoothing_of(reading),
-            scaler_known=self._grad_scaler is not None,
+            smoothing=lambda reading: batch.smoothing_at(reading.scale),
+            scaler_known=scaler is not None,
             delayed=self._delayed,
         )
 
@@ -179,7 +174,7 @@ class BoundOptimizer(Optimizer):
         groups = self._optimizer.param_groups
         mine = {
             "num_gradients_to_accumulate": float(self._accumulation.declared or 0),
-            "scale": self._scale_at(self._passes_per_step),
+            "scale": self._batch.scale_of(self._batch.passes),
             "number of parameter groups": float(len(groups)),
             "number of parameters": float(sum(len(group["params"]) for group in groups)),
             "number of elements": float(sum(p.numel() for g in groups for p in g["params"])),
@@ -292,7 +287,7 @@ class BoundOptimizer(Optimizer):
         twin._inner = copy.deepcopy(self._inner, memo)
         if twin._inner is not None:
             twin._step_inner, twin._clear_inner = twin._inner.step, twin._inner.zero_grad
-            twin._accumulation = copy.copy(self._accumulation)
+            twin._accumulation, twin._batch = copy.copy(self._accumulation), copy.copy(self._batch)
             twin._listen(twin._norms(twin._inner), self._meter.average)
             twin._meter.load(self._meter.average, self._meter.saved())
             vars(twin._inner)["_manyhands_rule"] = weakref.ref(twin)
@@ -311,21 +306,7 @@ class BoundOptimizer(Optimizer):
     @property
     def scale(self) -> float:
         """Size of the whole batch in small batches."""
-        return self._scale_at(self._passes)
-
-    @property
-    def _passes(self) -> int:
-        """Passes of the step under way where they are counted, of a whole step otherwise."""
-        if self._accumulation.declared is None and self._inner is not None:
-            return self._meter.tap.passes or self._passes_per_step
-        return self._passes_per_step
-
-    def _scale_at(self, passes: int) -> float:
-        if self._given_scale is not None:
-            return self._given_scale
-        if self._given_scale_per_pass is not None:
-            return self._given_scale_per_pass * passes
-        return float(self._workers.size * passes)
+        return self._batch.scale_of(self.passes)
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Say that the batch is now `scale` small batches.
@@ -337,7 +318,7 @@ class BoundOptimizer(Optimizer):
         scale = self._checked_scale(scale)
         if self._inner is not None:
             self._check_optimizer_takes(scale)
-        self._given_scale, self._given_scale_per_pass = scale, None
+        self._batch.scale, self._batch.scale_per_pass = scale, None
 
     def set_scale_per_pass(self, scale: float) -> None:
         """Say how many small batches one pass is on all workers together.
@@ -345,25 +326,20 @@ class BoundOptimizer(Optimizer):
         The scale is then that times the passes, however many there are in a step.
         """
         self._check_between_steps("set_scale_per_pass()")
-        self._given_scale, self._given_scale_per_pass = None, self._checked_scale(scale)
+        scale = self._checked_scale(scale)
+        self._batch.scale, self._batch.scale_per_pass = None, scale
 
     @property
     def passes(self) -> int:
         """Backward passes of a step: declared, or counted in the step under way."""
-        return self._passes
+        if self._batch.counted and self._inner is not None:
+            return self._meter.tap.passes or self._batch.passes
+        return self._batch.passes
 
     @property
     def smoothing(self) -> float:
         """The weight of the past in the averages."""
-        if self._given_smoothing is not None:
-            return self._given_smoothing
-        if self._accumulation.declared is None:
-            return float(0.999**self.scale)
-        return max(1.0 - self._workers.size * self._accumulation.declared / 1000.0, 0.0)
-
-    def _smoothing_of(self, reading: Reading) -> float:
-        by_scale = self._given_smoothing is None and self._accumulation.declared is None
-        return float(0.999**reading.scale) if by_scale else self.smoothing
+        return self._batch.smoothing_at(self.scale)
 
     def set_num_gradients_to_accumulate(
         self, num_gradients_to_accumulate: int, update_smoothing: bool = True
@@ -373,15 +349,15 @@ class BoundOptimizer(Optimizer):
         The default scale follows. A scale that was given stays: `set_scale` it as well.
         The smoothing becomes the default for that number; `update_smoothing=False` keeps it.
         """
-        if self._accumulation.declared is None:
+        if self._batch.counted:
             raise RuntimeError(
                 "with a data-parallel module the passes are counted, not declared: run all but "
                 "the step's last one inside its no_sync()."
             )
-        passes = _checked_passes(num_gradients_to_accumulate)
+        passes = checked_passes(num_gradients_to_accumulate)
         self._check_between_steps("set_num_gradients_to_accumulate()")
-        self._given_smoothing = None if update_smoothing else self.smoothing
-        self._accumulation.declared = self._passes_per_step = passes
+        self._batch.smoothing = None if update_smoothing else self.smoothing
+        self._accumulation.declared = self._batch.passes = passes
 
     def _check_between_steps(self, what: str) -> None:
         if self._inner is None:
@@ -394,19 +370,4 @@ class BoundOptimizer(Optimizer):
             )
 
     def _checked_scale(self, scale: float) -> float:
-        if not (math.isfinite(scale) and scale > 0.0 and scale >= self._smallest_scale):
-            least = "at least 1" if self._smallest_scale == 1.0 else "above 0"
-            raise ValueError(
-                f"scale must be finite and {least} for {type(self).__name__}, got {scale}. It is "
-                "the size of the whole batch (all workers, all passes) in small batches."
-            )
-        return float(scale)
-
-
-def _checked_passes(passes: int) -> int:
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-        raise ValueError(
-            f"num_gradients_to_accumulate must be a whole number of at least 1, got {passes!r}. It "
-            "is the number of backward() calls between two step() calls; 1 means no accumulation."
-        )
-    return passes
+        return checked_scale(scale, self._smallest_scale, type(self).__name__)

@@ -122,7 +122,7 @@ class ScalingRuleBase(BoundOptimizer):
             "progress": self._progress,
             "scale": self.scale,
             "workers": self._workers.size,
-            "passes": self._passes,
+            "passes": self.passes,
             "gain": noise.gain(self.scale),
             "lr": [float(group["lr"]) for group in self.param_groups],
             "factor": list(self._factors),
@@ -147,7 +147,7 @@ class ScalingRuleBase(BoundOptimizer):
             closure = self._replayed(closure)
         self._check_gradient_was_divided()
         news = _amp.ScalerNews.left_on(self, inner)
-        self._passes_per_step = self._passes
+        self._batch.passes = self.passes
         taken = meter.take(news)
         self._steps += 1
         self._note(taken, news)
@@ -313,11 +313,7 @@ class ScalingRuleBase(BoundOptimizer):
         state[_state.KEY] = {
             **_state.identity(self._gradients, self._optimizer),
             **self._meter.saved(),
-            "scale": self.scale,
-            "scale_is_given": self._given_scale is not None,
-            "scale_per_pass": self._given_scale_per_pass,
-            "small_batches": self._workers.size * self._passes_per_step,
-            "smoothing": self._given_smoothing,
+            **self._batch.saved(),
             "progress": self._progress,
             "steps": self._steps,
             "skipped": self._skipped,
@@ -334,13 +330,11 @@ class ScalingRuleBase(BoundOptimizer):
         self._check_between_steps("load_state_dict()")
         ours = _state.checked(state_dict, type(self).__name__, self._gradients, self._optimizer)
         average = self._meter.average.restored(ours["average"])
-        scale = None
-        if ours["scale_is_given"]:
-            mine = self._workers.size * self._passes_per_step
-            scale = self._checked_scale(ours["scale"] * mine / ours["small_batches"])
+        batch = self._batch.loaded(ours)
+        scale = self._checked_scale(batch.scale_of(batch.passes))
+        self._check_optimizer_takes(scale)
         self._optimizer.load_state_dict(dict(state_dict))
         self._meter.load(average, ours)
-        self._given_scale, self._given_scale_per_pass = scale, ours["scale_per_pass"]
-        self._given_smoothing = ours["smoothing"]
+        vars(self._batch).update(vars(batch))
         self._progress, self._steps = float(ours["progress"]), int(ours["steps"])
         self._skipped = int(ours["skipped"])

@@ -170,7 +170,7 @@ class LEGWScale(ScalingRuleBase):
                 "LEGWScale does not know the baseline's batch size. Give it: batch_size=... "
                 "(AdaptiveDataParallel works it out from the first input's leading dimension.)"
             )
-        return float(leading * self._workers.size * self._passes / self.scale)
+        return float(leading * self._workers.size * self.passes / self.scale)
 
     def scale_lr(self, scale: float) -> float:
         return legw_factor(

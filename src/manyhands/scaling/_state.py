@@ -11,7 +11,7 @@ KEY = "manyhands"
 VERSION = 1
 NEEDED = {
     "average", "previous", "loss_scale", "nonfinite", "nonfinite_in_a_row",
-    "scale", "scale_is_given", "scale_per_pass", "small_batches", "smoothing",
+    "scale", "scale_per_pass", "small_batches", "smoothing",
     "progress", "steps", "skipped",
 }  # fmt: skip
 

@@ -1,0 +1,98 @@
+"""How large a step's batch is, in small batches, and how fast its noise is averaged.
+
+Plain numbers: workers, passes, and what the user has said of the scale and the smoothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass
+class Batch:
+    """The size of the whole batch: all workers, all passes.
+
+    The scale is workers x passes (each micro-batch is a small batch), unless `scale` or
+    `scale_per_pass` is given. `counted` says that passes are counted step by step, in which
+    case the smoothing follows the scale, as adaptdl's does; otherwise the number of small
+    gradients, as fairscale's.
+    """
+
+    workers: int = 1
+    passes: int = 1  # of a whole step: declared, or counted in the last one
+    scale: float | None = None
+    scale_per_pass: float | None = None
+    smoothing: float | None = None
+    counted: bool = False
+
+    def scale_of(self, passes: int) -> float:
+        """The scale of a batch of so many passes."""
+        if self.scale is not None:
+            return self.scale
+        if self.scale_per_pass is not None:
+            return self.scale_per_pass * passes
+        return float(self.workers * passes)
+
+    def smoothing_at(self, scale: float) -> float:
+        """The weight of the past in the averages, when a batch of this scale is added."""
+        if self.smoothing is not None:
+            return self.smoothing
+        if self.counted:
+            return float(0.999**scale)
+        return max(1.0 - self.workers * self.passes / 1000.0, 0.0)
+
+    def saved(self) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "scale_per_pass": self.scale_per_pass,
+            "smoothing": self.smoothing,
+            "small_batches": self.workers * self.passes,
+        }
+
+    def loaded(self, state: dict[str, Any]) -> Batch:
+        """This run's workers and passes, with what was given to the run that was saved.
+
+        A given scale stays in proportion to workers x passes: the micro-batch is the same.
+        """
+        scale = state["scale"]
+        if scale is not None:
+            scale = scale * self.workers * self.passes / state["small_batches"]
+        return replace(
+            self,
+            scale=scale,
+            scale_per_pass=state["scale_per_pass"],
+            smoothing=state["smoothing"],
+        )
+
+
+def checked_scale(scale: float, smallest: float, rule: str) -> float:
+    """The scale, if it is a size that the rule can work with."""
+    if not (math.isfinite(scale) and scale > 0.0 and scale >= smallest):
+        least = "at least 1" if smallest == 1.0 else "above 0"
+        raise ValueError(
+            f"scale must be finite and {least} for {rule}, got {scale}. It is the size of the "
+            "whole batch (all workers, all passes) in small batches."
+        )
+    return float(scale)
+
+
+def checked_passes(passes: int) -> int:
+    """The number of passes, if it is one."""
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ValueError(
+            f"num_gradients_to_accumulate must be a whole number of at least 1, got {passes!r}. It "
+            "is the number of backward() calls between two step() calls; 1 means no accumulation."
+        )
+    return passes
+
+
+def checked_smoothing(smoothing: float | None) -> float | None:
+    """The smoothing, if an average can be made with it."""
+    if smoothing is not None and not 0.0 <= smoothing < 1.0:
+        raise ValueError(
+            f"smoothing must be at least 0 and below 1, got {smoothing}. It is the weight of "
+            "the past; 0 looks at the newest step only."
+        )
+    return smoothing
