@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ class Workers:
     size: int = 1
     rank: int = 0
     group: Any = None
+    own_group: bool = False  # which nobody else's collectives go through
 
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> Workers:
@@ -38,11 +40,37 @@ class Workers:
             raise ValueError("this process is not a member of the process group that was given.")
         return cls(size, dist.get_rank(group) if ready else 0, group)
 
-    def sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Start summing `tensor` over the workers in place; wait on the result, if any."""
+    def apart(self) -> Workers:
+        """The same workers, whose collectives cannot be taken for anybody else's.
+
+        In a group of their own on gloo, where it costs two connections. With NCCL a group costs
+        a communicator's GPU memory, and the one that was given is used.
+        """
+        if self.size == 1 or dist.get_backend(self.group) != "gloo":
+            return self
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return Workers(self.size, self.rank, own, own_group=True)
+
+    def combine(self, summed: torch.Tensor, own: torch.Tensor) -> Combination:
+        """Begin to sum `summed` over the workers, and to collect every worker's `own`.
+
+        In one small collective: on gloo each worker's numbers are gathered, which takes half
+        the time of reducing them; with NCCL, which reduces in fewer steps among many, a sum
+        in which every worker has a place of its own.
+        """
         if self.size == 1:
-            return None
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+            return Combination([torch.cat([summed, own])], summed.numel())
+        if dist.get_backend(self.group) == "gloo":
+            row = torch.cat([summed, own])
+            rows = [torch.empty_like(row) for _ in range(self.size)]
+            work = dist.all_gather(rows, row, group=self.group, async_op=True)
+            return Combination(rows, summed.numel(), work)
+        table = torch.zeros(self.size, own.numel(), dtype=own.dtype, device=own.device)
+        table[self.rank] = own
+        total = torch.cat([summed, table.flatten()])
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        return Combination([total], summed.numel(), work)
 
     def gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
         """Every worker's `numbers`, in rank order."""
@@ -52,6 +80,42 @@ class Workers:
         table[self.rank] = torch.tensor(numbers, dtype=table.dtype)
         dist.all_reduce(table, group=self.group)  # the gathers of torch 2.11 and 2.13 differ
         return table.tolist()
+
+    def check_agreement(self, who: str, mine: Mapping[str, float], device: torch.device) -> None:
+        """Raise on every worker where they were not given the same."""
+        everyone = self.gather(list(mine.values()), device)
+        for name, values in zip(mine, zip(*everyone, strict=True), strict=True):
+            if len(set(values)) > 1:
+                listed = ", ".join(f"rank {r}: {v:g}" for r, v in enumerate(values[:8]))
+                raise ValueError(
+                    f"workers disagree on the {name}: {listed}. "
+                    f"Build the same {who} on every worker."
+                )
+
+
+@dataclass
+class Combination:
+    """The result of `combine`: the sums, then every worker's own numbers, in rank order.
+
+    Keep it until the next one has begun: the thread that ran the collective may let go of its
+    tensors later than `wait` returns, and must not be the last to do so as the program ends.
+    """
+
+    rows: list[torch.Tensor]
+    summed: int
+    work: dist.Work | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        if len(self.rows) == 1:
+            return self.rows[0]
+        table = torch.stack(self.rows)
+        return torch.cat([table[:, : self.summed].sum(dim=0), table[:, self.summed :].flatten()])
 
 
 def precise(device: torch.device) -> torch.dtype:

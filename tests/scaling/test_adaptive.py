@@ -1,5 +1,7 @@
 """adaptdl's usage: a rule made first, the data-parallel module counts the passes."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +56,7 @@ def test_training_is_the_plain_run_with_passes_counted(kind, inner, workers, cal
         OPTIMIZERS[inner](two_groups(model)),
         FACTORS[kind],
         preconditioned=kind == "AdamScale",
+        mix_units=True,
         smoothing=0.9,
     )
     x, y = make_batches(len(passes), workers * max(passes), dtype=torch.float64)
@@ -172,6 +175,36 @@ def test_a_rule_may_be_bound_to_torchs_own_data_parallel():
     assert run_ranks(2, run) == [4.0, 4.0]
 
 
+def test_a_scheduler_may_stand_in_third_place_as_adaptdl_has_it():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = ExponentialLR(optimizer, 0.9)
+    adp = mh.AdaptiveDataParallel(model, optimizer, schedule)
+    assert adp.lr_scheduler is schedule
+    assert type(adp.scaling_rule) is mh.AdaScale
+
+
+def test_a_copy_of_model_and_optimizer_goes_its_own_way():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adp = mh.AdaptiveDataParallel(model, optimizer)
+    twin = copy.deepcopy(adp)
+    assert twin.scaling_rule.adp is twin
+    x, y = make_batches(1, 2)
+    with twin.no_sync():
+        loss_of(twin, x[0, 0], y[0, 0]).backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        twin.scaling_rule.step()
+    for a in range(2):
+        with twin.no_sync() if a == 0 else torch.enable_grad():
+            loss_of(twin, x[0, a], y[0, a]).backward()
+    before = copy.deepcopy(model.state_dict())
+    twin.scaling_rule.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+        assert not torch.equal(value, twin.module.state_dict()[name])
+
+
 def test_zero_grad_and_unhook():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,12 +213,15 @@ def test_zero_grad_and_unhook():
     adp = mh.AdaptiveDataParallel(model, optimizer, rule)
     x, y = make_batches(1, 1)
     loss_of(adp, x[0, 0], y[0, 0]).backward()
+    adp.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     adp.zero_grad()
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(RuntimeError, match="without a backward"):
         rule.step()
     rule.unhook()
     assert optimizer.step == step
+    assert "step" not in vars(optimizer)
     loss_of(adp, x[0, 0], y[0, 0]).backward()
     optimizer.step()  # the bare optimizer's again
 
@@ -193,7 +229,7 @@ def test_zero_grad_and_unhook():
 def test_arguments_that_are_mixed_up():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="third argument is the scaling rule, got ExponentialLR"):
-        mh.AdaptiveDataParallel(model, optimizer, ExponentialLR(optimizer, 0.9))
+    with pytest.raises(TypeError, match="third argument is the scaling rule, got str"):
+        mh.AdaptiveDataParallel(model, optimizer, "AdaScale")
     with pytest.raises(TypeError, match="the same argument"):
         mh.AdaptiveDataParallel(model, optimizer, mh.AdaScale(), scaling_rule=mh.AdaScale())

@@ -54,8 +54,8 @@ def test_the_estimate_is_unbiased():
     small = signal + noise * math.sqrt(32.0 / size * n / scale)  # a small batch has scale 2
     squares = small.square().sum(dim=(1, 2))
     means = small.mean(dim=1).square().sum(dim=1)
-    average = NoiseAverage.empty(1, debiased=True, floor_each_step=False)
-    biased = NoiseAverage.empty(1, debiased=True, floor_each_step=True)
+    average = NoiseAverage(1)
+    biased = NoiseAverage(1, floor_each_step=True)
     for s, m in zip(squares.tolist(), means.tolist(), strict=True):
         reading = Reading((s,), (m,), n, scale)
         average, biased = average.after(reading, 0.9995), biased.after(reading, 0.9995)
@@ -112,6 +112,24 @@ def test_the_estimate_survives_a_change_of_scale(sqr, var):
     average = NoiseAverage(1, Debiased((1.0,), (1.0,)), Debiased((4.0,), (1.0,)))
     assert average.gain(2.0) == pytest.approx(5.0 / 3.0)
     assert average.gain(4.0) == 2.5
+
+
+def test_readings_in_another_unit_start_the_average_anew():
+    """AdamScale measures plain gradients at first; adaptdl averages both kinds."""
+    plain = Reading((2000.0,), (400.0,), 2, 2.0)
+    divided = Reading((3.0,), (1.0,), 2, 2.0, unit="preconditioned")
+    fresh = NoiseAverage(1).after(divided, 0.9)
+    assert NoiseAverage(1).after(plain, 0.9).after(divided, 0.9).raw_var == fresh.raw_var
+    mixed = NoiseAverage(1, mix_units=True).after(plain, 0.9).after(divided, 0.9)
+    assert mixed.raw_var[0] > 100.0
+
+
+def test_the_floor_of_the_noise_can_be_lowered():
+    tiny = Reading((4e-9,), (1e-9,), 2, 2.0)
+    assert NoiseAverage(1).after(tiny, 0.0).gain(2.0) == pytest.approx(2.0, rel=1e-2)
+    lower = NoiseAverage(1, var_floor=0.0).after(tiny, 0.0)
+    assert lower.gain(2.0) == pytest.approx(2.0)
+    assert lower.raw_var[0] == pytest.approx(2e-9)
 
 
 def test_a_reading_with_anything_infinite_is_not_finite():

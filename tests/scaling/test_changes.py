@@ -81,6 +81,68 @@ def test_a_proportion_that_makes_no_sense_is_an_error_and_changes_nothing():
     assert not optimizer.state
 
 
+def test_a_given_scale_survives_where_passes_are_counted():
+    def run(load=None):
+        model = make_model()
+        rule = mh.AdaScale()
+        adp = mh.AdaptiveDataParallel(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), rule, scale=8.0
+        )
+        if load is not None:
+            rule.load_state_dict(load)
+            return rule.scale
+        x, y = make_batches(1, 4)
+        for a in range(4):
+            with adp.no_sync() if a < 3 else torch.enable_grad():
+                loss_of(adp, x[0, a], y[0, a]).backward()
+        rule.step()
+        return rule.state_dict()
+
+    assert run(load=run()) == 8.0
+
+
+def test_a_reading_on_its_way_is_dropped_by_a_load():
+    model = make_model()
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, delayed=True
+    )
+    fresh = optimizer.state_dict()
+    x, y = make_batches(2, 2)
+    for step in range(2):
+        optimizer.zero_grad()
+        for a in range(2):
+            loss_of(model, x[step, a], y[step, a]).backward()
+        optimizer.gain()
+        if step == 0:
+            optimizer.step()
+    optimizer.load_state_dict(fresh)
+    assert optimizer.progress == 0.0
+    optimizer.zero_grad()
+    for a in range(2):
+        loss_of(model, x[0, a], y[0, a]).backward()
+    optimizer.step()
+    assert optimizer.progress == 0.0  # this step's reading is still on its way
+
+
+def test_adamscale_goes_back_to_before_its_first_step():
+    model = make_model()
+    optimizer = mh.AdamScale(torch.optim.Adam(model.parameters()), num_gradients_to_accumulate=2)
+    state = copy.deepcopy(optimizer.state_dict())
+    x, y = make_batches(8, 2)
+    for step in range(8):
+        optimizer.zero_grad()
+        for a in range(2):
+            loss_of(model, x[step, a], y[step, a]).backward()
+        optimizer.step()
+    assert optimizer.noise.unit == "preconditioned"
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    for a in range(2):
+        loss_of(model, x[0, a], y[0, a]).backward()
+    optimizer.step()
+    assert optimizer.noise.unit == "plain"
+
+
 def test_a_scale_can_be_set_after_loading():
     state = train(2, 3, scale=6.0)["state"]
     model = make_model(torch.float64)

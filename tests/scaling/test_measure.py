@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from oracle import OPTIMIZERS, loss_of, make_batches, make_model
-from ranks import run_ranks
+from ranks import raises_on_ranks, run_ranks
 
 
 class Known(nn.Module):
@@ -139,14 +139,75 @@ def test_non_finite_gradients_are_left_out():
     assert (noise.steps, noise.nonfinite) == (3, 1)
 
 
-def test_accumulation_that_was_not_declared_is_an_error():
+def test_accumulation_that_was_not_declared_is_warned_of_once():
+    """It measures: it must not stop a training run."""
     model = Known()
     noise = mh.NoiseScale(model.parameters())
-    model(4).backward()
-    with pytest.raises(RuntimeError, match="num_gradients_to_accumulate=1"):
-        model(4).backward()
+    with pytest.warns(UserWarning, match="num_gradients_to_accumulate=1") as warned:
+        for _ in range(5):
+            model(4).backward()
+    assert len(warned) == 1
     noise.unhook()
     model(4).backward()
+
+
+def test_with_an_optimizer_a_backward_that_no_step_follows_leaves_no_trace():
+    readings = []
+    for abandoned in (False, True):
+        torch.manual_seed(0)
+        model = Known()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        noise = mh.NoiseScale(optimizer)
+        for _ in range(8):
+            optimizer.zero_grad()
+            if abandoned:
+                state = torch.get_rng_state()
+                (model(4) * 100).backward()
+                model.zero_grad()
+                torch.set_rng_state(state)
+            model(4).backward()
+            optimizer.step()
+        readings.append((noise.steps, noise.variance, noise.squared_norm))
+    assert readings[0] == readings[1]
+    assert readings[0][0] == 7
+
+
+def disagreeing(what):
+    model = make_model()
+    rank = dist.get_rank()
+    if what == "passes":
+        mh.NoiseScale(model.parameters(), num_gradients_to_accumulate=1 + rank)
+    else:
+        mh.NoiseScale(list(model.parameters())[rank:])
+
+
+@pytest.mark.parametrize("what", ["passes", "parameters"])
+def test_workers_that_measure_different_things(what):
+    raises_on_ranks(2, ValueError, disagreeing, what, match="disagree on the num", timeout=10)
+
+
+def measures_what_one_rank_does_not_use():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.extra = nn.Linear(3, 1), nn.Linear(3, 1)
+
+        def forward(self, x, extra):
+            return self.trunk(x).sum() + (self.extra(x).sum() if extra else 0.0)
+
+    model = Model()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.extra.parameters(), lr=0.1)
+    noise = mh.NoiseScale(optimizer)
+    for _ in range(3):
+        model.zero_grad()
+        wrapped(torch.ones(2, 3), extra=dist.get_rank() == 0).backward()
+        optimizer.step()
+    return noise.steps
+
+
+def test_a_rank_that_does_not_use_the_parameters():
+    assert run_ranks(2, measures_what_one_rank_does_not_use) == [3, 3]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from oracle import loss_of, make_batches, make_model, two_groups
-from ranks import raises_on_ranks
+from ranks import raises_on_ranks, run_ranks
 
 
 def sgd(model=None, lr=0.1):
@@ -106,12 +106,8 @@ def test_a_square_root_rule_that_would_need_a_negative_beta():
 def test_legw_without_a_batch_size():
     with pytest.raises(ValueError, match="base_warmup_epochs must be a number"):
         mh.LEGWScale(sgd(), 1000)
-    model = make_model()
-    optimizer = mh.LEGWScale(1, 1000, sgd(model), num_gradients_to_accumulate=2)
-    backward(model)
-    backward(model)
-    with pytest.raises(RuntimeError, match="does not know the baseline's batch size"):
-        optimizer.step()
+    with pytest.raises(ValueError, match="does not know the baseline's batch size"):
+        mh.LEGWScale(1, 1000, sgd(), num_gradients_to_accumulate=2)
 
 
 def test_a_rule_of_ones_own_that_returns_nonsense():
@@ -169,15 +165,68 @@ def test_changes_in_the_middle_of_a_step():
     for change in (
         lambda: optimizer.set_num_gradients_to_accumulate(2),
         lambda: optimizer.set_scale(4.0),
-        lambda: optimizer.state_dict(),
         lambda: optimizer.load_state_dict(state),
         lambda: optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]}),
     ):
-        with pytest.raises(RuntimeError, match=r"in the middle of a step, after 1 backward"):
+        with pytest.raises(RuntimeError, match=r"in the middle of a step, after 1 of its"):
             change()
-    optimizer.zero_grad()
+    assert optimizer.state_dict() == state  # that of before the step
+    model.zero_grad()  # seen, although nobody told the optimizer
     optimizer.set_num_gradients_to_accumulate(2)
     assert optimizer.scale == 2.0
+
+
+def test_the_last_step_of_an_epoch_may_be_shorter():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model), num_gradients_to_accumulate=4)
+    for passes in (4, 4, 2):  # ten batches
+        optimizer.set_num_gradients_to_accumulate(passes)
+        for a in range(passes):
+            backward(model, a, weight=1 / passes)
+        assert optimizer.gain() <= optimizer.scale == passes
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.snapshot()["step"] == 3
+
+
+def test_gradients_that_are_never_cleared():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model))
+    backward(model)
+    optimizer.step()
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"not cleared.*Call zero_grad\(\) after every step"):
+        optimizer.step()
+
+
+def test_a_step_from_within_backward():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    with pytest.raises(RuntimeError, match=r"while backward\(\) is running"):
+        backward(model)
+
+
+def test_parameters_that_were_moved_or_converted_after_wrapping():
+    model = make_model()
+    optimizer = mh.AdaScale(sgd(model))
+    model.double()
+    x, y = make_batches(1, 1, dtype=torch.float64)
+    loss_of(model, x[0, 0], y[0, 0]).backward()
+    with pytest.raises(RuntimeError, match="wrap after that"):
+        optimizer.step()
+
+
+def test_an_optimizer_without_parameters():
+    inner = torch.optim.SGD([{"params": []}, {"params": list(make_model().parameters())}], lr=0.1)
+    assert len(mh.AdaScale(inner).factors) == 2  # an empty group is fine
+    with pytest.raises(ValueError, match="no parameters: every group is empty"):
+        mh.AdaScale(torch.optim.SGD([{"params": []}], lr=0.1))
+
+
+def test_pickling():
+    with pytest.raises(TypeError, match=r"Save state_dict\(\)"):
+        torch.save(mh.AdaScale(sgd()), "/dev/null")
 
 
 def test_unscaled_losses_that_nobody_divides():
@@ -259,6 +308,14 @@ def test_foreign_state_dicts_change_nothing():
         (edited(gradients="preconditioned"), "kind of gradients"),
         (damaged, "damaged"),
         (edited(average={"sqr": None}), "damaged"),
+        (edited(progress="abc"), "damaged"),
+        (edited(progress=float("nan")), "damaged"),
+        (edited(previous=5), "damaged"),
+        (edited(previous=[torch.zeros(99)]), "damaged"),
+        (edited(nonfinite=None), "damaged"),
+        (edited(loss_scale="x"), "damaged"),
+        (edited(batch={**good["manyhands"]["batch"], "passes": 0, "scale": 1.0}), "damaged"),
+        (edited(batch={**good["manyhands"]["batch"], "smoothing": "x"}), "damaged"),
     ):
         before = optimizer.snapshot()
         with pytest.raises(ValueError, match=message):
@@ -300,16 +357,22 @@ def disagree_later(what):
     optimizer = mh.AdaScale(sgd(model))
     backward(wrapped, rank)
     optimizer.step()
+    optimizer.zero_grad()
+    passes = 1
     if what == "scale":
         optimizer.set_scale(2.0 + rank)
-        backward(wrapped, rank)
+    elif what == "progress":
+        optimizer.set_progress(7.0 * rank)
+    elif what.startswith("accumulation of all"):
+        passes = 1 + rank
+        optimizer.set_num_gradients_to_accumulate(passes)
     elif rank == 1:
+        passes = 2
         optimizer.set_num_gradients_to_accumulate(2)
-        with wrapped.no_sync():
+    for a in range(passes):
+        quiet = what.endswith("with no_sync") and a < passes - 1
+        with wrapped.no_sync() if quiet else torch.enable_grad():
             backward(wrapped, rank)
-        backward(wrapped, rank)
-    else:
-        backward(wrapped, rank)
     optimizer.step()
 
 
@@ -317,7 +380,10 @@ def disagree_later(what):
     ("what", "message"),
     [
         ("scale", "disagree on the scale: rank 0: 2, rank 1: 3"),
-        ("accumulation", r"disagree on the backward passes per step .*: rank 0: 1, rank 1: 2"),
+        ("progress", "different statistics or progress .* on every worker"),
+        ("accumulation of all, with no_sync", "backward passes per step: rank 0: 1, rank 1: 2"),
+        ("accumulation of all", "backward passes per step: rank 0: 1, rank 1: 2"),
+        ("accumulation of one, with no_sync", r"was called on rank\(s\) 1"),
     ],
 )
 def test_workers_that_come_to_disagree(what, message):
@@ -365,6 +431,56 @@ def step_without_backward(who):
     optimizer.step()
 
 
+def only_long_parameters():
+    """Every short one is frozen: the witness must be found among the long ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.LayerNorm(100))
+    for p in model.parameters():
+        p.requires_grad_(p.dim() > 1)
+    wrapped = DistributedDataParallel(model)
+    optimizer = mh.AdaScale(sgd(model))
+    x = torch.randn(2, 4, 100)[dist.get_rank()]
+    wrapped(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with wrapped.no_sync():
+        wrapped(x * (1 + dist.get_rank())).pow(3).mean().backward()
+    optimizer.step()
+
+
+def test_a_step_inside_no_sync_where_only_long_parameters_are_trained():
+    raises_on_ranks(2, RuntimeError, only_long_parameters, match="still differ", timeout=10)
+
+
+def in_another_order():
+    """Two optimizers whose parameters come up in another order on each rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    a, b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = a, b
+
+        def forward(self, x):
+            return (self.b(self.a(x)) if rank == 0 else self.a(self.b(x))).square().mean()
+
+    wrapped = DistributedDataParallel(Model())
+    optimizers = [mh.AdaScale(sgd(a)), mh.AdaScale(sgd(b))]
+    for step in range(3):
+        wrapped(make_batches(3, 2)[0][step, rank]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [optimizer.progress for optimizer in optimizers]
+
+
+def test_two_optimizers_on_one_model_do_not_meet_each_others_collectives():
+    first, second = run_ranks(2, in_another_order, timeout=20)
+    assert first == second
+
+
 @pytest.mark.parametrize("who", ["without gradients", "with gradients"])
 def test_a_step_without_a_backward_on_every_worker(who):
     raises_on_ranks(
@@ -383,8 +499,6 @@ def each_on_its_own():
 
 
 def test_workers_may_train_each_on_its_own():
-    from ranks import run_ranks
-
     run_ranks(2, each_on_its_own)
 
 
@@ -397,8 +511,6 @@ def test_a_world_size_that_is_not_the_groups():
 
 
 def test_gain_on_one_rank_only_does_not_hang():
-    from ranks import run_ranks
-
     def train():
         model = make_model()
         wrapped = DistributedDataParallel(model)

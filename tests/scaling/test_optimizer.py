@@ -250,6 +250,48 @@ def test_copies():
         assert torch.equal(p, q)
 
 
+def test_a_copy_steps_itself_also_if_a_scheduler_was_there():
+    model, scaled = scaled_and_plain_model()
+    schedulers.StepLR(scaled, 10)
+    x, y = make_batches(1, 2)
+    twin_model, twin = copy.deepcopy((model, scaled))
+    before = copy.deepcopy(model.state_dict())
+    backward(twin_model, x[0], y[0], 2)
+    twin.step()
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert not torch.equal(twin_model[0].weight, before["0.weight"])
+    other = copy.copy(scaled)
+    backward(model, x[0], y[0], 2)
+    other.step()
+    assert other.progress == scaled.progress > 0.0
+
+
+def test_distributed_checkpoint_takes_the_optimizer_inside():
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model, scaled = scaled_and_plain_model()
+    x, y = make_batches(2, 2)
+    backward(model, x[0], y[0], 2)
+    scaled.step()
+    state = copy.deepcopy(get_optimizer_state_dict(model, scaled.optimizer))
+    ours = scaled.scaling_state_dict()
+    fresh_model, fresh = scaled_and_plain_model()
+    fresh_model.load_state_dict(model.state_dict())
+    get_optimizer_state_dict(fresh_model, fresh)  # fills in the empty state with a step at lr 0
+    set_optimizer_state_dict(fresh_model, fresh.optimizer, state)
+    fresh.load_scaling_state_dict(ours)
+    for m, o in ((model, scaled), (fresh_model, fresh)):
+        o.zero_grad()
+        backward(m, x[1], y[1], 2)
+        o.step()
+    assert fresh.progress == scaled.progress
+    for p, q in zip(model.parameters(), fresh_model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_averaged_models_are_copies_without_our_hooks():
     model, scaled = scaled_and_plain_model()
     average = AveragedModel(model)

@@ -5,6 +5,7 @@ estimate out by hand, and compares with what the hooks have measured.
 """
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -513,6 +514,58 @@ def test_leaving_consecutive_gradients_behind_starts_the_average_anew():
 def test_dropping_the_optimizer_drops_its_hooks():
     model = make_model()
     optimizer = sgd(model)
-    assert model[0].weight._backward_hooks
+    tap = weakref.ref(optimizer._meter.tap)
+    calls = []
+    optimizer._meter.tap._gradient = lambda *_: calls.append(1)
+    (model[0].weight.sum() + 0.0).backward()
+    assert calls == [1]
     del optimizer
-    assert not model[0].weight._backward_hooks
+    assert tap() is None
+    (model[0].weight.sum() + 0.0).backward()
+    assert calls == [1]
+
+
+def test_hooks_of_the_user_are_seen_whenever_they_were_registered():
+    gains = []
+    for registered in ("never", "before", "after"):
+        model = make_model()
+        if registered == "before":
+            for p in model.parameters():
+                p.register_hook(lambda g: g * 0.1)
+        optimizer = sgd(model, num_gradients_to_accumulate=2)
+        if registered == "after":
+            for p in model.parameters():
+                p.register_hook(lambda g: g * 0.1)
+        x, y = make_batches(1, 2)
+        for a in range(2):
+            (loss_of(model, x[0, a], y[0, a]) / 2).backward()
+        gains.append(optimizer.gain())
+    assert gains == pytest.approx([gains[0]] * 3, rel=1e-5)
+
+
+def test_a_gradient_that_is_zero_and_clipped_is_not_taken_for_cleared():
+    """As that of a LoRA's first factor, while the second is zero."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))])
+    optimizer = sgd(model, num_gradients_to_accumulate=2)
+    for factor in (1.0, 2.0):
+        ((model[0] * model[1]).sum() * factor).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    optimizer.step()
+
+
+def test_an_abandoned_gradient_is_not_compared_with_the_next():
+    readings = []
+    for abandoned in (False, True):
+        model = make_model()
+        optimizer = sgd(model, scale=4.0)
+        x, y = make_batches(5, 1)
+        for step in range(5):
+            optimizer.zero_grad()
+            if abandoned:
+                (loss_of(model, x[step, 0], y[step, 0]) * 100).backward()
+                model.zero_grad()
+            loss_of(model, x[step, 0], y[step, 0]).backward()
+            optimizer.state_dict()
+            optimizer.step()
+        readings.append(optimizer.noise)
+    assert readings[0] == readings[1]

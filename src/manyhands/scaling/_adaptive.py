@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._scales import AdamScale, AdaScale
@@ -38,7 +39,8 @@ class AdaptiveDataParallel(nn.Module):
         model: the module.
         optimizer: a bare optimizer of its parameters; `step` and `zero_grad` become the rule's.
         rule: a rule without optimizer; by default `AdamScale()` for Adam and RMSprop,
-            `AdaScale()` for others. `scaling_rule=` is the same.
+            `AdaScale()` for others. `scaling_rule=` is the same. (A scheduler in this place, as
+            adaptdl has it, is taken for `lr_scheduler`.)
         lr_scheduler: kept as an attribute. (adaptdl saved it; save it with your checkpoint.)
         mp_scaler: the `GradScaler` in use.
         scale: size of the whole batch in small batches.
@@ -50,7 +52,7 @@ class AdaptiveDataParallel(nn.Module):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        rule: ScalingRuleBase | None = None,
+        rule: ScalingRuleBase | LRScheduler | None = None,
         lr_scheduler: Any = None,
         mp_scaler: Any = None,
         scaling_rule: ScalingRuleBase | None = None,
@@ -60,10 +62,12 @@ class AdaptiveDataParallel(nn.Module):
         **ddp_arguments: Any,
     ) -> None:
         super().__init__()
+        if isinstance(rule, LRScheduler):  # adaptdl's third argument
+            rule, lr_scheduler = None, rule
         if rule is not None and not isinstance(rule, ScalingRuleBase):
             raise TypeError(
                 f"the third argument is the scaling rule, got {type(rule).__name__}. "
-                "Pass a scheduler or scaler by name: lr_scheduler=..., mp_scaler=..."
+                "Pass others by name: lr_scheduler=..., mp_scaler=..."
             )
         if rule is not None and scaling_rule is not None:
             raise TypeError("rule and scaling_rule are the same argument; give one of them.")
@@ -103,6 +107,16 @@ class AdaptiveDataParallel(nn.Module):
         finally:
             self._synchronise = before
 
+    def __getattr__(self, name: str) -> Any:
+        """What this module lacks is DistributedDataParallel's (`register_comm_hook`, `join`)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            parallel = self.__dict__.get("_parallel")
+            if not parallel or name.startswith("_"):
+                raise
+            return getattr(parallel[0], name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
@@ -114,7 +128,7 @@ class AdaptiveDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. (adaptdl ignored this call.)"""
         super().zero_grad(set_to_none)
-        self.scaling_rule.zero_grad()
+        self.scaling_rule.forget_gradients()
 
     @property
     def gain(self) -> float:

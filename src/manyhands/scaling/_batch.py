@@ -6,6 +6,7 @@ Plain numbers: workers, passes, and what the user has said of the scale and the 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,22 +49,25 @@ class Batch:
             "scale": self.scale,
             "scale_per_pass": self.scale_per_pass,
             "smoothing": self.smoothing,
-            "small_batches": self.workers * self.passes,
+            "workers": self.workers,
+            "passes": self.passes,
         }
 
     def loaded(self, state: dict[str, Any]) -> Batch:
         """This run's workers and passes, with what was given to the run that was saved.
 
         A given scale stays in proportion to workers x passes: the micro-batch is the same.
+        Where passes are counted they are taken to be as many as before.
         """
-        scale = state["scale"]
-        if scale is not None:
-            scale = scale * self.workers * self.passes / state["small_batches"]
+        passes = int(state["passes"]) if self.counted else self.passes
+        scale, per_pass = state["scale"], state["scale_per_pass"]
+        before = int(state["workers"]) * int(state["passes"])
         return replace(
             self,
-            scale=scale,
-            scale_per_pass=state["scale_per_pass"],
-            smoothing=state["smoothing"],
+            passes=passes,
+            scale=None if scale is None else float(scale) * self.workers * passes / before,
+            scale_per_pass=None if per_pass is None else float(per_pass),
+            smoothing=checked_smoothing(state["smoothing"]),
         )
 
 
@@ -78,14 +82,18 @@ def checked_scale(scale: float, smallest: float, rule: str) -> float:
     return float(scale)
 
 
-def checked_passes(passes: int) -> int:
+def checked_passes(passes: Any) -> int:
     """The number of passes, if it is one."""
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+    try:
+        number = 0 if isinstance(passes, bool) else operator.index(passes)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise ValueError(
             f"num_gradients_to_accumulate must be a whole number of at least 1, got {passes!r}. It "
             "is the number of backward() calls between two step() calls; 1 means no accumulation."
         )
-    return passes
+    return number
 
 
 def checked_smoothing(smoothing: float | None) -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch.optim import Optimizer
 
 from manyhands._comm import Workers
 from manyhands.scaling import _amp
+from manyhands.scaling._average import Average, Debiased, PaperAverage
 from manyhands.scaling._batch import Batch, checked_passes, checked_scale, checked_smoothing
 from manyhands.scaling._meter import NoiseMeter
+from manyhands.scaling._noise import VAR_FLOOR
 from manyhands.scaling._norms import Norms, Plain
 from manyhands.scaling._statistics import NoiseAverage
 from manyhands.scaling._tap import Accumulation, GradientTap
@@ -47,7 +50,10 @@ class BoundOptimizer(Optimizer):
         grad_scaler: Any = None,
         delayed: bool = False,
         floor_each_step: bool = False,
+        var_floor: float = VAR_FLOOR,
     ) -> None:
+        if not var_floor >= 0.0:
+            raise ValueError(f"var_floor must not be negative, got {var_floor}.")
         self._inner: Optimizer | None = None
         self._workers = Workers()
         self.adp: Any = None
@@ -55,8 +61,10 @@ class BoundOptimizer(Optimizer):
         self._process_group = process_group
         self._grad_scaler = grad_scaler
         self._delayed = delayed
-        self._debias = debias_ewma
-        self._floor_each_step = floor_each_step
+        start: Average = Debiased() if debias_ewma else PaperAverage()
+        self._empty = NoiseAverage(
+            0, start, start, floor_each_step=floor_each_step, var_floor=var_floor
+        )
         passes = checked_passes(num_gradients_to_accumulate)
         self._accumulation = Accumulation(passes, is_scaled_loss)
         self._batch = Batch(passes=passes, smoothing=checked_smoothing(smoothing))
@@ -82,10 +90,9 @@ class BoundOptimizer(Optimizer):
             raise RuntimeError("this rule is bound to an optimizer already; make another one.")
         if adp is not None:
             self.adp = adp
-            self._accumulation = Accumulation(
-                None, False, lambda: bool(adp.require_backward_grad_sync)
-            )
+            self._accumulation = Accumulation(None, False, _synchronised(adp))
             self._batch.counted = True
+            self._empty = replace(self._empty, mix_units=True)  # as adaptdl's averages do
             self._process_group = self._process_group or getattr(adp, "process_group", None)
         self._bind(optimizer)
         if patch_optimizer:
@@ -117,15 +124,10 @@ class BoundOptimizer(Optimizer):
         self._clear_inner: Callable[..., None] = optimizer.zero_grad
         self._inner_heeds_scaler = _amp.takes_news(optimizer)
         self._factors = (1.0,) * len(optimizer.param_groups)
-        average = NoiseAverage.empty(
-            len(optimizer.param_groups),
-            debiased=self._debias,
-            floor_each_step=self._floor_each_step,
-        )
         try:
             self._check_optimizer_takes(self._batch.scale_of(self._batch.passes))
             self._check_workers_agree()
-            self._listen(norms, average)
+            self._listen(norms, self._empty.with_groups(len(optimizer.param_groups)))
         except BaseException:
             self._inner = None
             raise
@@ -139,22 +141,30 @@ class BoundOptimizer(Optimizer):
         """Raise where this rule cannot scale this optimizer that far."""
 
     def _listen(self, norms: Norms, average: NoiseAverage) -> None:
-        scaler, batch = self._grad_scaler, self._batch  # the tap must not keep `self` alive
+        scaler, batch = self._grad_scaler, self._batch
+        rule = weakref.proxy(self)  # the tap must not keep `self` alive
         tap = GradientTap(
             self._optimizer.param_groups,
-            self._workers,
+            self._workers.apart(),
             norms,
             self._accumulation,
-            scale=self._batch.scale_of,
+            scale=batch.scale_of,
+            history=lambda: rule._history(),
             loss_scale=lambda: _amp.loss_scale_of(scaler),
+            difference_at_scale_1=batch.counted,
         )
         self._noise_meter = NoiseMeter(
             tap,
             average,
-            smoothing=lambda reading: batch.smoothing_at(reading.scale),
+            smoothing=batch.smoothing_at,
             scaler_known=scaler is not None,
             delayed=self._delayed,
         )
+
+    def _history(self) -> float:
+        """A number that differs where workers have different steps behind them."""
+        average = self._meter.average
+        return self._progress + sum(average.raw_sqr) + sum(average.raw_var)
 
     def _patch(self, optimizer: Optimizer) -> None:
         """Make the optimizer's own `step` and `zero_grad` the rule's."""
@@ -165,29 +175,24 @@ class BoundOptimizer(Optimizer):
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
             self.zero_grad(*args, **kwargs)
 
-        vars(optimizer)["step"] = MethodType(step, optimizer)
-        vars(optimizer)["zero_grad"] = MethodType(zero_grad, optimizer)
-        vars(optimizer)["_step_supports_amp_scaling"] = True
-        self._patched = True
+        names = ("step", "zero_grad", "_step_supports_amp_scaling")
+        self._before_patch = {n: vars(optimizer)[n] for n in names if n in vars(optimizer)}
+        patched = (MethodType(step, optimizer), MethodType(zero_grad, optimizer), True)
+        vars(optimizer).update(zip(names, patched, strict=True))
 
     def _check_workers_agree(self) -> None:
         groups = self._optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
         mine = {
             "num_gradients_to_accumulate": float(self._accumulation.declared or 0),
             "scale": self._batch.scale_of(self._batch.passes),
             "number of parameter groups": float(len(groups)),
-            "number of parameters": float(sum(len(group["params"]) for group in groups)),
-            "number of elements": float(sum(p.numel() for g in groups for p in g["params"])),
+            "number of parameters": float(len(params)),
+            "number of elements": float(sum(param.numel() for param in params)),
         }
-        device = groups[0]["params"][0].device
-        everyone = self._workers.gather(list(mine.values()), device)
-        for name, values in zip(mine, zip(*everyone, strict=True), strict=True):
-            if len(set(values)) > 1:
-                listed = ", ".join(f"rank {r}: {v:g}" for r, v in enumerate(values[:8]))
-                raise ValueError(
-                    f"workers disagree on the {name}: {listed}. "
-                    "Build the same optimizer and rule on every worker."
-                )
+        if not params:
+            raise ValueError("the optimizer has no parameters: every group is empty.")
+        self._workers.check_agreement("optimizer and rule", mine, params[0].device)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -214,13 +219,16 @@ class BoundOptimizer(Optimizer):
         """Stop listening to the parameters, and give the optimizer back as it was."""
         optimizer = self._optimizer
         self._meter.tap.unhook()
-        if vars(optimizer).pop("_manyhands_rule", None) is not None and self._patched:
-            vars(optimizer).update(step=self._step_inner, zero_grad=self._clear_inner)
-            vars(optimizer).pop("_step_supports_amp_scaling", None)
+        vars(optimizer).pop("_manyhands_rule", None)
+        if self._before_patch is not None:
+            for name in ("step", "zero_grad", "_step_supports_amp_scaling"):
+                vars(optimizer).pop(name, None)
+            vars(optimizer).update(self._before_patch)
+            self._before_patch = None
 
     # -- as an Optimizer ---------------------------------------------------------------------
 
-    _patched = False
+    _before_patch: dict[str, Any] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -250,6 +258,11 @@ class BoundOptimizer(Optimizer):
         self._check_between_steps("add_param_group()")
         self._optimizer.add_param_group(param_group)
         groups = self._optimizer.param_groups
+        try:
+            self._check_optimizer_takes(self.scale)
+        except ValueError:
+            groups.pop()
+            raise
         self._meter.tap.norms.refresh()
         self._meter.tap.hook(groups)
         self._meter.average = self._meter.average.with_groups(len(groups))
@@ -282,24 +295,33 @@ class BoundOptimizer(Optimizer):
         """A copy around a copy of the optimizer (and of the parameters, unless in `memo`)."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        shared = {"_inner", "_noise_meter", "_step_inner", "_clear_inner"}
-        vars(twin).update({k: v for k, v in vars(self).items() if k not in shared})
-        twin._inner = copy.deepcopy(self._inner, memo)
+        # A scheduler leaves a `step` on its optimizer that is bound to it.
+        left = {"_inner", "_noise_meter", "_step_inner", "_clear_inner", "step", "adp"}
+        vars(twin).update({k: v for k, v in vars(self).items() if k not in left})
+        twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
+        twin._accumulation, twin._batch = copy.copy(self._accumulation), copy.copy(self._batch)
+        if twin.adp is not None:
+            twin._accumulation.synchronised = _synchronised(twin.adp)
         if twin._inner is not None:
             twin._step_inner, twin._clear_inner = twin._inner.step, twin._inner.zero_grad
-            twin._accumulation, twin._batch = copy.copy(self._accumulation), copy.copy(self._batch)
             twin._listen(twin._norms(twin._inner), self._meter.average)
-            twin._meter.load(self._meter.average, self._meter.saved())
+            twin._meter.continue_from(self._meter)
             vars(twin._inner)["_manyhands_rule"] = weakref.ref(twin)
-            if self._patched:
+            if self._before_patch is not None:
                 twin._patch(twin._inner)
         return twin
 
     def __copy__(self) -> BoundOptimizer:
         """The same optimizer under another name: everything is shared."""
         twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self))
+        twin.__dict__ = self.__dict__
         return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is not pickled: it is tied to its parameters by hooks. Save "
+            "state_dict(), and load it into a rule wrapped around the optimizer as before."
+        )
 
     # -- scale, accumulation, smoothing ------------------------------------------------------
 
@@ -327,6 +349,8 @@ class BoundOptimizer(Optimizer):
         """
         self._check_between_steps("set_scale_per_pass()")
         scale = self._checked_scale(scale)
+        if self._inner is not None:
+            self._check_optimizer_takes(scale * self.passes)
         self._batch.scale, self._batch.scale_per_pass = None, scale
 
     @property
@@ -346,7 +370,8 @@ class BoundOptimizer(Optimizer):
     ) -> None:
         """Say how many backward passes make a step from now on.
 
-        The default scale follows. A scale that was given stays: `set_scale` it as well.
+        To be called on every worker. The default scale follows. A scale that was given stays:
+        `set_scale` it as well.
         The smoothing becomes the default for that number; `update_smoothing=False` keeps it.
         """
         if self._batch.counted:
@@ -356,6 +381,10 @@ class BoundOptimizer(Optimizer):
             )
         passes = checked_passes(num_gradients_to_accumulate)
         self._check_between_steps("set_num_gradients_to_accumulate()")
+        if self._inner is not None:
+            self._check_optimizer_takes(self._batch.scale_of(passes))
+            scale = self._batch.scale_of(passes)
+            self._meter.tap.mean.announce(passes, scale, self._history())
         self._batch.smoothing = None if update_smoothing else self.smoothing
         self._accumulation.declared = self._batch.passes = passes
 
@@ -365,9 +394,14 @@ class BoundOptimizer(Optimizer):
         tap = self._meter.tap
         if tap.accumulating:
             raise RuntimeError(
-                f"{what} in the middle of a step, after {tap.passes} backward pass(es) of it. "
-                "Call it between step() and the next backward(), or zero_grad() first."
+                f"{what} in the middle of a step, after {tap.passes} of its backward passes. Call "
+                "it between step() and the next backward(). If no step will follow these passes, "
+                "as at the end of an epoch, call zero_grad() first."
             )
 
     def _checked_scale(self, scale: float) -> float:
         return checked_scale(scale, self._smallest_scale, type(self).__name__)
+
+
+def _synchronised(adp: Any) -> Callable[[], bool]:
+    return lambda: bool(adp.require_backward_grad_sync)

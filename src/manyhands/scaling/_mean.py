@@ -7,27 +7,51 @@ are the witness that the gradients were averaged at all (`_sample.py`).
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands._comm import Workers, precise
+from manyhands._comm import Combination, Workers, precise
 from manyhands.scaling._difference import Difference
 from manyhands.scaling._norms import Norms
-from manyhands.scaling._sample import SLOTS, Sample
+from manyhands.scaling._sample import Beliefs, Sample
 
 SHORT = 4_096
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known of a step when its last backward pass is over.
+
+    Small batches' gradients were measured divided by `small_batch_divided_by`, and `.grad` is
+    the mean times `mean_multiplied_by`, depending on who divides by the number of passes.
+    """
+
+    passes: int
+    seen: int
+    scale: float
+    small_batch_divided_by: int
+    mean_multiplied_by: int
+    loss_scale: Tensor | float
+    history: float
+    usable: bool
 
 
 class MeanGradient:
     """Measures the accumulated, averaged gradients of some parameter groups."""
 
-    def __init__(self, workers: Workers, norms: Norms) -> None:
+    def __init__(self, workers: Workers, norms: Norms, *, difference_at_scale_1: bool) -> None:
         self.difference = Difference(norms)
         self.workers = workers
         self._norms = norms
+        self._difference_at_scale_1 = difference_at_scale_1
+        self.announced: list[Combination] = []
+        self._written: dict[tuple[float, ...], Tensor] = {}
 
     def cover(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Measure these parameters from now on."""
@@ -44,14 +68,15 @@ class MeanGradient:
         return self._per_group(lengths, squared=True)
 
     def _per_group(self, values: Mapping[int, Tensor], squared: bool = False) -> Tensor:
-        sums = torch.zeros(self._groups, dtype=precise(self._device), device=self._device)
+        dtype = precise(self._device)
         if not values:
-            return sums
-        stacked = torch.stack([x.to(self._device, sums.dtype) for x in values.values()])
+            return torch.zeros(self._groups, dtype=dtype, device=self._device)
+        stacked = _stacked(list(values.values()), self._device).to(dtype)
         if squared:
-            stacked.square_()
+            stacked = stacked.square()
         if self._groups == 1:
             return stacked.sum(dim=0, keepdim=True)
+        sums = torch.zeros(self._groups, dtype=dtype, device=self._device)
         which = tuple(values)
         if which not in self._positions:
             if len(self._positions) > 64:  # a model that uses other parameters every step
@@ -59,83 +84,139 @@ class MeanGradient:
             self._positions[which] = self._group_of[torch.tensor(which, device=self._device)]
         return sums.index_add_(0, self._positions[which], stacked)
 
-    def sample(
-        self,
-        squares: Tensor | None,
-        *,
-        passes: int,
-        scale: float,
-        small_batch_divided_by: int,
-        mean_multiplied_by: int,
-        loss_scale: Tensor | float,
-        usable: bool,
-    ) -> Sample:
-        """Put the step's numbers together and start their way to the other workers.
-
-        `squares` were taken of gradients that the user had divided by `small_batch_divided_by`;
-        `.grad` is `mean_multiplied_by` times the mean.
-        """
-        count = passes * self.workers.size
+    def sample(self, squares: Tensor | None, facts: StepFacts) -> Sample:
+        """Put the step's numbers together and start their way to the other workers."""
+        self.check_announcements()
+        count = facts.passes * self.workers.size
         if count == 1:
-            return self._differenced(scale, loss_scale, usable)
+            return self._single(facts)
         self.difference.previous = []
         if squares is None:
-            squares = self.squares_per_group({})
-        if not usable:
+            squares = self._per_group({})
+        if not facts.usable:
             squares = squares * torch.nan
         mean, witness = self._mean()
-        numbers = torch.cat([squares * small_batch_divided_by**2, mean / mean_multiplied_by**2])
-        numbers /= loss_scale**2
-        if self.workers.size > 1:
-            numbers = torch.cat([numbers, self._slots(passes, scale, witness)])
-        return self._sent(numbers, passes, count, scale)
+        numbers = torch.cat(
+            [squares * facts.small_batch_divided_by**2, mean / facts.mean_multiplied_by**2]
+        )
+        if isinstance(facts.loss_scale, Tensor) or facts.loss_scale != 1.0:
+            numbers /= facts.loss_scale**2
+        return self._sent(numbers, facts, count, witness=witness)
 
-    def _mean(self) -> tuple[Tensor, Tensor]:
-        """|G|^2 per group of this worker's share, and of the short parameters together."""
+    def _mean(self) -> tuple[Tensor, Tensor | None]:
+        """|G|^2 per group of this worker's share, and the witness."""
         shared = [i for i in self._short if self._params[i].grad is not None]
         mine = [i for i in self._mine if self._params[i].grad is not None]
-        grads = [self._params[i].grad for i in (*shared, *mine)]
-        lengths = self._norms.many([*shared, *mine], grads)  # type: ignore[arg-type]
-        common = self.squares_per_group(dict(zip(shared, lengths[: len(shared)], strict=True)))
-        own = self.squares_per_group(dict(zip(mine, lengths[len(shared) :], strict=True)))
-        return (own + common if self.workers.rank == 0 else own), common.sum()
+        witness = [] if shared else self._shortest_with_gradient()
+        every = [*shared, *witness, *mine]
+        grads = [self._params[i].grad for i in every]
+        lengths = dict(zip(every, self._norms.many(every, grads), strict=True))  # type: ignore[arg-type]
+        common = {i: lengths[i] for i in (*shared, *witness)}
+        if self.workers.rank > 0:
+            for i in shared:  # the first worker counts them
+                del lengths[i]
+        for i in witness:
+            if i not in mine:
+                del lengths[i]
+        own = self.squares_per_group(lengths)
+        if self.workers.size == 1:
+            return own, None
+        if self.workers.rank == 0 and len(common) == len(lengths):
+            return own, own.sum()
+        return own, self.squares_per_group(common).sum()
 
-    def _slots(self, passes: int, scale: float, witness: Tensor) -> Tensor:
-        slots = torch.zeros(self.workers.size, SLOTS, dtype=witness.dtype, device=witness.device)
-        mine = slots[self.workers.rank]
-        mine[0].fill_(passes)
-        mine[1].fill_(scale)
-        mine[2].copy_(witness)
-        return slots.flatten()
+    def _shortest_with_gradient(self) -> list[int]:
+        if self.workers.size == 1:
+            return []
+        have = [i for i, param in enumerate(self._params) if param.grad is not None]
+        return [min(have, key=lambda i: self._params[i].numel())] if have else []
 
-    def _differenced(self, scale: float, loss_scale: Tensor | float, usable: bool) -> Sample:
-        grads = [param.grad for param in self._params]
-        measured = self.difference.measure(grads, loss_scale)
-        if not measured or not usable:
-            empty = self.squares_per_group({}).repeat(2)
-            return self._sent(empty, 1, 1, scale)
+    def announce(self, passes: int, scale: float, history: float) -> None:
+        """Tell the other workers that steps have so many passes from now on, without waiting.
+
+        Where they do not say the same by the end of the next step, all find out: the
+        announcement looks like a step's vector, and is taken for one by whoever sends one.
+        """
+        if self.workers.own_group:
+            beliefs = (1.0, passes, passes, scale, history)
+            nothing = self._per_group({}).repeat(2)
+            self.announced.append(self.workers.combine(nothing, self._own(beliefs)))
+
+    def check_announcements(self, patience: float = math.inf) -> None:
+        """Raise where the others did not announce the same. Waits for them, but not longer."""
+        deadline = time.monotonic() + patience
+        while self.announced:
+            while not self.announced[0].done and patience < math.inf:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.001)
+            table = Beliefs.table(self.announced.pop(0).wait()[2 * self._groups :].tolist())
+            table[0].check(table)
+
+    def _own(self, beliefs: Sequence[float], witness: Tensor | None = None) -> Tensor:
+        if self.workers.size == 1:
+            return torch.empty(0, dtype=precise(self._device), device=self._device)
+        key = tuple(beliefs)
+        if key not in self._written:  # a copy to the device, where there is one
+            self._written = {key: torch.tensor([*beliefs, 0.0], dtype=precise(self._device))}
+            self._written[key] = self._written[key].to(self._device, non_blocking=True)
+        own = self._written[key].clone()
+        if witness is not None:
+            own[Beliefs.SLOTS - 1] = witness
+        return own
+
+    def _single(self, facts: StepFacts) -> Sample:
+        """One worker, one pass: compare with the gradient before, if it is of any use."""
+        measured = []
+        if facts.scale != 1.0 or self._difference_at_scale_1:
+            grads = [param.grad for param in self._params]
+            measured = self.difference.measure(grads, facts.loss_scale)
+        if not measured or not facts.usable:
+            return self._sent(self._per_group({}).repeat(2), facts, 1)
         squares = self._per_group({i: a for i, a, _ in measured})
         mean = self._per_group({i: b for i, _, b in measured})
-        return self._sent(torch.cat([squares, mean]), 1, 2, 2.0 * scale, differenced=True)
+        return self._sent(torch.cat([squares, mean]), facts, 2, differenced=True)
 
     def _sent(
-        self, numbers: Tensor, passes: int, count: int, scale: float, differenced: bool = False
+        self,
+        numbers: Tensor,
+        facts: StepFacts,
+        count: int,
+        *,
+        witness: Tensor | None = None,
+        differenced: bool = False,
     ) -> Sample:
-        work = self.workers.sum(numbers)
+        beliefs = (0.0, facts.passes, facts.seen, facts.scale, facts.history)
+        self._last = self.workers.combine(numbers, self._own(beliefs, witness))
         return Sample(
-            numbers, work, self._groups, self.workers.size, passes, count, scale, differenced
+            self._last,
+            self._groups,
+            self.workers.size,
+            facts.passes,
+            count,
+            2.0 * facts.scale if differenced else facts.scale,
+            differenced,
+            self._norms.unit,
         )
+
+
+def _stacked(values: list[Tensor], device: torch.device) -> Tensor:
+    """Numbers in one tensor, wherever and of whatever type each of them is."""
+    first = values[0]
+    if any(v.dtype != first.dtype or v.device != device for v in values):
+        values = [v.to(device, precise(device)) for v in values]
+    return torch.stack(values)
 
 
 def _shares(params: Sequence[Tensor], workers: Workers) -> tuple[list[int], list[int]]:
     """Indices of the parameters that every worker measures, and of those that are this one's."""
     if workers.size == 1:
         return [], list(range(len(params)))
-    shortest = min(param.numel() for param in params)
-    short = [i for i, p in enumerate(params) if p.numel() <= max(SHORT, shortest)]
+    short = [i for i, p in enumerate(params) if p.numel() <= SHORT]
+    long = [i for i, p in enumerate(params) if p.numel() > SHORT]
     load = [0] * workers.size
     mine = []
-    for i in sorted(set(range(len(params))) - set(short), key=lambda i: -params[i].numel()):
+    for i in sorted(long, key=lambda i: -params[i].numel()):
         lightest = load.index(min(load))
         load[lightest] += params[i].numel()
         if lightest == workers.rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from manyhands._comm import Workers
 from manyhands.scaling import _amp
+from manyhands.scaling._batch import checked_passes, checked_smoothing
 from manyhands.scaling._noise import estimate
 from manyhands.scaling._norms import Plain
 from manyhands.scaling._sample import Sample
@@ -74,12 +76,14 @@ class NoiseScale:
     gradient; the estimate then takes the change of the parameters between them for noise.
 
     Args:
-        parameters: an optimizer, or the parameters to measure.
+        parameters: an optimizer, whose steps are then watched, or the parameters to measure,
+            of which every backward pass is taken to be followed by a step.
         batch_size: samples in one worker's backward pass; the unit is that batch if left out.
         num_gradients_to_accumulate: backward passes before each step, each of a loss divided
-            by that number (`is_scaled_loss=False`: not divided).
+            by that number (`is_scaled_loss=False`: not divided). With more passes than that, a
+            warning says so and the step is left out.
         smoothing: weight of the past.
-        process_group: the workers that share gradients; all, by default.
+        process_group: the workers that share gradients; all, by default. Make one on each.
         grad_scaler: the `GradScaler` in use: needed if its scale changes.
     """
 
@@ -96,41 +100,60 @@ class NoiseScale:
     ) -> None:
         if not batch_size > 0:
             raise ValueError(f"batch_size must be above 0, got {batch_size}.")
-        if not 0.0 <= smoothing < 1.0:
-            raise ValueError(f"smoothing must be at least 0 and below 1, got {smoothing}.")
-        if num_gradients_to_accumulate < 1:
-            raise ValueError(
-                "num_gradients_to_accumulate must be at least 1, got "
-                f"{num_gradients_to_accumulate}."
-            )
-        if isinstance(parameters, Optimizer):
-            groups = parameters.param_groups
-        else:
-            groups = [{"params": list(parameters)}]
-            if not groups[0]["params"]:
-                raise ValueError("no parameters to measure: the iterable was empty.")
+        passes = checked_passes(num_gradients_to_accumulate)
+        optimizer = parameters if isinstance(parameters, Optimizer) else None
+        groups = optimizer.param_groups if optimizer else [{"params": list(parameters)}]  # type: ignore[arg-type]
+        params = [param for group in groups for param in group["params"]]
+        if not params:
+            raise ValueError("no parameters to measure: the iterable was empty.")
         self._batch_size = batch_size
-        self._smoothing = smoothing
+        self._smoothing = checked_smoothing(smoothing) or 0.0
         self._moments = _Moments()
         self._flight: Sample | None = None
         self._steps = 0
         self._nonfinite = 0
-        meter = weakref.proxy(self)
+        self._warned = False
+        workers = Workers.of(process_group)
+        mine = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
+        workers.check_agreement("NoiseScale", mine, params[0].device)
+        me, watched = weakref.proxy(self), optimizer is not None
         self._tap = GradientTap(
             groups,
-            Workers.of(process_group),
+            workers.apart(),
             Plain(),
-            Accumulation(num_gradients_to_accumulate, is_scaled_loss),
-            scale=lambda passes: float(passes * meter._tap.mean.workers.size),
+            Accumulation(passes, is_scaled_loss),
+            scale=lambda passes: float(passes * workers.size),
             loss_scale=lambda: _amp.loss_scale_of(grad_scaler),
-            on_sample=lambda sample: meter._receive(sample),
+            on_sample=lambda sample: None if watched else me._receive(sample),
+            on_excess=lambda message: me._spoilt(message),
         )
+        if optimizer is not None:  # a backward that no step follows then leaves no trace
+            handle = optimizer.register_step_pre_hook(lambda *_: me._step())
+            self._finalizer = weakref.finalize(self, handle.remove)
+
+    def _step(self) -> None:
+        """The optimizer is about to step along the gradients that were measured."""
+        if self._tap.sample is None and self._tap.mean.workers.size > 1:
+            self._tap.complete_now()  # the others may have used parameters that we did not
+        if self._tap.problem is not None:
+            self._spoilt(self._tap.problem)
+        if self._tap.sample is not None:
+            self._receive(self._tap.sample)
+        self._tap.stepped()
+
+    def _spoilt(self, problem: str) -> None:
+        """Measuring must not stop a training run: say it once, and leave the step out."""
+        self._tap.clear()
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"NoiseScale leaves a step out: {problem}", stacklevel=2)
 
     def _receive(self, sample: Sample) -> None:
         """Take in the last step's numbers, which have arrived long since; these are next."""
         self._land()
         sample.start_copy()
         self._flight = sample
+        self._tap.mean.difference.remember()
 
     def _land(self) -> None:
         sample, self._flight = self._flight, None

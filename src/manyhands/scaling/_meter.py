@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from manyhands.scaling._amp import ScalerNews
 from manyhands.scaling._noise import Reading
 from manyhands.scaling._sample import Sample
@@ -21,7 +23,8 @@ from manyhands.scaling._tap import GradientTap
 class Taken:
     """What became of a step's reading."""
 
-    finite: bool = True
+    finite: bool
+    gain: float  # of the average with it, at the scale of its step
     overflow: bool = False  # the gradient scaler found infinities
 
 
@@ -34,10 +37,19 @@ class _Pending:
     average: NoiseAverage
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A sample on its way to the host, and what its step knew."""
+
+    sample: Sample
+    scale: float
+    loss_scale: float | None
+
+
 class NoiseMeter:
     """Joins the tap's samples to the average.
 
-    `smoothing(reading)` is the weight of the past; `scaler_known` whether the tap divides the
+    `smoothing(scale)` is the weight of the past; `scaler_known` whether the tap divides the
     loss scale out by itself. With `delayed`, a reading is joined one step after it was taken,
     when its copy to the host has long arrived.
     """
@@ -47,7 +59,7 @@ class NoiseMeter:
         tap: GradientTap,
         average: NoiseAverage,
         *,
-        smoothing: Callable[[Reading], float],
+        smoothing: Callable[[float], float],
         scaler_known: bool,
         delayed: bool,
     ) -> None:
@@ -59,7 +71,7 @@ class NoiseMeter:
         self._scaler_known = scaler_known
         self._delayed = delayed
         self._pending: _Pending | None = None
-        self._flight: tuple[Sample, float | None] | None = None
+        self._flight: _Flight | None = None
         self._landed: Taken | None = None
         self._loss_scale: float | None = None
 
@@ -77,22 +89,25 @@ class NoiseMeter:
             self._pending = _Pending(sample, reading, self._after(reading))
         return self._pending.average
 
-    def take(self, news: ScalerNews) -> Taken | None:
+    def take(self, news: ScalerNews, scale: float) -> Taken | None:
         """Join this step's reading (the previous step's, if delayed; None: there was none)."""
         sample = self.tap.sample
         if sample is None:
             sample = self._incomplete()
+        if self.tap.problem is not None:
+            raise RuntimeError(self.tap.problem)
         if news.present and not self._scaler_known:
             self._check_scale_can_be_known(news, sample)
         late_scale = None if self._scaler_known else news.grad_scale
         if self._delayed:
             taken = self.land()
             sample.start_copy()
-            self._flight = (sample, None if late_scale is None else float(late_scale))
+            loss_scale = None if late_scale is None else float(late_scale)
+            self._flight = _Flight(sample, scale, loss_scale)
         else:
-            taken = self._take_now(sample, news, late_scale is not None)
+            taken = self._take_now(sample, news, scale, late_scale is not None)
         self._pending = None
-        self.tap.clear()
+        self.tap.stepped()
         return taken
 
     def land(self) -> Taken | None:
@@ -101,27 +116,28 @@ class NoiseMeter:
         return taken
 
     def _land(self) -> Taken | None:
-        if self._flight is None:
+        flight, self._flight = self._flight, None
+        if flight is None:
             return None
-        sample, loss_scale = self._flight
-        self._flight = None
-        reading, _ = sample.read()
-        return self._join(self._without(reading, loss_scale))
+        reading, _ = flight.sample.read()
+        return self._join(self._without(reading, flight.loss_scale), flight.scale)
 
     def forget(self) -> None:
         """Gradients were cleared: a step begins anew."""
         self._pending = None
         self.tap.clear()
 
-    def _take_now(self, sample: Sample, news: ScalerNews, scale_is_late: bool) -> Taken:
+    def _take_now(
+        self, sample: Sample, news: ScalerNews, scale: float, scale_is_late: bool
+    ) -> Taken:
         extras = [x for x in (news.found_inf, news.grad_scale) if x is not None]
         if self._pending is not None and self._pending.sample is sample:
             reading, told = self._pending.reading, [float(extra) for extra in extras]
         else:
             reading, told = sample.read(extras)
         overflow = bool(told and told[0])
-        taken = self._join(self._without(reading, told[1] if scale_is_late else None), overflow)
-        return Taken(taken.finite, overflow)
+        reading = self._without(reading, told[1] if scale_is_late else None)
+        return self._join(reading, scale, overflow)
 
     def _without(self, reading: Reading | None, loss_scale: float | None) -> Reading | None:
         if reading is None or loss_scale is None:
@@ -132,7 +148,7 @@ class NoiseMeter:
             return None  # the two gradients that were compared have different scales
         return reading.divided_by(loss_scale)
 
-    def _join(self, reading: Reading | None, overflow: bool = False) -> Taken:
+    def _join(self, reading: Reading | None, scale: float, overflow: bool = False) -> Taken:
         finite = reading is None or is_finite(reading)
         if not finite or overflow:
             self.nonfinite += 1
@@ -140,12 +156,12 @@ class NoiseMeter:
         else:
             self.nonfinite_in_a_row = 0
             self.average = self._after(reading)
-        return Taken(finite)
+        return Taken(finite, self.average.gain(scale), overflow)
 
     def _after(self, reading: Reading | None) -> NoiseAverage:
         if reading is None or not is_finite(reading):
             return self.average
-        return self.average.after(reading, self._smoothing(reading))
+        return self.average.after(reading, self._smoothing(reading.scale))
 
     def _check_scale_can_be_known(self, news: ScalerNews, sample: Sample) -> None:
         advice = "Pass it when wrapping: grad_scaler=scaler."
@@ -161,24 +177,28 @@ class NoiseMeter:
             )
 
     def _incomplete(self) -> Sample:
-        """`step` without all of its backward passes: an error, on every worker."""
+        """`step` without all of its backward passes: on every worker, an error."""
         tap = self.tap
         if not tap.hooked:
             raise RuntimeError("unhook() was called, so gradients are not measured any more.")
         if tap.joined:
             raise RuntimeError("step() inside one_sample(): leave the `with` block first.")
+        if tap.in_backward:
+            raise RuntimeError(
+                "step() while backward() is running. A scaling rule needs the whole gradient "
+                "first: step after backward() has returned."
+            )
         declared, passes = tap.accumulation.declared, tap.passes
-        tap.complete_now()
-        sample = tap.sample
-        assert sample is not None
-        reading, _ = sample.read()  # raises where other workers have come further
-        if passes == 0 and reading is not None and any(reading.squares):
-            return sample
+        sample = tap.complete_now()
+        sample.read()  # raises where other workers have come further
+        if sample.workers > 1 and sample.passes > 0 and not sample.nobody_ready:
+            return sample  # the others have gradients, of which this worker's losses had no part
         self.forget()
         if passes == 0:
             raise RuntimeError(
                 "step() without a backward() before it: there is no gradient to step along. "
                 "(A backward pass counts if it reached a parameter of this optimizer.)"
+                + (" Parameters were moved or converted: wrap after that." if tap.moved else "")
             )
         if declared is None:
             raise RuntimeError(
@@ -186,8 +206,10 @@ class NoiseMeter:
                 "not averaged over the workers yet. Run the step's last backward outside it."
             )
         raise RuntimeError(
-            f"step() after {passes} of {declared} backward passes. Run the others first, or "
-            f"declare fewer: set_num_gradients_to_accumulate({passes})."
+            f"step() after {passes} of {declared} backward passes. Run the others first. If the "
+            "data has run out, as at the end of an epoch, leave the step out and call "
+            f"zero_grad(); or call set_num_gradients_to_accumulate({passes}) before the first "
+            "backward() of the shorter step."
         )
 
     def saved(self) -> dict[str, Any]:
@@ -199,13 +221,29 @@ class NoiseMeter:
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
 
-    def load(self, average: NoiseAverage, state: dict[str, Any]) -> None:
+    def continue_from(self, other: NoiseMeter) -> None:
+        """Take over what another meter of the same parameters (copied) knows."""
+        self.load(
+            other.average,
+            [None if g is None else g.clone() for g in other.tap.mean.difference.previous],
+            other._loss_scale,
+            other.nonfinite,
+            other.nonfinite_in_a_row,
+        )
+
+    def load(
+        self,
+        average: NoiseAverage,
+        previous: list[Tensor | None],
+        loss_scale: float | None,
+        nonfinite: int,
+        nonfinite_in_a_row: int,
+    ) -> None:
+        """Continue from there: what is under way is dropped."""
         self.forget()
-        self._flight = None
+        self._flight = self._landed = None
         self.average = average
-        self.tap.mean.difference.previous = [
-            None if grad is None else grad.clone() for grad in state["previous"]
-        ]
-        self._loss_scale = state["loss_scale"]
-        self.nonfinite = int(state["nonfinite"])
-        self.nonfinite_in_a_row = int(state["nonfinite_in_a_row"])
+        self.tap.norms.refresh()
+        self.tap.mean.difference.previous = self.tap.placed(previous)
+        self._loss_scale = loss_scale
+        self.nonfinite, self.nonfinite_in_a_row = nonfinite, nonfinite_in_a_row

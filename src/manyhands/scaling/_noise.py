@@ -37,6 +37,7 @@ class Reading:
     count: int
     scale: float
     differenced: bool = False
+    unit: str = "plain"  # or "preconditioned": what the norms were taken of
 
     def divided_by(self, loss_scale: float) -> Reading:
         """The same reading of gradients that were not multiplied with a loss scale."""
@@ -47,6 +48,7 @@ class Reading:
             self.count,
             self.scale,
             self.differenced,
+            self.unit,
         )
 
 

@@ -19,22 +19,28 @@ import torch
 from torch import Tensor
 
 ROW = 32_768
-CHUNK = 131_072
+CHUNK = 262_144
 
 
 class Norms(Protocol):
     """Lengths of gradients; `indices` say which parameters they belong to."""
+
+    @property
+    def unit(self) -> str:
+        """What the lengths are of: "plain" or "preconditioned" gradients."""
 
     def one(self, index: int, grad: Tensor) -> Tensor: ...
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]: ...
 
     def refresh(self) -> None:
-        """Take in the optimizer's parameter groups again, after one was added."""
+        """Look at the optimizer again, after a group was added or its state replaced."""
 
 
 class Plain:
     """The Euclidean norm."""
+
+    unit = "plain"
 
     def refresh(self) -> None:
         pass
@@ -48,6 +54,8 @@ class Plain:
 
 def norm(grad: Tensor) -> Tensor:
     """|grad|, as a tensor of no dimensions in float32 or better."""
+    if grad.numel() <= 2 * ROW and grad.dtype is torch.float32 and grad.layout is torch.strided:
+        return torch.linalg.vector_norm(grad)
     if grad.layout != torch.strided:
         grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.to_dense()
     if grad.numel() <= 2 * ROW or grad.device.type != "cpu":
@@ -117,14 +125,20 @@ class Preconditioned:
         self._places = [(group, param) for group in groups for param in group["params"]]
         self._warm: set[int] = set()
 
+    @property
+    def unit(self) -> str:
+        return "preconditioned" if self._warm else "plain"
+
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
 
     def one(self, index: int, grad: Tensor) -> Tensor:
         group, param = self._places[index]
         state = self._optimizer.state.get(param, {})
+        if "step" not in state:
+            return norm(grad)
         if index not in self._warm:  # a fused optimizer counts on the device: ask it no longer
-            if float(state.get("step", 0)) < self.WARM_STEPS:
+            if float(state["step"]) < self.WARM_STEPS:
                 return norm(grad)
             self._warm.add(index)
         second, factor = _second_moment(group, state)
@@ -132,24 +146,26 @@ class Preconditioned:
             grad = grad.to_dense()
         if second.stride() != grad.stride():
             return norm(grad / second.sqrt().mul_(factor).add_(group["eps"]))
+        eps = group["eps"] / factor  # g / (sqrt(v) * factor + eps), with the factor left for last
         flat, second = flattened(grad), flattened(second)
         step = CHUNK if flat.device.type == "cpu" else max(1, flat.numel())
         parts = [
-            torch.linalg.vector_norm(self._divided(g, v, factor, group["eps"]))
+            norm(self._divided(g, v, eps))
             for g, v in zip(flat.split(step), second.split(step), strict=True)
         ]
-        return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
+        length = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
+        return length / factor
 
-    def _divided(self, grad: Tensor, second: Tensor, factor: float | Tensor, eps: float) -> Tensor:
-        """grad / (sqrt(second) * factor + eps), in the scratch buffer on a CPU."""
+    def _divided(self, grad: Tensor, second: Tensor, eps: float | Tensor) -> Tensor:
+        """grad / (sqrt(second) + eps), in the scratch buffer on a CPU."""
         if grad.device.type != "cpu":
-            return grad / second.sqrt().mul_(factor).add_(eps)
+            return grad / second.sqrt().add_(eps)
         dtype = torch.promote_types(second.dtype, torch.float32)
         if dtype not in self._scratch:
             self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype)
         out = self._scratch[dtype][: grad.numel()]
         torch.sqrt(second, out=out)
-        return torch.div(grad, out.mul_(factor).add_(eps), out=out)
+        return torch.div(grad, out.add_(eps), out=out)
 
 
 def _second_moment(group: dict[str, Any], state: dict[str, Any]) -> tuple[Tensor, float | Tensor]:

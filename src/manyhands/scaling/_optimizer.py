@@ -73,6 +73,8 @@ class ScalingRuleBase(BoundOptimizer):
             GPU. `gain()` and `progress` are then one step behind.
         floor_each_step: apply fairscale's floors to every step's estimate (for comparisons:
             it biases the gain; by default only the averages are floored).
+        var_floor: the least noise that an average can show. Gradients whose squared norms come
+            near it seem all noise: lower it for them, or scale the loss up.
     """
 
     def scale_lr(self, scale: float) -> float | Sequence[float]:
@@ -91,6 +93,9 @@ class ScalingRuleBase(BoundOptimizer):
         For one parameter group, or for all together. Between `backward` and `step` it counts
         this step's gradients in. Under every rule it is the statistics' gain, not the factor.
         """
+        groups = len(self.param_groups)
+        if pg_idx is not None and not 0 <= pg_idx < groups:
+            raise IndexError(f"pg_idx={pg_idx}, but there are {groups} parameter groups.")
         return self._meter.current.gain(self.scale, pg_idx)
 
     @property
@@ -145,10 +150,12 @@ class ScalingRuleBase(BoundOptimizer):
         self._check_parameter_groups()
         if closure is not None:
             closure = self._replayed(closure)
+        elif self._only_initialises():
+            return self._step_inner(*args, **kwargs)
         self._check_gradient_was_divided()
         news = _amp.ScalerNews.left_on(self, inner)
         self._batch.passes = self.passes
-        taken = meter.take(news)
+        taken = meter.take(news, self.scale)
         self._steps += 1
         self._note(taken, news)
         overflow = taken is not None and taken.overflow
@@ -161,8 +168,8 @@ class ScalingRuleBase(BoundOptimizer):
         with self._overridden(), self._unscaled(news):
             result = self._step_inner(*positional, *args, **kwargs)
         vars(inner)["_opt_called"] = True  # a scheduler made for the inner optimizer asks for it
-        if not self._delayed:
-            self._progress += self._meter.average.gain(self.scale)
+        if taken is not None and not self._delayed:
+            self._progress += taken.gain
         return result
 
     # torch would wrap a subclass's step to run hooks; they run in the inner optimizer's.
@@ -172,6 +179,10 @@ class ScalingRuleBase(BoundOptimizer):
         """Clear the gradients, and what was measured of them."""
         self._meter.forget()
         self._clear_inner(*args, **kwargs)
+
+    def forget_gradients(self) -> None:
+        """Say that the gradients were cleared, in a way that cannot be seen from here."""
+        self._meter.forget()
 
     def one_sample(self) -> AbstractContextManager[None]:
         """Several backward passes inside are of the same samples, as one backward of the sum.
@@ -216,7 +227,7 @@ class ScalingRuleBase(BoundOptimizer):
         if skipped:
             self._skipped += 1
         elif self._delayed:
-            self._progress += self._meter.average.gain(self.scale)
+            self._progress += taken.gain
         if not has_scaler and self._meter.nonfinite_in_a_row >= NONFINITE_LIMIT:
             raise RuntimeError(
                 f"the gradients of the last {NONFINITE_LIMIT} steps were not finite. With AMP, "
@@ -224,6 +235,15 @@ class ScalingRuleBase(BoundOptimizer):
                 "are probably NaN by now: lower the learning rate, clip the gradients, or "
                 "continue from a checkpoint."
             )
+
+    def _only_initialises(self) -> bool:
+        """Whether torch.distributed.checkpoint is making an optimizer fill in its empty state.
+
+        It does so with a step at learning rate 0, without a backward.
+        """
+        if self.state or self._meter.tap.passes > 0:
+            return False
+        return all(float(group["lr"]) == 0.0 for group in self.param_groups)
 
     def _replayed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Run the closure now; an optimizer that asks gets this result first."""
@@ -306,18 +326,12 @@ class ScalingRuleBase(BoundOptimizer):
     # -- saving and loading ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, with the scaling's own under "manyhands"."""
-        self._check_between_steps("state_dict()")
-        self._note(self._meter.land(), _amp.ScalerNews())
+        """The inner optimizer's state dict, with the scaling's own under "manyhands".
+
+        Between backward passes of a step, it is that of before the step.
+        """
         state: dict[str, Any] = self._optimizer.state_dict()
-        state[_state.KEY] = {
-            **_state.identity(self._gradients, self._optimizer),
-            **self._meter.saved(),
-            **self._batch.saved(),
-            "progress": self._progress,
-            "steps": self._steps,
-            "skipped": self._skipped,
-        }
+        state[_state.KEY] = self.scaling_state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -327,14 +341,46 @@ class ScalingRuleBase(BoundOptimizer):
         its proportion to them (the micro-batch stays the same); `set_scale` afterwards, to
         have another.
         """
-        self._check_between_steps("load_state_dict()")
-        ours = _state.checked(state_dict, type(self).__name__, self._gradients, self._optimizer)
-        average = self._meter.average.restored(ours["average"])
-        batch = self._batch.loaded(ours)
-        scale = self._checked_scale(batch.scale_of(batch.passes))
-        self._check_optimizer_takes(scale)
+        ours = self._parsed(_state.part_of(state_dict, type(self).__name__))
         self._optimizer.load_state_dict(dict(state_dict))
-        self._meter.load(average, ours)
-        vars(self._batch).update(vars(batch))
-        self._progress, self._steps = float(ours["progress"]), int(ours["steps"])
-        self._skipped = int(ours["skipped"])
+        self._continue_from(ours)
+
+    def scaling_state_dict(self) -> dict[str, Any]:
+        """The scaling's part alone: statistics, progress, scale.
+
+        For checkpoints in which the optimizer's state is saved otherwise (as by
+        torch.distributed.checkpoint, which takes `.optimizer`).
+        """
+        self._note(self._meter.land(), _amp.ScalerNews())
+        return {
+            **_state.identity(self._gradients, self._optimizer),
+            **self._meter.saved(),
+            "batch": self._batch.saved(),
+            "progress": self._progress,
+            "steps": self._steps,
+            "skipped": self._skipped,
+        }
+
+    def load_scaling_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `scaling_state_dict`; the optimizer's own state is left as it is."""
+        self._continue_from(self._parsed(state_dict))
+
+    def _parsed(self, ours: Mapping[str, Any]) -> _state.ScalingState:
+        self._check_between_steps("load_state_dict()")
+        state = _state.parsed(
+            ours, self._gradients, self._optimizer, self._meter.average, self._batch
+        )
+        scale = self._checked_scale(state.batch.scale_of(state.batch.passes))
+        self._check_optimizer_takes(scale)
+        return state
+
+    def _continue_from(self, state: _state.ScalingState) -> None:
+        vars(self._batch).update(vars(state.batch))
+        self._meter.load(
+            state.average,
+            state.previous,
+            state.loss_scale,
+            state.nonfinite,
+            state.nonfinite_in_a_row,
+        )
+        self._progress, self._steps, self._skipped = state.progress, state.steps, state.skipped

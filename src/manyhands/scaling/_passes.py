@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-_current_task: Callable[[], int] = torch._C._current_graph_task_id
+current_task: Callable[[], int] = torch._C._current_graph_task_id
 _queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
@@ -37,7 +37,7 @@ class BackwardPasses:
         self._end = end
         self._pass: int | None = None  # the number of the pass, while one is open
         self.count = 0
-        self._task: int | None = None  # the task in which a hook fired last
+        self.task: int | None = None  # the task in which a hook fired last
         self._outer: int | None = None  # the task whose end is the end of the pass
 
     @property
@@ -45,20 +45,15 @@ class BackwardPasses:
         return self._pass is not None
 
     def forget(self) -> None:
-        """Drop a pass that raised an error on its way and will never end."""
-        self._pass = None
+        """No pass is open: it is over, or raised an error on its way and will never end."""
+        self._pass = self.task = None
 
-    def gradient_arrives(self) -> None:
-        """To be called first in every hook."""
-        task = _current_task()
-        if task != self._task or self._pass is None:
-            self._enter(task)
-
-    def _enter(self, task: int) -> None:
+    def enter(self, task: int) -> None:
+        """To be called in a hook whose task is not `task`, before anything else."""
         around = _node_around()
         if around is None and self._outer is not None and task != self._outer:
             self._pass = None  # an earlier pass raised an error and never ended; this is a new one
-        self._task = task
+        self.task = task
         if self._pass is None:
             self.count += 1
             self._pass = self.count
@@ -76,7 +71,7 @@ class BackwardPasses:
 
         def in_the_task_around(_: Any) -> None:
             if self._pass == number and self._outer is None:
-                self._find_end(_node_around(), _current_task(), number)
+                self._find_end(_node_around(), current_task(), number)
 
         for node, _ in around.next_functions:
             if node is not None:
@@ -84,7 +79,7 @@ class BackwardPasses:
 
     def _finish(self, number: int) -> None:
         if self._pass == number:
-            self._pass = None
+            self.forget()
             self._end()
 
 

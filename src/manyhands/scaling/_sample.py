@@ -3,14 +3,12 @@
 Sent by each worker, as one vector:
 
     squares[group]      sum of |g_i|^2 over this worker's small batches
-    mean[group]         |G|^2 over this worker's share of the parameters (see `_tap.py`)
-    slots[worker][3]    passes, scale and a witness; every worker fills its own, zeros elsewhere
+    mean[group]         |G|^2 over this worker's share of the parameters (see `_mean.py`)
+    slots[worker][...]  what this worker believes: see `Beliefs`; zeros in the others' places
 
 Summed over the workers, the first two are what the estimate needs and the slots are a table of
-what each worker believes. Workers that disagree therefore all notice, in the same step, and all
-raise the same error: no further collective in which one of them could be left waiting.
-
-The witness is the squared norm of some averaged gradients, which must be the same everywhere.
+all beliefs. Workers that disagree therefore all notice, in the same step, and all raise the
+same error: no further collective in which one of them could be left waiting.
 """
 
 from __future__ import annotations
@@ -18,39 +16,94 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from manyhands._comm import Combination
 from manyhands.scaling._noise import Reading
 
-SLOTS = 3
 WITNESS_TOLERANCE = 1e-5
+HISTORY_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Beliefs:
+    """What each worker must say the same of.
+
+    `announces` is 1 in a vector that only says that the number of passes was changed. `seen`
+    may be less than `passes` on some workers, whose losses in the other passes used none of the
+    parameters; not on all. `history` is a number made of the progress and the
+    averages so far. The witness is the squared norm of some averaged gradients.
+    """
+
+    announces: float
+    passes: float
+    seen: float
+    scale: float
+    history: float
+    witness: float
+
+    SLOTS: ClassVar[int] = 6
+
+    @classmethod
+    def table(cls, slots: Sequence[float]) -> list[Beliefs]:
+        """Every worker's beliefs, in rank order."""
+        n = cls.SLOTS
+        return [cls(*slots[i : i + n]) for i in range(0, len(slots), n)]
+
+    def check(self, table: Sequence[Beliefs]) -> None:
+        """Raise where the workers' `table` shows that something is wrong."""
+        if len({b.announces for b in table}) > 1:
+            some = ", ".join(str(rank) for rank, b in enumerate(table) if b.announces)
+            raise RuntimeError(
+                f"set_num_gradients_to_accumulate() was called on rank(s) {some}, while others "
+                "finished a step. Call it on every worker."
+            )
+        for name, values in (
+            ("backward passes per step", [b.passes for b in table]),
+            ("scale", [b.scale for b in table]),
+        ):
+            if max(values) != min(values):
+                raise RuntimeError(
+                    f"workers disagree on the {name}: {_by_rank(values)}. "
+                    "Every worker must be given the same."
+                )
+        seen = [b.seen for b in table]
+        if max(seen) < self.passes:
+            return  # nobody is ready: `step` says so
+        history = [b.history for b in table]
+        if max(history) - min(history) > HISTORY_TOLERANCE * abs(max(history)):
+            raise RuntimeError(
+                f"workers have different statistics or progress behind them: {_by_rank(history)} "
+                "(a checksum). Load the state dict on every worker, not on some."
+            )
+        _check_averaged([b.witness for b in table])
 
 
 @dataclass
 class Sample:
     """One step's numbers, on the device until `read`."""
 
-    numbers: Tensor
-    work: dist.Work | None
+    combination: Combination
     groups: int
     workers: int
     passes: int
     count: int  # small batches in it; 1 where there was nothing to compare with
     scale: float
     differenced: bool = False
+    unit: str = "plain"
+    nobody_ready: bool = False
     _host: Tensor | None = None
     _copied: torch.cuda.Event | None = None
 
     def start_copy(self) -> None:
         """Begin to bring the numbers to the host, without waiting for them."""
-        if self.work is not None:
-            self.work.wait()
-        if self.numbers.device.type == "cuda":
-            self._host = torch.empty_like(self.numbers, device="cpu", pin_memory=True)
-            self._host.copy_(self.numbers, non_blocking=True)
+        numbers = self.combination.wait()
+        if numbers.device.type == "cuda":
+            self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -60,13 +113,14 @@ class Sample:
             self._copied.synchronize()
             numbers = self._host.tolist() + [float(extra) for extra in extras]
         else:
-            if self.work is not None:
-                self.work.wait()
-            more = [extra.detach().to(self.numbers).view(1) for extra in extras]
-            numbers = torch.cat([self.numbers, *more]).tolist()
-        groups, end = self.groups, self.numbers.numel()
+            ours = self.combination.wait()
+            more = [extra.detach().to(ours).view(1) for extra in extras]
+            numbers = (torch.cat([ours, *more]) if more else ours).tolist()
+        groups, end = self.groups, len(numbers) - len(extras)
         if self.workers > 1:
-            _check_agreement(numbers[2 * groups : end], self.workers)
+            table = Beliefs.table(numbers[2 * groups : end])
+            table[0].check(table)
+            self.nobody_ready = max(b.seen for b in table) < self.passes
         if self.count < 2:
             return None, numbers[end:]
         reading = Reading(
@@ -75,37 +129,28 @@ class Sample:
             self.count,
             self.scale,
             self.differenced,
+            self.unit,
         )
         return reading, numbers[end:]
 
 
-def _check_agreement(slots: list[float], workers: int) -> None:
-    table = [slots[i * SLOTS : (i + 1) * SLOTS] for i in range(workers)]
-    passes, scales, witnesses = zip(*table, strict=True)
-    for name, values in (
-        ("backward passes per step (num_gradients_to_accumulate)", passes),
-        ("scale", scales),
-    ):
-        if max(values) != min(values):
-            raise RuntimeError(
-                f"workers disagree on the {name}: {_by_rank(values)}. "
-                "Every worker must be given the same."
-            )
+def _check_averaged(witnesses: list[float]) -> None:
     largest, smallest = max(witnesses), min(witnesses)
     if not math.isfinite(largest + smallest):
         return  # a non-finite gradient is the estimate's business
     if largest - smallest > WITNESS_TOLERANCE * abs(largest):
-        lengths = tuple(math.sqrt(max(value, 0.0)) for value in witnesses)
+        lengths = [math.sqrt(max(value, 0.0)) for value in witnesses]
         raise RuntimeError(
             f"after the step's last backward() the workers' gradients still differ (norms of the "
             f"compared ones: {_by_rank(lengths)}). Was that pass inside no_sync()? Only the "
-            "passes before it may be. Without DistributedDataParallel around the model, "
-            "gradients must be averaged before backward() returns, or each worker be left on its "
-            "own with world_size=1."
+            "passes before it may be. Is the model averaged in another process group? Pass it: "
+            "process_group=... Without DistributedDataParallel around the model, gradients must "
+            "be averaged before backward() returns, or each worker be left on its own with "
+            "world_size=1."
         )
 
 
-def _by_rank(values: tuple[float, ...]) -> str:
+def _by_rank(values: Sequence[float]) -> str:
     """`rank 0: 1, ranks 1-3: 2`, at most eight entries."""
     runs: list[list[int]] = []
     for rank, value in enumerate(values):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer
@@ -149,7 +150,7 @@ class LEGWScale(ScalingRuleBase):
             ("data_size", data_size, 1),
             ("batch_size", 1 if batch_size is None else batch_size, 1e-9),
         ):
-            if not isinstance(value, int | float) or not value >= least:
+            if not isinstance(value, Real) or not float(value) >= least:
                 raise ValueError(
                     f"LEGWScale's {name} must be a number of at least {least}, got {value!r}. "
                     "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
@@ -159,16 +160,23 @@ class LEGWScale(ScalingRuleBase):
         self._batch_size = batch_size
         super().__init__(optimizer, *args, **kwargs)
 
+    def _check_optimizer_takes(self, scale: float) -> None:
+        if self._batch_size is None and not hasattr(self.adp, "leading_dimension"):
+            raise ValueError(
+                "LEGWScale does not know the baseline's batch size. Give it: batch_size=... "
+                "(AdaptiveDataParallel works it out from the first input's leading dimension.)"
+            )
+
     @property
     def batch_size(self) -> float:
         """The baseline's batch size: given, or worked out from the last forward pass."""
         if self._batch_size is not None:
             return self._batch_size
-        leading = getattr(self.adp, "leading_dimension", None)
+        leading = self.adp.leading_dimension
         if leading is None:
             raise RuntimeError(
-                "LEGWScale does not know the baseline's batch size. Give it: batch_size=... "
-                "(AdaptiveDataParallel works it out from the first input's leading dimension.)"
+                "LEGWScale works the baseline's batch size out of the model's first input, and "
+                "no tensor has come through yet. Give it: batch_size=..."
             )
         return float(leading * self._workers.size * self.passes / self.scale)
 

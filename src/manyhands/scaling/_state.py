@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
+
+from manyhands.scaling._batch import Batch
+from manyhands.scaling._statistics import NoiseAverage
 
 KEY = "manyhands"
 VERSION = 1
-NEEDED = {
-    "average", "previous", "loss_scale", "nonfinite", "nonfinite_in_a_row",
-    "scale", "scale_per_pass", "small_batches", "smoothing",
-    "progress", "steps", "skipped",
-}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScalingState:
+    """A state dict's scaling part, read and found to fit."""
+
+    average: NoiseAverage
+    previous: list[Tensor | None]
+    batch: Batch
+    loss_scale: float | None
+    progress: float
+    steps: int
+    skipped: int
+    nonfinite: int
+    nonfinite_in_a_row: int
 
 
 def identity(gradients: str, optimizer: Optimizer) -> dict[str, Any]:
@@ -26,17 +43,28 @@ def identity(gradients: str, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def checked(
-    state_dict: Mapping[str, Any], rule: str, gradients: str, optimizer: Optimizer
-) -> dict[str, Any]:
-    """Our part of `state_dict`; a ValueError where it does not belong to this wrapper."""
+def part_of(state_dict: Mapping[str, Any], rule: str) -> dict[str, Any]:
+    """The scaling part of a wrapper's state dict."""
     if KEY not in state_dict:
         raise ValueError(
             f"this state dict has no {KEY!r} entry: it is a bare optimizer's, or from another "
             "library. To continue a bare run under a scaling rule, load it before wrapping: "
             f"optimizer.load_state_dict(...), then mh.{rule}(optimizer)."
         )
-    ours: dict[str, Any] = state_dict[KEY]
+    return state_dict[KEY]
+
+
+def parsed(
+    ours: Mapping[str, Any],
+    gradients: str,
+    optimizer: Optimizer,
+    average: NoiseAverage,
+    batch: Batch,
+) -> ScalingState:
+    """The scaling part as this wrapper's; a ValueError where it does not belong to it.
+
+    `average` and `batch` are the wrapper's own: the kind of average, the workers and passes.
+    """
     mine = identity(gradients, optimizer)
     for name, what, advice in (
         ("version", "format version", "Load it with the release that wrote it."),
@@ -49,7 +77,29 @@ def checked(
                 f"the state dict's {what} is {ours.get(name)!r}, this wrapper's is "
                 f"{mine[name]!r}. {advice}"
             )
-    missing = NEEDED - set(ours)
-    if missing:
-        raise ValueError(f"the state dict is damaged: {KEY!r} lacks {sorted(missing)}.")
-    return ours
+    try:
+        progress = float(ours["progress"])
+        if not (math.isfinite(progress) and progress >= 0.0):
+            raise ValueError(f"its progress is {progress}")
+        loss_scale = ours["loss_scale"]
+        return ScalingState(
+            average.restored(ours["average"]),
+            _fitting(ours["previous"], optimizer),
+            batch.loaded(ours["batch"]),
+            None if loss_scale is None else float(loss_scale),
+            progress,
+            *(int(ours[name]) for name in ("steps", "skipped", "nonfinite", "nonfinite_in_a_row")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"the state dict is damaged: its {KEY!r} entry, {error!r}.") from error
+
+
+def _fitting(previous: Sequence[Tensor | None], optimizer: Optimizer) -> list[Tensor | None]:
+    """The last step's gradient, checked against the parameters' shapes."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for grad, param in zip(previous, params, strict=False):
+        if grad is not None and (not isinstance(grad, Tensor) or grad.shape != param.shape):
+            raise ValueError("the previous gradient has other shapes than the parameters")
+    if len(previous) > len(params):
+        raise ValueError("the previous gradient has more tensors than there are parameters")
+    return [None if grad is None else torch.clone(grad) for grad in previous]

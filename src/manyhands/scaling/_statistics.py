@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.scaling._average import Average, Debiased, PaperAverage, restored, saved
@@ -38,31 +38,34 @@ class NoiseAverage:
     sqr: Average = Debiased()
     var: Average = Debiased()
     differenced: bool = False
+    unit: str = "plain"
     floor_each_step: bool = False
-
-    @classmethod
-    def empty(cls, groups: int, *, debiased: bool, floor_each_step: bool) -> NoiseAverage:
-        start: Average = Debiased() if debiased else PaperAverage()
-        return cls(groups, start, start, floor_each_step=floor_each_step)
+    mix_units: bool = False
+    var_floor: float = VAR_FLOOR
 
     def after(self, reading: Reading, smoothing: float) -> NoiseAverage:
-        """With one more finite reading. Leaving differenced readings behind starts anew."""
+        """With one more finite reading.
+
+        Starts anew when differenced readings are left behind, and when the norms begin to be
+        taken of something else (unless `mix_units`, as adaptdl does).
+        """
         new = estimate(reading)
         if self.floor_each_step:
-            new = Estimate(floored(new.sqr, SQR_FLOOR), floored(new.var, VAR_FLOOR))
-        restart = self.differenced and not reading.differenced
+            new = Estimate(floored(new.sqr, SQR_FLOOR), floored(new.var, self.var_floor))
+        other_unit = reading.unit != self.unit and not self.mix_units
+        restart = other_unit or (self.differenced and not reading.differenced)
         sqr, var = (type(self.sqr)(), type(self.var)()) if restart else (self.sqr, self.var)
-        return NoiseAverage(
-            self.groups,
-            sqr.add(new.sqr, smoothing),
-            var.add(new.var, smoothing),
-            reading.differenced,
-            self.floor_each_step,
+        return replace(
+            self,
+            sqr=sqr.add(new.sqr, smoothing),
+            var=var.add(new.var, smoothing),
+            differenced=reading.differenced,
+            unit=reading.unit,
         )
 
     def with_groups(self, groups: int) -> NoiseAverage:
         """Room for parameter groups that were added."""
-        return NoiseAverage(groups, self.sqr, self.var, self.differenced, self.floor_each_step)
+        return replace(self, groups=groups)
 
     @property
     def raw_sqr(self) -> tuple[float, ...]:
@@ -81,7 +84,7 @@ class NoiseAverage:
 
     def var_of(self, group: int | None = None) -> float:
         """The noise of one group at scale 1, or of all together."""
-        values = floored(self.raw_var, VAR_FLOOR)
+        values = floored(self.raw_var, self.var_floor)
         return sum(values) if group is None else values[group]
 
     def gain(self, scale: float, group: int | None = None) -> float:
@@ -98,16 +101,14 @@ class NoiseAverage:
             "sqr": saved(self.sqr),
             "var": saved(self.var),
             "differenced": self.differenced,
+            "unit": self.unit,
         }
 
     def restored(self, state: dict[str, Any]) -> NoiseAverage:
-        """The average that was `saved`; a ValueError if it cannot have been."""
-        try:
-            kind = Debiased if state["debiased"] else PaperAverage
-            sqr, var = restored(kind, state["sqr"]), restored(kind, state["var"])
-            if len(sqr.value(1.0, 0)) > self.groups or len(var.value(0.0, 0)) > self.groups:
-                raise ValueError(f"it is of more than {self.groups} parameter groups")
-            differenced = bool(state["differenced"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the state dict is damaged: its noise average, {error!r}.") from error
-        return NoiseAverage(self.groups, sqr, var, differenced, self.floor_each_step)
+        """The average that was `saved`; an error if it cannot have been."""
+        kind = Debiased if state["debiased"] else PaperAverage
+        sqr, var = restored(kind, state["sqr"]), restored(kind, state["var"])
+        if len(sqr.value(1.0, 0)) > self.groups or len(var.value(0.0, 0)) > self.groups:
+            raise ValueError(f"it is of more than {self.groups} parameter groups")
+        differenced, unit = bool(state["differenced"]), str(state["unit"])
+        return replace(self, sqr=sqr, var=var, differenced=differenced, unit=unit)

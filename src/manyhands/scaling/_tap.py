@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from manyhands._comm import Workers
-from manyhands.scaling._mean import MeanGradient
+from manyhands.scaling._mean import MeanGradient, StepFacts
 from manyhands.scaling._norms import Norms
-from manyhands.scaling._passes import BackwardPasses
+from manyhands.scaling._passes import BackwardPasses, current_task
 from manyhands.scaling._sample import Sample
 
 
@@ -43,10 +44,6 @@ class Accumulation:
     declared: int | None = 1
     loss_is_divided: bool = True
     synchronised: Callable[[], bool] = lambda: True
-
-    @property
-    def gradient_is_sum(self) -> bool:
-        return self.declared is None or not self.loss_is_divided
 
 
 @dataclass(frozen=True)
@@ -66,20 +63,13 @@ class _Mark:
         grad = self.param.grad
         return grad is self.grad and (grad is None or grad._version == self.version)
 
-    @property
-    def cleared(self) -> bool:
-        """Whether a gradient that was there is gone or zero. Looks at values only if touched."""
-        if self.grad is None or self.unchanged:
-            return False
-        grad = self.param.grad
-        if grad is None:
-            return True
-        values = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
-        return not bool(values.any())
-
 
 class GradientTap:
-    """Hooks on parameters that turn each step's gradients into a `Sample`."""
+    """Hooks on parameters that turn each step's gradients into a `Sample`.
+
+    `scale(passes)` and `history()` are asked when a step is complete. `on_excess` is called
+    when there are more passes than declared; by default it raises.
+    """
 
     def __init__(
         self,
@@ -89,21 +79,27 @@ class GradientTap:
         accumulation: Accumulation,
         *,
         scale: Callable[[int], float],
+        history: Callable[[], float] = lambda: 0.0,
         loss_scale: Callable[[], Tensor | float] = lambda: 1.0,
-        on_sample: Callable[[Sample], None] = lambda sample: None,
+        on_sample: Callable[[Sample], Any] = lambda sample: None,
+        on_excess: Callable[[str], None] | None = None,
+        difference_at_scale_1: bool = True,
     ) -> None:
         self.accumulation = accumulation
-        self.mean = MeanGradient(workers, norms)
-        self.paused = False
+        self.mean = MeanGradient(workers, norms, difference_at_scale_1=difference_at_scale_1)
         self.norms = norms
+        self.paused = False
+        self.joined = False
         self._scale = scale
+        self._history = history
         self._loss_scale = loss_scale
         self._on_sample = on_sample
+        self._on_excess = on_excess or _raise
         me = weakref.proxy(self)  # no cycle: dropping the optimizer drops the hooks at once
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end())
-        self._handles: list[Any] = []
+        self._hooks: list[tuple[Any, Any]] = []
         self._repeated: set[int] = set()
-        self.joined = False
+        self._stepped: _Mark | None = None
         self.hook(param_groups)
 
     # -- hooks on parameters -----------------------------------------------------------------
@@ -115,25 +111,34 @@ class GradientTap:
         self.mean.cover(param_groups)
         listener = weakref.ref(self)  # so that dropping the optimizer drops the hooks
         for index, param in enumerate(self._params):
-            handle = _hook_even_if_frozen(param, partial(_deliver, listener, index))
-            if handle is not None:
-                self._handles.append(handle)
-        self._finalizer = weakref.finalize(self, _remove, self._handles)
+            if param.is_floating_point() or param.is_complex():
+                node = _accumulator(param)
+                handle = node.register_prehook(partial(_deliver, listener, index))
+                self._hooks.append((handle, node))
+        self._finalizer = weakref.finalize(self, _remove, self._hooks)
         self.clear()
 
     def unhook(self) -> None:
-        _remove(self._handles)
+        _remove(self._hooks)
 
     @property
     def hooked(self) -> bool:
-        return bool(self._handles)
+        return bool(self._hooks)
+
+    @property
+    def moved(self) -> bool:
+        """Whether parameters were moved or converted since, which takes their hooks away."""
+        trained = [p for p in self._params if p.is_floating_point() or p.is_complex()]
+        nodes = [node for _, node in self._hooks]
+        return any(_accumulator(p) is not n for p, n in zip(trained, nodes, strict=True))
 
     def _gradient(self, index: int, grad: Tensor) -> None:
-        if self.paused:
-            return
-        self._arriving = index
-        self._passes.gradient_arrives()
-        grad = grad.detach()
+        task = current_task()
+        if task != self._passes.task:
+            self._first = index
+            self._passes.enter(task)
+        if grad.requires_grad:
+            grad = grad.detach()
         if self.joined or index in self._repeated:
             piece = self._pieces.get(index)
             self._pieces[index] = grad.clone() if piece is None else piece + grad
@@ -161,38 +166,72 @@ class GradientTap:
     def clear(self) -> None:
         """Begin a new step: forget what was measured and not used."""
         self._passes.forget()
+        self._stepped = None
         self._start_over()
 
+    def stepped(self) -> None:
+        """A step was made of the sample; its gradients are to be cleared before the next."""
+        self.mean.difference.remember()
+        mark = self._mark
+        self.clear()
+        self._stepped = mark
+
     def _start_over(self) -> None:
+        self.mean.difference.forget()
         self.passes = 0
         self.sample: Sample | None = None
         self._lengths: dict[int, Tensor] = {}
         self._pieces: dict[int, Tensor] = {}
         self._squares: Tensor | None = None
         self._usable = True
+        self.problem: str | None = None
         self._mark: _Mark | None = None
         self._divided_by = 1
 
     @property
     def accumulating(self) -> bool:
         """Whether a step is under way whose last backward pass has not been."""
-        return self._passes.open or (self.passes > 0 and self.sample is None)
+        return self.passes > 0 and self.sample is None and not self._cleared()
+
+    @property
+    def in_backward(self) -> bool:
+        return self._passes.open
 
     @property
     def gradient_untouched(self) -> bool:
         """Whether nobody has changed the gradients since the last backward pass."""
         return self._mark is not None and self._mark.unchanged
 
+    def _cleared(self) -> bool:
+        """Whether the gradients of this step's passes are gone. Looks at values if touched."""
+        mark = self._mark
+        if mark is None or mark.grad is None or mark.unchanged:
+            return False
+        if mark.param.grad is None:
+            return True
+        grads = (p.grad for p in self._params if p.grad is not None)
+        return not any(bool(_values(grad).any()) for grad in grads)
+
     def _begin(self) -> None:
         """The first gradient of a backward pass has come, and is in no `.grad` yet."""
         if self.joined and self._pieces:
             return
-        if self._mark is not None and self._mark.cleared:
+        if self._cleared():
             self._start_over()
+        if self.mean.announced:  # before DDP's collectives, in which others may wait for us
+            self.mean.check_announcements(patience=0.0 if self.passes else 2.0)
         self._lengths, self._pieces = {}, {}
         if self._divided_by > 1:  # the sum was made a mean, and more is coming: undo it
             self.multiply_gradients(self._divided_by)
-        self._at_begin = _Mark.of(self._params[self._arriving])
+            self._divided_by = 1
+        if self.passes == 0 and self._stepped is not None:
+            uncleared = self._stepped.grad is not None and self._stepped.unchanged
+            self._stepped = None
+            if uncleared:
+                self.problem = (
+                    "the gradients of the step before were not cleared, and this step's were "
+                    "added to them. Call zero_grad() after every step()."
+                )
 
     def _end(self) -> None:
         """A backward pass is over, and DDP has averaged the gradients if it was to."""
@@ -218,64 +257,66 @@ class GradientTap:
             self._close_pass()
 
     def _close_pass(self) -> None:
-        if self._at_begin.unchanged:  # torch.autograd.grad(): nothing went into `.grad`
-            self._lengths, self._pieces = {}, {}
-            if self._divided_by > 1:
-                self.multiply_gradients(1 / self._divided_by)
+        declared = self.accumulation.declared
+        if declared is not None and self.passes >= declared:
+            self._on_excess(
+                f"this is backward pass {self.passes + 1} since the last step(), and "
+                f"num_gradients_to_accumulate={declared}. Clear the gradients of passes that no "
+                "step will follow (as at the end of an epoch) with zero_grad(); declare more "
+                "passes, if there are more; or, where several losses of the same samples have a "
+                "backward each, run them inside `with ....one_sample():`."
+            )
             return
-        self._divided_by = 1
-        self._check_not_too_many()
         for index, piece in self._pieces.items():
             self._lengths[index] = self.norms.one(index, piece)
         squares = self.mean.squares_per_group(self._lengths)
         self._squares = squares if self._squares is None else self._squares + squares
         self._lengths, self._pieces = {}, {}
         self.passes += 1
-        declared = self.accumulation.declared
         if self._synchronised if declared is None else self.passes == declared:
             self._complete()
-        self._mark = _Mark.of(self._params[self._arriving])
-
-    def _check_not_too_many(self) -> None:
-        declared = self.accumulation.declared
-        if declared is not None and self.passes >= declared:
-            raise RuntimeError(
-                f"this is backward pass {self.passes + 1} since the last step(), and "
-                f"num_gradients_to_accumulate={declared}. Call step() or zero_grad() first, "
-                "declare more passes with set_num_gradients_to_accumulate(n), or, where several "
-                "losses of the same samples have a backward each, run them inside "
-                "`with optimizer.one_sample():`."
-            )
+        self._mark = _Mark.of(self._params[self._first])
 
     @torch.no_grad()
     def _complete(self) -> None:
         """Measure the mean gradient and send the step's numbers to the other workers."""
-        passes = max(self.passes, 1)
-        by_user = self.accumulation.declared is not None and self.accumulation.loss_is_divided
+        declared = self.accumulation.declared
+        passes = self.passes if declared is None else declared
+        by_user = declared is not None and self.accumulation.loss_is_divided
         self.sample = self.mean.sample(
             self._squares,
-            passes=self.passes,
-            scale=self._scale(passes),
-            small_batch_divided_by=passes if by_user else 1,
-            mean_multiplied_by=1 if by_user else passes,
-            loss_scale=self._loss_scale(),
-            usable=self._usable,
+            StepFacts(
+                passes=passes,
+                seen=self.passes,
+                scale=self._scale(passes),
+                small_batch_divided_by=passes if by_user else 1,
+                mean_multiplied_by=1 if by_user else max(passes, 1),
+                loss_scale=self._loss_scale(),
+                history=self._history(),
+                usable=self._usable,
+            ),
         )
-        if self.accumulation.declared is None and passes > 1:
+        if declared is None and passes > 1:
             self.multiply_gradients(1 / passes)
             self._divided_by = passes
         self._on_sample(self.sample)
 
-    def complete_now(self) -> None:
-        """Send what there is: `step` was called although the step's passes are not complete.
+    def complete_now(self) -> Sample:
+        """Send what there is: `step` was called although this worker has not seen all passes.
 
-        The other workers may be waiting for these numbers. A worker whose own loss used none
-        of the parameters, while DDP gave it the others' gradients, has a valid zero to report.
+        The others may be waiting for these numbers. A worker whose own losses used none of the
+        parameters, while DDP gave it the others' gradients, has a valid zero to report.
         """
-        idle = self.passes == 0 and any(param.grad is not None for param in self._params)
-        if idle and self.mean.workers.size > 1:
-            self.passes = self.accumulation.declared or 1
         self._complete()
+        assert self.sample is not None
+        return self.sample
+
+    def placed(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """These gradients, each on its parameter's device."""
+        return [
+            None if grad is None else grad.to(param.device)
+            for grad, param in zip(grads, self._params, strict=False)
+        ]
 
     def multiply_gradients(self, factor: float) -> None:
         with torch.no_grad():
@@ -284,26 +325,36 @@ class GradientTap:
                     param.grad.mul_(factor)
 
 
-def _deliver(listener: weakref.ref[GradientTap], index: int, grad: Tensor) -> None:
-    tap = listener()
-    if tap is not None:
+def _deliver(listener: weakref.ref[GradientTap], index: int, grads: tuple[Tensor | None]) -> None:
+    tap, grad = listener(), grads[0]
+    if tap is not None and grad is not None and not tap.paused:
         tap._gradient(index, grad)
 
 
-def _hook_even_if_frozen(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Register the hook so that it also fires once a frozen parameter is thawed."""
-    if not (param.is_floating_point() or param.is_complex()):
-        return None
+def _accumulator(param: Tensor) -> Any:
+    """The node that adds to `param.grad`.
+
+    Its hooks come after all of the tensor's own, so that they see what these have made of the
+    gradient, and before DDP averages. A frozen parameter has one too, for when it thaws.
+    """
     frozen = not param.requires_grad
     if frozen:
         param.requires_grad_(True)
-    handle = param.register_hook(hook)
+    node = get_gradient_edge(param).node
     if frozen:
         param.requires_grad_(False)
-    return handle
+    return node
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+
+
+def _raise(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def _remove(hooks: list[tuple[Any, Any]]) -> None:
+    for handle, _ in hooks:
         handle.remove()
-    handles.clear()
+    hooks.clear()
