@@ -160,12 +160,12 @@ ADAMSCALE = (
     Variant("adaptdl AdamScale", adaptdl_adamscale, BARE_ADAMW, "adaptdl"),
 )
 WORKLOADS = {
-    "resnet": Workload(
-        "resnet", "ResNet-20, 59 tensors, batch 8", resnet20, (8, 3, 32, 32), ADASCALE, 10
-    ),
-    "mlp": Workload(
-        "mlp", "MLP of 10.5 M parameters, batch 7", mlp, (7, 1024), ADASCALE + ADAMSCALE, 4
-    ),
+    workload.name: workload
+    for workload in (
+        Workload("resnet-8", "ResNet-20, batch 8", resnet20, (8, 3, 32, 32), ADASCALE, 5),
+        Workload("resnet-32", "ResNet-20, batch 32", resnet20, (32, 3, 32, 32), ADASCALE, 2),
+        Workload("mlp", "MLP of 10.5 M, batch 7", mlp, (7, 1024), ADASCALE + ADAMSCALE, 2),
+    )
 }
 
 

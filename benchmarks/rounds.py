@@ -1,9 +1,11 @@
 """Compare what several variants cost, on a machine whose speed changes from minute to minute.
 
 All variants live in the same processes. A round runs a few steps of each, one variant after the
-other, and the next round starts with another one, so that whatever slows the machine down hits
-them all alike. What is reported is a ratio of medians over rounds; its confidence interval comes
-from drawing rounds at random (a bootstrap), the same ones for both sides of the ratio.
+other, in an order drawn anew for every round: whatever slows the machine down hits them all
+alike, and none always follows the same one (which leaves caches and memory as it needs them).
+
+What is reported is a ratio of medians over rounds; its confidence interval comes from drawing
+rounds at random (a bootstrap), the same ones for both sides of the ratio.
 
 A variant that is the base once more (an A/A control) shows how far a ratio is from 1 by chance.
 """
@@ -29,15 +31,9 @@ class Ratio:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def rotated(names: Sequence[str], round_number: int) -> list[str]:
-    """Each variant comes first in turn; every other round runs backwards.
-
-    The turn changes every two rounds, so that no variant always follows the same one.
-    """
-    turn, backwards = divmod(round_number, 2)
-    start = turn % len(names)
-    order = [*names[start:], *names[:start]]
-    return order[::-1] if backwards else order
+def shuffled(names: Sequence[str], round_number: int) -> list[str]:
+    """The order in one round: random, and the same in every process."""
+    return random.Random(round_number).sample(names, len(names))
 
 
 def measure(
@@ -53,7 +49,7 @@ def measure(
     """
     times: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in steps}
     for number in range(rounds):
-        for name in rotated(list(steps), number):
+        for name in shuffled(list(steps), number):
             step = steps[name]
             ready()
             wall, cpu = time.perf_counter(), time.process_time()

@@ -18,6 +18,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # now: imported after init_process_group it keeps the group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -132,4 +133,5 @@ if rank == 0:
     samples = step * optimizer.scale * args.batch_size
     print(f"{name}: {values['accuracy']:.1%} right after {step:,} steps, {samples:,.0f} samples")
 if dist.is_initialized():
+    del model  # the last that holds the group: gloo's threads have to end before Python does
     dist.destroy_process_group()

@@ -83,13 +83,11 @@ def _end_panel(ax: Axes, results: Results, budget: str) -> None:
     for y, method in enumerate(reversed(names)):
         rows = results.rows_of(method, scale, budget)
         colour = ADAPTIVE if method == workload.adaptive else FIXED_COLOUR
-        good = [r["score"] for r in rows if r["score"] and not workload.failed(r["score"])]
+        good = [row["score"] for row in rows if not workload.failure(row["score"])]
         ax.plot(good, [y] * len(good), "o", color=colour, markersize=6, alpha=0.75, mew=0)
-        if len(good) < len(rows):
-            text = "diverged" if not good else f"{len(rows) - len(good)} of {len(rows)} diverged"
-            edge = 0.02 if workload.higher_is_better else 0.98
-            ax.text(edge, y, text, color=colour, transform=ax.get_yaxis_transform(), va="center",
-                    ha="left" if edge < 0.5 else "right")  # fmt: skip
+        cell = results.cell(method, scale, budget)
+        if cell is not None and cell.failures:
+            _note(ax, y, cell.fate(), _best(good, workload) if good else None, colour)
     ax.set_yticks(range(len(names)), list(reversed(names)))
     ax.set_ylim(-0.6, len(names) - 0.4)
     ax.tick_params(axis="y", length=0)
@@ -99,6 +97,18 @@ def _end_panel(ax: Axes, results: Results, budget: str) -> None:
     letter = "(A) same samples" if budget == "samples" else f"(B) {workload.adaptive}'s steps"
     ax.set_title(f"{workload.title}, S = {scale}\n{letter}{steps}")
     ax.set_xlabel(f"{workload.metric}   (line: scale 1, {base.steps:,.0f} steps)")
+
+
+def _note(ax: Axes, y: float, text: str, after: float | None, colour: str) -> None:
+    """At the left edge, or to the right of the best point."""
+    where = (0.02, y) if after is None else (after, y)
+    frame = ax.get_yaxis_transform() if after is None else ax.transData
+    away = (0, 0) if after is None else (8, 0)
+    ax.annotate(text, where, away, frame, "offset points", color=colour, va="center")
+
+
+def _best(scores: Sequence[float], workload: Workload) -> float:
+    return max(scores) if workload.higher_is_better else min(scores)
 
 
 def _limit(ax: Axes, results: Results) -> None:

@@ -18,22 +18,25 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """The same run with several seeds. `mean` and `spread` are over those that did not diverge."""
+    """The same run with several seeds. `mean` and `spread` are over those that have a score."""
 
     seeds: int
-    diverged: int
+    failures: tuple[str, ...]
     mean: float | None
-    spread: float | None  # standard deviation over the seeds
+    spread: float  # standard deviation over the seeds
     steps: float
     steps_spread: float
 
     def text(self, workload: Workload) -> str:
         places = 2 if workload.higher_is_better else 3
         values = "" if self.mean is None else f"{self.mean:.{places}f} ± {self.spread:.{places}f}"
-        if not self.diverged:
-            return values
-        fate = "diverged" if self.diverged == self.seeds else f"{self.diverged} diverged"
-        return f"{fate}; {values}" if values else fate
+        return "; ".join(filter(None, (self.fate(), values)))
+
+    def fate(self) -> str:
+        """What became of the runs without a score."""
+        kinds = " or ".join(sorted(set(self.failures)))
+        some = f"{len(self.failures)} of {self.seeds} " if self.mean is not None else ""
+        return some + kinds if kinds else ""
 
     def steps_text(self) -> str:
         spread = f" ± {self.steps_spread:,.0f}" if self.steps_spread >= 0.5 else ""
@@ -43,20 +46,17 @@ class Cell:
 def cell(workload: Workload, rows: Sequence[Row]) -> Cell | None:
     if not rows:
         return None
-    good = [row["score"] for row in rows if not _failed(workload, row)]
+    failures = tuple(fate for row in rows if (fate := workload.failure(row["score"])))
+    good = [row["score"] for row in rows if not workload.failure(row["score"])]
     steps = [row["steps"] for row in rows]
     return Cell(
         seeds=len(rows),
-        diverged=len(rows) - len(good),
+        failures=failures,
         mean=statistics.mean(good) if good else None,
         spread=_deviation(good),
         steps=statistics.mean(steps),
         steps_spread=_deviation(steps),
     )
-
-
-def _failed(workload: Workload, row: Row) -> bool:
-    return row["score"] is None or workload.failed(row["score"])
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -214,9 +214,9 @@ def _entries(results: Results) -> Iterable[Row]:
             **dict(zip(names, same, strict=True)),
             "metric": results.workload.metric,
             "seeds": c.seeds,
-            "diverged": c.diverged,
+            "failed": list(c.failures),
             "mean": None if c.mean is None else round(c.mean, 4),
-            "spread": None if c.mean is None else round(c.spread or 0.0, 4),
+            "spread": None if c.mean is None else round(c.spread, 4),
             "steps": round(c.steps, 1),
             "cpu_seconds": round(sum(row["cpu_seconds"] for row in rows), 1),
         }

@@ -49,7 +49,7 @@ class Workload:
     steps: int  # optimizer steps at scale 1
     scales: tuple[int, ...]
     metric: str  # "accuracy, %" or "bits/char"
-    chance: float  # no better than this is called diverged
+    chance: float  # a score no better than this is worth no number
     per_pass: int = 32  # base batches that one pass takes without getting slower per sample
     needs: str | None = None  # a file in the data folder
 
@@ -61,11 +61,14 @@ class Workload:
     def higher_is_better(self) -> bool:
         return self.metric.startswith("accuracy")
 
-    def failed(self, score: float) -> bool:
-        """Whether a run ended in NaN or at chance."""
-        if not math.isfinite(score):
-            return True
-        return score <= self.chance if self.higher_is_better else score >= self.chance
+    def failure(self, score: float | None) -> str | None:
+        """What is said in place of a score (None: not finite) that is no better than chance.
+
+        Text that is predicted worse than by a uniform guess is worse than before training.
+        """
+        if score is None or (not self.higher_is_better and score >= self.chance):
+            return "diverged"
+        return "at chance" if self.higher_is_better and score <= self.chance else None
 
     def make_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer == "SGD":

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 COMMANDS = [
+    "demo",
     "report",
 ]
 

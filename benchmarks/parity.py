@@ -1,0 +1,213 @@
+"""Our numbers beside the originals', as a table of the largest relative differences.
+
+    python benchmarks/parity.py --reference FOLDER     writes docs/benchmarks/parity.md
+
+FOLDER holds values recorded by running adaptdl and fairscale (noise_and_gain.json, rules.json).
+The training is that of tests/scaling/test_reference.py, which asserts what is shown here; this
+needs its environment (torch, pytest).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+QUANTITIES = {
+    "squared norm": ("raw_sqr", "sqr"),
+    "variance": ("raw_var", "var"),
+    "gain": ("gain",),
+    "factors": ("factor",),
+    "progress": ("progress",),
+    "smoothing": ("smoothing",),
+    "parameters": ("params",),
+}
+Steps = list[dict[str, Any]]
+
+
+def reference(folder: Path) -> Any:
+    """The test module, reading its tables from `folder`."""
+    if not (folder / "noise_and_gain.json").exists() or not (folder / "rules.json").exists():
+        sys.exit(f"{folder} must hold noise_and_gain.json and rules.json.")
+    os.environ["MANYHANDS_REFERENCE"] = str(folder)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice on unused parameters
+    sys.path[:0] = [str(ROOT / part) for part in ("src", "tests", "tests/scaling")]
+    return importlib.import_module("test_reference")
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers in nested lists, in order; what is None (no gradient) is left out."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from numbers(part)
+    elif value is not None:
+        yield float(value)
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest |ours - theirs| / |theirs|.
+
+    Values below a hundredth of the largest are compared relative to that: a variance of zero
+    has no relative difference.
+    """
+    mine, wanted = list(numbers(ours)), list(numbers(theirs))
+    assert len(mine) == len(wanted)
+    least = max((abs(b) for b in wanted if math.isfinite(b)), default=0.0) / 100
+    return max((_apart(a, b, least) for a, b in zip(mine, wanted, strict=True)), default=0.0)
+
+
+def _apart(a: float, b: float, least: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    size = max(abs(b), least)
+    return abs(a - b) / size if size > 0 and math.isfinite(size) else math.inf
+
+
+def row(ours: Steps, theirs: Steps, skipped: set[str]) -> dict[str, float]:
+    """Per quantity, the largest difference over all steps."""
+    assert len(ours) == len(theirs)
+    result = {}
+    for quantity, keys in QUANTITIES.items():
+        known = [key for key in keys if key in theirs[0] and key not in skipped]
+        if known:
+            result[quantity] = max(
+                difference([step[key] for step in ours], [step[key] for step in theirs])
+                for key in known
+            )
+    return result
+
+
+def beside_adaptdl(test: Any) -> dict[str, dict[str, float]]:
+    rows = {}
+    for name, expected in test.NOISE["expect"]["adaptdl"].items():
+        case = test.CASES[name]
+        # With a loss scale the original stepped along gradients that were still multiplied
+        # with it; after a NaN the parameters are NaN.
+        skipped = {"params"} if case["loss_scale"] or "nan" in name else set()
+        rows[name] = row(test.on_ranks(case, test.train_as_adaptdl), expected, skipped)
+    return rows
+
+
+def beside_fairscale(test: Any, table: str, run: Callable[..., Any]) -> dict[str, dict[str, float]]:
+    rows = {}
+    for name, expected in test.NOISE["expect"][table].items():
+        if isinstance(expected, str):
+            continue  # the original raised an error
+        case = test.CASES[name]
+        finite = [all(map(math.isfinite, numbers(step["sqr"]))) for step in expected]
+        usable = finite.index(False) if False in finite else len(finite)  # NaN for ever after
+        rows[name] = row(test.on_ranks(case, run)[:usable], expected[:usable], set())
+    return rows
+
+
+def beside_rules(test: Any) -> dict[str, float]:
+    """Each rule's factors for given statistics, and LEGW's."""
+    inputs, expect = test.RULES["inputs"], test.RULES["expect"]
+    result: dict[str, float] = {}
+
+    def note(name: str, ours: Any, theirs: Any) -> None:
+        result[name] = max(result.get(name, 0.0), difference(ours, theirs))
+
+    for raw, expected in zip(inputs["raw"], expect["raw"], strict=True):
+        for name in ("AdaScale", "AdamScale", "LinearScale", "SqrtScale"):
+            rule = test.rule_knowing(getattr(test.mh, name), raw)
+            for scale, theirs in zip(inputs["scales"], expected[name], strict=True):
+                ours = rule.scale_lr(scale)
+                note(name, ours if hasattr(ours, "__len__") else [ours], theirs)
+        rule = test.rule_knowing(test.mh.AdamScale, raw)
+        for power in inputs["adam_power"]:
+            wanted = expected[f"AdamScale_power_{power:g}"]
+            for scale, theirs in zip(inputs["scales"], wanted, strict=True):
+                note(f"AdamScale, power {power:g}", rule.scale_lr(scale, power=power), theirs)
+    for case, theirs in zip(inputs["legw"], expect["legw"], strict=True):
+        names = ("scale", "progress", "base_warmup_epochs", "data_size", "batch_size")
+        note("LEGWScale", [test.legw_factor(*(case[name] for name in names))], [theirs])
+    return result
+
+
+def shown(value: float) -> str:
+    return f"{value:.0e}" if value else "0"
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    columns = [q for q in QUANTITIES if any(q in row for row in rows.values())]
+    lines = ["| case | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
+    for name, values in rows.items():
+        cells = [shown(values[c]) if c in values else "" for c in columns]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+PAGE = """# The originals' numbers
+
+Largest relative differences between manyhands and values that were recorded by running adaptdl
+0.2.11 and fairscale 0.4.13: a small model in float32 on one, two or four ranks, with
+accumulation, parameter groups, changes of scale, missing gradients, NaN and a loss scale. A value
+below a hundredth of the largest of its kind in the case is compared relative to that hundredth.
+
+```bash
+python benchmarks/parity.py --reference FOLDER   # the folder with the recorded values
+```
+
+The largest of all differences is {largest:.0e}.
+
+## adaptdl
+
+Defaults of `AdaptiveDataParallel`, which are adaptdl's. Not compared are the parameters where the
+original stepped along gradients still multiplied with the loss scale, and those after a NaN.
+
+{adaptdl}
+
+## fairscale
+
+`AdaScale(..., floor_each_step=True)`: without it, floors are applied after averaging, which is
+unbiased (see [the estimator](estimator.md)). After a NaN, fairscale's numbers stay NaN for ever
+and are not compared. Left out are the cases in which fairscale raises an error: one worker without
+accumulation, and a parameter without gradient.
+
+{fairscale_default}
+
+With `debias_ewma=False`:
+
+{fairscale_b3}
+
+## Rules, for given statistics
+
+| rule | factors |
+|---|--:|
+{rules}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--reference", type=Path, required=True, metavar="FOLDER")
+    test = reference(parser.parse_args().reference.resolve())
+    # Ranks are forked; what torch imports late is imported here, once (tests/conftest.py).
+    test.torch.optim.SGD([test.nn.Parameter(test.torch.zeros(1))], lr=0.1)
+    tables = {
+        "adaptdl": beside_adaptdl(test),
+        "fairscale_default": beside_fairscale(test, "fairscale_default", test.run_default),
+        "fairscale_b3": beside_fairscale(test, "fairscale_b3", test.run_b3),
+    }
+    rules = beside_rules(test)
+    parts = {name: table(rows) for name, rows in tables.items()}
+    parts["rules"] = "\n".join(f"| {name} | {shown(value)} |" for name, value in rules.items())
+    every = [v for rows in tables.values() for values in rows.values() for v in values.values()]
+    text = PAGE.format(largest=max(*every, *rules.values()), **parts)
+    print(text)
+    page = ROOT / "docs" / "benchmarks" / "parity.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""`manyhands demo`: one network, trained by one worker and by four, and what came of it.
+
+The training is `examples/digits.py`, in a process of its own or in several under torchrun. This
+file starts it, follows the record that it writes, and compares the records at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import manyhands
+from manyhands.record import Run, read_record
+from manyhands.report import write_report
+
+BATCH = 4
+
+
+@dataclass(frozen=True)
+class Training:
+    """One call of the script."""
+
+    file: str
+    name: str
+    workers: int
+    options: tuple[str, ...]
+    counts_gain: bool = False  # a step moves the schedule by its gain, or else by the scale
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the records and the page.")] = Path(
+        "runs/demo"
+    ),
+    workers: Annotated[int, typer.Option(min=1, help="Workers that share a large batch.")] = 4,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches per worker and step.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the baseline.")] = 4800,
+    seed: Annotated[int, typer.Option(help="For the network and the batches.")] = 0,
+) -> None:
+    """Train a small network with a batch and with 32 times that batch, and compare."""
+    for package, module in (("plotly", "plotly"), ("scikit-learn", "sklearn")):
+        if find_spec(module) is None:  # say so now, and not when the work is done
+            _stop(f'it needs {package}, which is not installed: pip install "manyhands[cli]"')
+    console = Console()
+    console.print(
+        f"Handwritten digits, {steps:,} steps of {BATCH} images: the baseline. Then batches "
+        f"{workers * accumulate} times as large, from {workers} workers with {accumulate} batches "
+        "each, with the same learning rate and schedule, adapted by a rule.\n"
+    )
+    script = _script()
+    out.mkdir(parents=True, exist_ok=True)
+    shared = (f"--steps={steps}", f"--seed={seed}", f"--batch-size={BATCH}")
+    with _bars(console) as bars:
+        runs = [
+            _train(training, [str(script), *shared], out, bars, steps)
+            for training in _trainings(workers, accumulate)
+        ]
+    page = write_report(runs, out / "report.html", title="manyhands demo")
+    console.print(_table(runs))
+    console.print(_verdict(runs, workers, accumulate))
+    console.print(f"\nThe curves: {page.resolve()}", soft_wrap=True)
+
+
+def _trainings(workers: int, accumulate: int) -> list[Training]:
+    """The baseline, and three ways to train with the large batch."""
+    scale, several = workers * accumulate, f"--accumulate={accumulate}"
+    return [
+        Training("baseline", "baseline", 1, (), counts_gain=True),
+        Training("adascale", f"AdaScale ×{scale}", workers, (several,), counts_gain=True),
+        Training("linear", f"linear ×{scale}", workers, (several, "--rule=linear")),
+        Training(
+            "linear-warmup",
+            f"linear ×{scale}, warm-up",
+            workers,
+            (several, "--rule=linear", "--warmup=0.2"),
+        ),
+    ]
+
+
+def _script() -> Path:
+    """examples/digits.py: in the wheel it is in the package, in a checkout beside src."""
+    package = Path(manyhands.__file__).parent
+    places = [folder / "examples" / "digits.py" for folder in (package, package.parents[1])]
+    for place in places:
+        if place.exists():
+            return place
+    _stop(f"its training script is missing: neither {places[0]} nor {places[1]} is there.")
+
+
+# -- one training ------------------------------------------------------------------------------
+
+
+def _train(training: Training, script: Sequence[str], out: Path, bars: Progress, steps: int) -> Run:
+    """Run the script to its end, showing the newest values of its record meanwhile."""
+    record, log = (out / f"{training.file}.{kind}" for kind in ("jsonl", "log"))
+    record.unlink(missing_ok=True)  # an earlier demo's
+    command = [sys.executable]
+    if training.workers > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={training.workers}"]
+    command += [*script, *training.options, f"--record={record}", f"--name={training.name}"]
+    bar = bars.add_task(training.name, total=steps, shown="starting")
+    newest: dict[str, Any] = {}
+    with _started(command, log) as process:
+        lines = _follow(record)
+        running = True
+        while running:
+            running = process.poll() is None
+            for line in next(lines):
+                newest.update(line)
+            bars.update(bar, completed=_done(training, newest), shown=_shown(newest))
+            time.sleep(0.1 if running else 0.0)
+    bars.stop_task(bar)
+    if process.returncode:
+        typer.echo(log.read_text(encoding="utf-8", errors="replace"), err=True)
+        _stop(
+            f"{training.name} ended with exit code {process.returncode}. What it said stands "
+            f"above, and in {log}. It was started with\n    {' '.join(command)}"
+        )
+    if not bars.console.is_terminal:
+        bars.console.print(f"{training.name}: {_shown(newest)}")
+    return read_record(record)
+
+
+@contextmanager
+def _started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is over when the block is, come what may."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Ctrl-C is for us, and torchrun then gets one signal: a second one would stop it
+            # while it stops its workers.
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+
+
+def _follow(record: Path) -> Iterator[list[dict[str, Any]]]:
+    """Each `next` gives the lines that were completed since the last one."""
+    while not record.exists():
+        yield []
+    rest = b""
+    with record.open("rb") as file:
+        while True:
+            *complete, rest = (rest + file.read()).split(b"\n")
+            yield [json.loads(line) for line in complete]
+
+
+def _done(training: Training, line: dict[str, Any]) -> float:
+    """How far the schedule is, in steps of the baseline."""
+    if training.counts_gain:
+        return float(line.get("progress", 0.0))
+    return float(line.get("step", 0) * line.get("scale", 0.0))
+
+
+# -- what is shown -----------------------------------------------------------------------------
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[shown]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def _shown(line: dict[str, Any]) -> str:
+    if "accuracy" not in line:
+        return "starting"
+    return f"{line['accuracy']:.1%} right after {line['step']:,} steps"
+
+
+def _table(runs: Sequence[Run]) -> Table:
+    table = Table("", title="On images that no run was trained on", title_justify="left")
+    for heading in ("accuracy", "steps", "samples", "time", "average gain"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        last = run.lines[-1]
+        table.add_row(
+            run.name,
+            f"{last['accuracy']:.1%}",
+            f"{_steps(run):,}",
+            f"{_samples(run):,.0f}",
+            f"{last['time']:.1f} s",
+            f"{last['progress'] / last['step']:.1f}",
+        )
+    return table
+
+
+def _verdict(runs: Sequence[Run], workers: int, accumulate: int) -> str:
+    """What the table says of AdaScale, for better or worse, and what it does not say."""
+    baseline, adascale, *_ = runs
+    points = 100 * (adascale.lines[-1]["accuracy"] - baseline.lines[-1]["accuracy"])
+    text = (
+        f"AdaScale against the baseline: {points:+.1f} points of accuracy, with the steps divided "
+        f"by {_steps(baseline) / _steps(adascale):.1f} and the samples multiplied by "
+        f"{_samples(adascale) / _samples(baseline):.1f}. The linear runs see as many samples as "
+        "the baseline."
+    )
+    cores = os.cpu_count() or 1
+    if cores < workers * accumulate:
+        text += (
+            f" The time is this machine's, whose {cores} core(s) compute the "
+            f"{workers * accumulate} batches of a step in turn; with a worker for each batch, "
+            "it is the number of steps that counts."
+        )
+    return text
+
+
+def _steps(run: Run) -> int:
+    return int(run.lines[-1]["step"])
+
+
+def _samples(run: Run) -> float:
+    return float(_steps(run) * run.lines[-1]["scale"] * BATCH)
+
+
+def _stop(message: str) -> NoReturn:
+    typer.echo(f"manyhands demo: {message}", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,469 @@
+"""docs/migrating.md: its tables walked name by name, and its corrections on both sides.
+
+The originals' half needs fairscale and adaptdl (benchmarks/peers.py makes an environment with
+both) and is skipped without them.
+"""
+
+import copy
+import importlib
+import inspect
+import io
+import math
+import re
+import sys
+import typing
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, RMSprop
+
+import manyhands as mh
+from pages import ROOT, RUN, blocks, launch
+
+PAGE = ROOT / "docs" / "migrating.md"
+ORIGINALS = ("fairscale", "adaptdl")
+
+
+def table_rows():
+    """(originals' names, our names) of each row of the two tables of names."""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("| `") and cells[0].startswith(tuple(f"`{name}." for name in ORIGINALS)):
+            theirs, ours = (re.findall(r"`([^`]+)`", cell) for cell in cells[:2])
+            yield theirs, ours
+
+
+ROWS = list(table_rows())
+THEIRS = [name for theirs, _ in ROWS for name in theirs]
+OURS = sorted({name for _, ours in ROWS for name in ours})
+
+
+def split(name):
+    """`a.b.C(x, y)` as ("a.b.C", ["x", "y"])."""
+    dotted, _, arguments = name.partition("(")
+    return dotted, [a.strip() for a in arguments.rstrip(")").split(",") if a.strip()]
+
+
+def resolve(dotted):
+    """What a dotted name stands for; for an attribute that only instances have, True."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+            break
+        except ImportError:
+            continue
+    for name in parts[length:]:
+        if isinstance(found, property):  # go on in what it returns
+            getter = found.fget
+            hints = typing.get_type_hints(getter, vars(sys.modules[getter.__module__]))
+            found = hints["return"]
+        if not hasattr(found, name) and sets(found, name):
+            return True
+        found = getattr(found, name)
+    return found
+
+
+def sets(cls, name):
+    """Whether a method of the class, or of one above it, sets the attribute on its instances."""
+    methods = [m for c in inspect.getmro(cls) for m in vars(c).values() if inspect.isfunction(m)]
+    return any(re.search(rf"\bself\.{name}\b[^=\n]*=[^=]", inspect.getsource(m)) for m in methods)
+
+
+def arguments_of(found):
+    """The names that can be given; where a class passes `*args` up, also those of its base."""
+    if not inspect.isclass(found):
+        return set(inspect.signature(found).parameters)
+    names = set()
+    for cls in inspect.getmro(found):
+        if "__init__" in vars(cls):
+            parameters = inspect.signature(vars(cls)["__init__"]).parameters
+            names |= set(parameters)
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                break
+    return names
+
+
+def check(name):
+    dotted, arguments = split(name)
+    found = resolve(dotted)
+    missing = set(arguments) - (arguments_of(found) if arguments else set())
+    assert not missing, f"{dotted} has no argument {missing}"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_name_exists(name):
+    assert name.startswith("manyhands.")
+    assert split(name)[0].split(".")[1] in mh.__all__
+    check(name)
+
+
+def peer(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(
+            name, reason=f"{name} is not installed: python benchmarks/peers.py"
+        )
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_their_name_exists(name):
+    peer("fairscale.optim" if name.startswith("fairscale") else "adaptdl.torch.parallel")
+    check(name)
+
+
+CLASSES = [
+    "fairscale.optim.AdaScale",
+    "fairscale.optim.AdaScaleWrapper",
+    *(
+        f"adaptdl.torch.scaling_rules.{name}"
+        for name in (
+            "ScalingRuleBase", "AdaScale", "AdamScale", "LinearScale", "SqrtScale", "LEGWScale",
+        )
+    ),
+    "adaptdl.torch.AdaptiveDataParallel",
+    "adaptdl.torch.gradient_noise_scale.GradientNoiseScale",
+    "adaptdl.torch.gradient_noise_scale.AdamGradientNoiseScale",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_public_member_of_theirs_is_missing(name):
+    peer("fairscale.optim" if name.startswith("fairscale") else "adaptdl.torch.parallel")
+    cls = resolve(name)
+    listed = {}
+    for entry in THEIRS:
+        dotted, arguments = split(entry)
+        listed.setdefault(dotted, set()).update(arguments)
+    public = [member for member in vars(cls) if not member.startswith("_")]
+    needed = {name: cls.__init__, **{f"{name}.{m}": vars(cls)[m] for m in public}}
+    for dotted, function in needed.items():
+        assert dotted in listed, f"{dotted} is not in {PAGE.name}"
+        if inspect.isfunction(function):
+            named = [
+                p.name
+                for p in list(inspect.signature(function).parameters.values())[1:]
+                if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            ]
+            missing = set(named) - listed[dotted]
+            assert not missing, f"{dotted}({', '.join(missing)}) is not in {PAGE.name}"
+
+
+@pytest.mark.parametrize("title", ["scheduler_loop.py", "manual_loop.py", "rule_loop.py"])
+def test_the_old_side_of_a_loop_runs_too(title, tmp_path):
+    peer("adaptdl.torch" if title == "rule_loop.py" else "fairscale.optim")
+    for block in blocks(PAGE):
+        if block.title is not None:
+            (tmp_path / block.title).write_text(block.side(old=True))
+    ranks = [*RUN["torchrun"], "--standalone", "--nproc-per-node", "2"]
+    done = launch([*(ranks if title != "rule_loop.py" else [sys.executable]), title], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+# -- what is corrected ---------------------------------------------------------------------------
+#
+# Each fact is a function that runs either side: `theirs` is None for ours.
+
+
+class Given(nn.Module):
+    """A parameter whose gradient is whatever it is called with."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, gradient):
+        return (self.weight * gradient).sum()
+
+
+def fairscale_or_ours(side):
+    return mh.AdaScale if side == "ours" else peer("fairscale.optim").AdaScale
+
+
+def optimizer_of(side, lr=0.0, passes=2, **options):
+    model = Given()
+    inner = SGD(model.parameters(), lr=lr)
+    options["num_gradients_to_accumulate"] = passes
+    return model, fairscale_or_ours(side)(inner, **options)
+
+
+def backward(model, gradients, loss_scale=1.0):
+    model.zero_grad()
+    for gradient in gradients:
+        (model(gradient) * loss_scale / len(gradients)).backward()
+
+
+def both_sides(original, ours):
+    """Run the test with each side and what it should find there."""
+    return pytest.mark.parametrize(("side", "expected"), [("original", original), ("ours", ours)])
+
+
+def outcome(action):
+    """What it returns, or the name of the error that it raises."""
+    try:
+        return action()
+    except Exception as error:
+        return type(error).__name__
+
+
+@both_sides(original=(1.5, 1.4), ours=(1.0, 1.5))
+def test_floors_on_every_step(side, expected):
+    model, optimizer = optimizer_of(side, smoothing=0.9999)
+    for _ in range(500):
+        for gradients in ((1.0, 3.0), (1.0, -1.0)):  # products 3 and -1; the noise is 2 in both
+            backward(model, gradients)
+            optimizer.step()
+    sqr = optimizer.noise.sqr_of() if side == "ours" else optimizer._grad_sqr_avg()
+    assert (sqr, optimizer.gain()) == pytest.approx(expected, abs=2e-3)
+
+
+def test_floors_on_every_step_can_be_had():
+    model, optimizer = optimizer_of("ours", smoothing=0.9999, floor_each_step=True)
+    for _ in range(500):
+        for gradients in ((1.0, 3.0), (1.0, -1.0)):
+            backward(model, gradients)
+            optimizer.step()
+    assert optimizer.gain() == pytest.approx(1.4, abs=1e-3)
+
+
+@both_sides(original=2.0, ours=2.5)
+def test_a_change_of_scale(side, expected):
+    model, optimizer = optimizer_of(side)
+    backward(model, (1 + math.sqrt(2 / 3), 1 - math.sqrt(2 / 3)))  # noise 4/3, signal 1/3
+    optimizer.step()
+    optimizer.set_scale(4.0)
+    assert optimizer.gain() == pytest.approx(expected)
+
+
+@both_sides(original=1.019, ours=1.0)
+def test_a_change_of_the_loss_scale(side, expected):
+    """The gain with the first step at twice the loss scale, by what it is without a change."""
+
+    def gain(last_loss_scale):
+        scaler = SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 1024.0)
+        options = {"grad_scaler": scaler} if side == "ours" else {}
+        model, optimizer = optimizer_of(side, smoothing=0.9, **options)
+        for step in range(100):
+            backward(model, (1.0, 3.0) if step % 2 else (1.0, 0.0), loss_scale=1024.0)
+            optimizer.step()
+        scaler.get_scale = lambda: last_loss_scale
+        backward(model, (1.0, 0.0), loss_scale=last_loss_scale)
+        return optimizer.gain()
+
+    assert gain(2048.0) / gain(1024.0) == pytest.approx(expected, abs=1e-3)
+
+
+@both_sides(original=True, ours=False)
+def test_one_nan(side, expected):
+    model, optimizer = optimizer_of(side, smoothing=0.9)
+    for step in range(100):
+        backward(model, (math.nan, 1.0) if step == 3 else (1.0, 2.0))
+        optimizer.step()
+        model.weight.data.zero_()
+    assert math.isnan(optimizer.gain()) is expected
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@both_sides(original=True, ours=False)
+def test_norms_of_float16(side, expected):
+    model = Given(torch.float16)
+    optimizer = fairscale_or_ours(side)(
+        SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2, is_scaled_loss=False
+    )
+    for _ in range(2):
+        model(300.0).backward()
+    gain = optimizer.gain()
+    assert math.isnan(gain) is expected
+    if not expected:
+        assert gain == pytest.approx(1.0)
+
+
+@both_sides(original=(0.05, 0.1), ours=(0.05, 0.05))
+def test_a_schedule_after_loading(side, expected):
+    model, optimizer = optimizer_of(side, lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    backward(model, (1.0, 1.0))
+    optimizer.step()
+    schedule.step()
+    inner = optimizer.optimizer if side == "ours" else optimizer._optimizer
+    rates = optimizer.param_groups[0]["lr"], inner.param_groups[0]["lr"]
+    assert rates == pytest.approx(expected)
+
+
+@both_sides(original=-1.0, ours=-4 / 3)
+def test_a_closure(side, expected):
+    model, optimizer = optimizer_of(side, lr=1.0)
+    gradients = (1 + math.sqrt(1 / 3), 1 - math.sqrt(1 / 3))  # noise and signal 2/3: gain 4/3
+
+    def closure():
+        backward(model, gradients)
+        return torch.zeros(())
+
+    optimizer.step(closure)
+    assert model.weight.item() == pytest.approx(expected, rel=1e-4)
+
+
+@both_sides(original="UnpicklingError", ours="loaded")
+def test_loading_weights_only(side, expected):
+    model, optimizer = optimizer_of(side)
+    backward(model, (1.0, 2.0))
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    assert outcome(lambda: torch.load(file, weights_only=True) and "loaded") == expected
+
+
+@both_sides(original=("RuntimeError", "AttributeError"), ours=(1.0, 1.0))
+def test_a_frozen_and_an_unused_parameter(side, expected):
+    def train(frozen):
+        model, extra = Given(), nn.Parameter(torch.zeros(1), requires_grad=not frozen)
+        inner = SGD([model.weight, extra], lr=0.1)
+        optimizer = fairscale_or_ours(side)(inner, num_gradients_to_accumulate=2)
+        backward(model, (2.0, 2.0))
+        optimizer.step()
+        return round(optimizer.gain(), 4)
+
+    assert (outcome(lambda: train(True)), outcome(lambda: train(False))) == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # fairscale's __del__ recurses without end after the error
+@both_sides(original="RuntimeError", ours=-2.0)
+def test_one_worker_without_accumulation(side, expected):
+    def train():
+        model, optimizer = optimizer_of(side, lr=1.0, passes=1)
+        backward(model, (2.0,))
+        optimizer.step()
+        return model.weight.item()
+
+    assert outcome(train) == expected
+
+
+@both_sides(original=None, ours="RuntimeError")
+def test_a_step_without_a_backward(side, expected):
+    _, optimizer = optimizer_of(side)
+    assert outcome(optimizer.step) == expected
+
+
+def test_the_wrappers_debias_ewma_is_their_is_scaled_loss():
+    wrapper = peer("fairscale.optim").AdaScaleWrapper
+    options = {"num_gradients_to_accumulate": 2, "debias_ewma": False}
+    optimizer = wrapper(Given().parameters(), **options, lr=0.1)
+    assert (optimizer._debias_ewma, optimizer._is_scaled_loss) == (True, False)
+
+
+def bind(side, rule, optimizer, noise="GradientNoiseScale", per_pass=1.0):
+    """One worker whose passes are counted: adaptdl's rule without its loader, or ours.
+
+    Returns the rule and a switch for whether the next pass is the step's last.
+    """
+    switch = SimpleNamespace(require_backward_grad_sync=True)
+    if side == "ours":
+        rule = getattr(mh, rule)()
+        rule.initialize(switch, optimizer, patch_optimizer=True)
+        rule.set_scale_per_pass(per_pass)
+    else:
+        rules = peer("adaptdl.torch.scaling_rules")
+        statistics = getattr(peer("adaptdl.torch.gradient_noise_scale"), noise)
+        rule = getattr(rules, rule)()
+        switch.gns = statistics(switch, optimizer, num_replicas=1, accum_scale=per_pass)
+        rule.initialize(switch, optimizer, patch_optimizer=True)
+    return rule, switch
+
+
+@both_sides(original=-2.0, ours=-1.0)
+def test_accumulated_gradients(side, expected):
+    model = Given()
+    rule, switch = bind(side, "LinearScale", SGD(model.parameters(), lr=1.0), per_pass=0.5)
+    for last in (False, True):
+        switch.require_backward_grad_sync = last
+        model(1.0).backward()
+    rule.step()
+    assert model.weight.item() == expected
+
+
+def adam_steps(side, change_at=None, steps=12):
+    model = Given()
+    optimizer = Adam(model.parameters(), lr=0.1)
+    rule, switch = bind(side, "AdamScale", optimizer, "AdamGradientNoiseScale", per_pass=2.0)
+    for step in range(steps):
+        if step == change_at:
+            new = switch.gns.set_accum_scale if side == "original" else rule.set_scale_per_pass
+            new(4.0)
+        optimizer.zero_grad()
+        model(1.0 + step % 3).backward()
+        optimizer.step()
+    return "stepped"
+
+
+@both_sides(original="RuntimeError", ours="stepped")
+def test_adamscale_through_a_change_of_scale(side, expected):
+    assert outcome(lambda: adam_steps(side, change_at=8)) == expected
+
+
+@both_sides(original="KeyError", ours="bound")
+def test_adamscale_around_rmsprop(side, expected):
+    inner = RMSprop(Given().parameters(), lr=0.1)
+    found = outcome(lambda: bind(side, "AdamScale", inner, "AdamGradientNoiseScale") and "bound")
+    assert found == expected
+
+
+@both_sides(original="RuntimeError", ours="stepped")
+def test_a_sparse_gradient(side, expected):
+    model = nn.Embedding(3, 2, sparse=True)
+
+    def train():
+        rule, _ = bind(side, "AdaScale", SGD(model.parameters(), lr=0.1))
+        model(torch.tensor([1])).sum().backward()
+        rule.step()
+        return "stepped"
+
+    assert outcome(train) == expected
+
+
+@both_sides(original=None, ours=3.0)
+def test_the_closures_loss(side, expected):
+    model = Given()
+    rule, _ = bind(side, "AdaScale", SGD(model.parameters(), lr=0.1))
+    if side == "original":
+        model(1.0).backward()
+
+    def closure():
+        model.zero_grad()
+        model(1.0).backward()
+        return 3.0
+
+    assert rule.step(closure) == expected
+
+
+@both_sides(original=-4.5, ours=0.5)
+def test_groups_that_are_added(side, expected):
+    model, added = Given(), Given()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    rule, switch = bind(side, "AdaScale", optimizer)
+    group = {"params": list(added.parameters())}
+    (rule if side == "ours" else optimizer).add_param_group(group)
+    for last in (False, True):
+        switch.require_backward_grad_sync = last
+        (model(1.0 + last) + added(1.0 + last)).backward()
+    rule.step()
+    noise = rule.noise.raw_var if side == "ours" else switch.gns.raw_var_avg
+    assert noise[0] == pytest.approx(0.5)
+    assert float(noise[1]) == pytest.approx(expected)  # the same gradients as the first group
+
+
+@both_sides(original="UnpicklingError", ours="loaded")
+def test_adaptdls_checkpoint_weights_only(side, expected):
+    model = Given()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    rule, _ = bind(side, "AdaScale", optimizer)
+    model(1.0).backward()
+    rule.step()
+    file = io.BytesIO()
+    torch.save((rule if side == "ours" else optimizer).state_dict(), file)
+    file.seek(0)
+    assert outcome(lambda: torch.load(file, weights_only=True) and "loaded") == expected
