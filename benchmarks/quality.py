@@ -14,7 +14,8 @@ Compares AdaScale and AdamScale with fixed rules for the learning rate. Each rul
 
 All use the same base learning rate and a cosine over their own length. The batch of S workers
 is made in one process by accumulation. Each finished run is one line in the results file
-(.jsonl beside `--out`): the same command continues where it was interrupted.
+(.jsonl beside `--out`): the same command continues where it was interrupted. The key of a line
+knows the workload's settings but not the version of the library: `--again` after changing it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,13 @@ def main() -> None:
         from quality import figures  # matplotlib is needed only here
 
         figures.write(workloads, store, options.plot)
+        tables.write(workloads, store, options.out)
+        if options.page:
+            tables.into_page(tables.markdown(workloads, store), options.page)
         return
     chosen = [workload for workload in workloads if workload.name in options.workload]
+    if options.again:
+        store.forget(options.workload)
     data = {workload: found for workload in chosen if (found := data_of(workload, options.data))}
     for workload in data:
         check.fixed_rules(workload, data[workload])
@@ -72,9 +78,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="by default benchmarks/results/quality.json")
     parser.add_argument("--study", action="store_true",
                         help="also fewer gradients, other smoothing, other factors")  # fmt: skip
+    parser.add_argument("--again", action="store_true",
+                        help="forget the stored runs of these workloads")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
                         help="32 steps, scale 4, one seed: a smoke test")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write figures, run nothing")
+    parser.add_argument("--page", type=Path, help="with --plot: the page to renew the tables of")
     options = parser.parse_args()
     options.seeds = options.seeds or (1 if options.quick else 3)
     default = "quality-quick.json" if options.quick else "quality.json"

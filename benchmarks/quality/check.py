@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ Wrap = Callable[[Optimizer], mh.ScalingRuleBase]
 
 
 def fixed_rules(workload: Workload, data: Data) -> None:
-    options = {"scale": SCALE, "num_gradients_to_accumulate": PASSES}
+    options: dict[str, Any] = {"scale": SCALE, "num_gradients_to_accumulate": PASSES}
 
     def legw(optimizer: Optimizer) -> mh.ScalingRuleBase:
         size = workload.batch

@@ -22,7 +22,7 @@ FIXED_COLOUR = "#3a8fd0"
 BASE = "#2fa36b"
 SCALE_COLOURS = {1: BASE, 8: FIXED_COLOUR, 16: ADAPTIVE, 32: ADAPTIVE}
 
-STYLE = {
+STYLE: Any = {
     "svg.hashsalt": "quality",
     "svg.fonttype": "path",
     "savefig.transparent": True,

@@ -109,10 +109,10 @@ def study(workload: Workload, seeds: int) -> Iterator[Run]:
     scale = max(workload.scales)
     default = 1.0 - scale / 1000.0  # with as many gradients as the scale
     for seed in range(seeds):
+        for method in SEARCHED:
+            yield Run(*what, method, scale, "steps", seed)
         for passes in (8, 2):
             for smoothing in (None, default):
                 yield Run(*what, workload.adaptive, scale, "progress", seed, passes, smoothing)
-        for method in SEARCHED:
-            yield Run(*what, method, scale, "steps", seed)
         for smoothing in (0.0, 0.9, 0.99):
             yield Run(*what, workload.adaptive, scale, "progress", seed, scale, smoothing)

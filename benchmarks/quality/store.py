@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ class Store:
 
     def add(self, run: Run, outcome: Outcome) -> None:
         result = asdict(outcome)
-        if run.seed > 0:  # curves are drawn of the first seed only, and the file stays small
+        if run.seed > 0 or run.budget not in ("base", "progress"):  # the curves that are drawn
             result["curve"] = []
-        result["score"] = outcome.score if math.isfinite(outcome.score) else None
+        result["score"] = round(outcome.score, 5) if math.isfinite(outcome.score) else None
         result["cpu_seconds"] = round(outcome.cpu_seconds, 2)
         row = {"key": run.key, **asdict(run), **result}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,3 +46,10 @@ class Store:
         with self.path.open("a") as file:
             file.write(("\n" if cut_off else "") + json.dumps(row) + "\n")
         self.rows[run.key] = row
+
+    def forget(self, workloads: Collection[str]) -> None:
+        """Drop the workloads' results, of all settings."""
+        self.rows = {k: row for k, row in self.rows.items() if row["workload"] not in workloads}
+        lines = [json.dumps(row) + "\n" for row in self.rows.values()]
+        if self.path.exists():
+            self.path.write_text("".join(lines))

@@ -14,6 +14,7 @@ from quality.store import Store
 from quality.workloads import Workload
 
 Row = dict[str, Any]
+BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,17 @@ def write(workloads: Sequence[Workload], store: Store, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(map(json.dumps, summary)) + "\n]\n")
     path.with_suffix(".md").write_text(markdown(workloads, store))
+
+
+def into_page(text: str, page: Path) -> None:
+    """Replace what stands between the page's two marks."""
+    before, mark, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (mark and end):
+        raise ValueError(
+            f"{page} needs the lines {BEGIN!r} and {END!r}, to write the tables between."
+        )
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
 
 
 def _entries(results: Results) -> Iterable[Row]:

@@ -108,15 +108,15 @@ def _train_measured(
     )
     length = workload.steps if steps is None else steps
     cosine_lr = LambdaLR(optimizer, lambda k: cosine(k, length))
-    schedule = cosine_lr if steps else mh.ProgressScheduler(cosine_lr, optimizer, end=length)
+    by_progress = mh.ProgressScheduler(cosine_lr, optimizer, end=length)
     curve = Curve(length)
     taken = 0
-    while taken < steps if steps else not schedule.done:
+    while taken < steps if steps else not by_progress.done:
         x, y = batches.take(run.scale)
         optimizer.zero_grad()
         loss = _backward(model, x, y, run.passes)
         optimizer.step()
-        schedule.step()
+        (cosine_lr if steps else by_progress).step()
         taken += 1
         if not math.isfinite(loss):
             return taken, optimizer.progress, False, curve

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -212,19 +212,19 @@ def shakespeare(folder: Path) -> Text:
 
 # -- the list ----------------------------------------------------------------------------------
 
-_MNIST = {"load": mnist, "batch": 16, "steps": 3750, "needs": MNIST}
-_SHAKESPEARE = {
+_MNIST: dict[str, Any] = {"load": mnist, "batch": 16, "steps": 3750, "needs": MNIST}
+_SHAKESPEARE: dict[str, Any] = {
     "load": shakespeare,
     "batch": 16,
     "steps": 1500,
     "per_pass": 4,
     "needs": SHAKESPEARE,
 }
-_DIGITS = {"load": digits, "batch": 8, "steps": 1500}
-_ACCURACY = {"metric": "accuracy, %", "chance": 20.0}
-_BITS = {"metric": "bits/char", "chance": math.log2(65)}
-_SGD = {"optimizer": "SGD", "scales": (8, 32)}
-_ADAMW = {"optimizer": "AdamW", "scales": (16,)}
+_DIGITS: dict[str, Any] = {"load": digits, "batch": 8, "steps": 1500}
+_ACCURACY: dict[str, Any] = {"metric": "accuracy, %", "chance": 20.0}
+_BITS: dict[str, Any] = {"metric": "bits/char", "chance": math.log2(65)}
+_SGD: dict[str, Any] = {"optimizer": "SGD", "scales": (8, 32)}
+_ADAMW: dict[str, Any] = {"optimizer": "AdamW", "scales": (16,)}
 
 WORKLOADS: tuple[Workload, ...] = (
     Workload("mnist-sgd", "MNIST, MLP, SGD", lr=0.01, **_MNIST, **_ACCURACY, **_SGD),

@@ -54,7 +54,7 @@ def demo(
     for package, module in (("plotly", "plotly"), ("scikit-learn", "sklearn")):
         if find_spec(module) is None:  # say so now, and not when the work is done
             _stop(f'it needs {package}, which is not installed: pip install "manyhands[cli]"')
-    console = Console()
+    console = Console(highlight=False)
     console.print(
         f"Handwritten digits, {steps:,} steps of {BATCH} images: the baseline. Then batches "
         f"{workers * accumulate} times as large, from {workers} workers with {accumulate} batches "
@@ -216,20 +216,19 @@ def _verdict(runs: Sequence[Run], workers: int, accumulate: int) -> str:
     """What the table says of AdaScale, for better or worse, and what it does not say."""
     baseline, adascale, *_ = runs
     points = 100 * (adascale.lines[-1]["accuracy"] - baseline.lines[-1]["accuracy"])
-    text = (
-        f"AdaScale against the baseline: {points:+.1f} points of accuracy, with the steps divided "
-        f"by {_steps(baseline) / _steps(adascale):.1f} and the samples multiplied by "
-        f"{_samples(adascale) / _samples(baseline):.1f}. The linear runs see as many samples as "
-        "the baseline."
-    )
-    cores = os.cpu_count() or 1
-    if cores < workers * accumulate:
-        text += (
-            f" The time is this machine's, whose {cores} core(s) compute the "
-            f"{workers * accumulate} batches of a step in turn; with a worker for each batch, "
-            "it is the number of steps that counts."
+    lines = [
+        f"AdaScale against the baseline: {points:+.1f} points of accuracy (another --seed shows how "
+        f"much of that is chance), steps divided by {_steps(baseline) / _steps(adascale):.1f}, "
+        f"samples multiplied by {_samples(adascale) / _samples(baseline):.1f}.",
+        "The linear runs see as many samples as the baseline.",
+    ]
+    cores, batches = os.cpu_count() or 1, workers * accumulate
+    if cores < batches:
+        lines.append(
+            f"The time is this machine's, where {cores} core(s) take turns at the {batches} batches "
+            "of a step. With a worker for each batch it is the number of steps that counts."
         )
-    return text
+    return "\n".join(lines)
 
 
 def _steps(run: Run) -> int:

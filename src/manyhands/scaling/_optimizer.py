@@ -239,11 +239,13 @@ class ScalingRuleBase(BoundOptimizer):
     def _only_initialises(self) -> bool:
         """Whether torch.distributed.checkpoint is making an optimizer fill in its empty state.
 
-        It does so with a step at learning rate 0, without a backward.
+        It does so with a step at learning rate 0 along gradients that it sets to zero.
         """
         if self.state or self._meter.tap.passes > 0:
             return False
-        return all(float(group["lr"]) == 0.0 for group in self.param_groups)
+        trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        at_rest = all(float(group["lr"]) == 0.0 for group in self.param_groups)
+        return at_rest and all(p.grad is not None for p in trained)
 
     def _replayed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Run the closure now; an optimizer that asks gets this result first."""
