@@ -217,16 +217,16 @@ def _verdict(runs: Sequence[Run], workers: int, accumulate: int) -> str:
     baseline, adascale, *_ = runs
     points = 100 * (adascale.lines[-1]["accuracy"] - baseline.lines[-1]["accuracy"])
     lines = [
-        f"AdaScale against the baseline: {points:+.1f} points of accuracy (another --seed shows how "
-        f"much of that is chance), steps divided by {_steps(baseline) / _steps(adascale):.1f}, "
+        f"AdaScale against the baseline: {points:+.1f} points of accuracy (another --seed shows "
+        f"how much of that is chance), steps divided by {_steps(baseline) / _steps(adascale):.1f}, "
         f"samples multiplied by {_samples(adascale) / _samples(baseline):.1f}.",
         "The linear runs see as many samples as the baseline.",
     ]
     cores, batches = os.cpu_count() or 1, workers * accumulate
     if cores < batches:
         lines.append(
-            f"The time is this machine's, where {cores} core(s) take turns at the {batches} batches "
-            "of a step. With a worker for each batch it is the number of steps that counts."
+            f"The time is this machine's, where {cores} core(s) take turns at the {batches} "
+            "batches of a step. With a worker for each batch it is the number of steps that counts."
         )
     return "\n".join(lines)
 

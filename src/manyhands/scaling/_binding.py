@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, TypedDict
 
 from torch.optim import Optimizer
 
@@ -26,6 +26,22 @@ from manyhands.scaling._noise import VAR_FLOOR
 from manyhands.scaling._norms import Norms, Plain
 from manyhands.scaling._statistics import NoiseAverage
 from manyhands.scaling._tap import Accumulation, GradientTap
+
+
+class RuleOptions(TypedDict, total=False):
+    """The options that every rule takes, by name: see `ScalingRuleBase`."""
+
+    world_size: int | None
+    scale: float | None
+    smoothing: float | None
+    num_gradients_to_accumulate: int
+    is_scaled_loss: bool
+    debias_ewma: bool
+    process_group: Any
+    grad_scaler: Any
+    delayed: bool
+    floor_each_step: bool
+    var_floor: float
 
 
 class BoundOptimizer(Optimizer):

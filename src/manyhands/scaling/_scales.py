@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from manyhands.scaling._binding import RuleOptions
 from manyhands.scaling._norms import Norms, Preconditioned
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._rules import legw_factor, sde_beta
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AdaScale(ScalingRuleBase):
@@ -83,12 +87,12 @@ class SqrtScale(ScalingRuleBase):
     def __init__(
         self,
         optimizer: Optimizer | None = None,
-        *args: Any,
+        *,
         rescale_adam: bool = False,
-        **kwargs: Any,
+        **options: Unpack[RuleOptions],
     ) -> None:
         self._rescale_adam = rescale_adam
-        super().__init__(optimizer, *args, **kwargs)
+        super().__init__(optimizer, **options)
 
     def scale_lr(self, scale: float) -> float:
         return math.sqrt(scale)
@@ -141,9 +145,9 @@ class LEGWScale(ScalingRuleBase):
         base_warmup_epochs: float,
         data_size: int,
         optimizer: Optimizer | None = None,
-        *args: Any,
+        *,
         batch_size: float | None = None,
-        **kwargs: Any,
+        **options: Unpack[RuleOptions],
     ) -> None:
         for name, value, least in (
             ("base_warmup_epochs", base_warmup_epochs, 0),
@@ -158,7 +162,7 @@ class LEGWScale(ScalingRuleBase):
         self._warmup_epochs = base_warmup_epochs
         self._data_size = data_size
         self._batch_size = batch_size
-        super().__init__(optimizer, *args, **kwargs)
+        super().__init__(optimizer, **options)
 
     def _check_optimizer_takes(self, scale: float) -> None:
         if self._batch_size is None and not hasattr(self.adp, "leading_dimension"):
