@@ -12,8 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import MethodType
-from typing import Any, TypedDict
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -24,24 +23,9 @@ from manyhands.scaling._batch import Batch, checked_passes, checked_scale, check
 from manyhands.scaling._meter import NoiseMeter
 from manyhands.scaling._noise import VAR_FLOOR
 from manyhands.scaling._norms import Norms, Plain
+from manyhands.scaling._patch import OptimizerPatch
 from manyhands.scaling._statistics import NoiseAverage
 from manyhands.scaling._tap import Accumulation, GradientTap
-
-
-class RuleOptions(TypedDict, total=False):
-    """The options that every rule takes, by name: see `ScalingRuleBase`."""
-
-    world_size: int | None
-    scale: float | None
-    smoothing: float | None
-    num_gradients_to_accumulate: int
-    is_scaled_loss: bool
-    debias_ewma: bool
-    process_group: Any
-    grad_scaler: Any
-    delayed: bool
-    floor_each_step: bool
-    var_floor: float
 
 
 class BoundOptimizer(Optimizer):
@@ -112,7 +96,7 @@ class BoundOptimizer(Optimizer):
             self._process_group = self._process_group or getattr(adp, "process_group", None)
         self._bind(optimizer)
         if patch_optimizer:
-            self._patch(optimizer)
+            self._patch = OptimizerPatch(optimizer, self)
 
     def _bind(self, optimizer: Optimizer) -> None:
         rule = type(self).__name__
@@ -182,20 +166,6 @@ class BoundOptimizer(Optimizer):
         average = self._meter.average
         return self._progress + sum(average.raw_sqr) + sum(average.raw_var)
 
-    def _patch(self, optimizer: Optimizer) -> None:
-        """Make the optimizer's own `step` and `zero_grad` the rule's."""
-
-        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self.step(*args, **kwargs)
-
-        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self.zero_grad(*args, **kwargs)
-
-        names = ("step", "zero_grad", "_step_supports_amp_scaling")
-        self._before_patch = {n: vars(optimizer)[n] for n in names if n in vars(optimizer)}
-        patched = (MethodType(step, optimizer), MethodType(zero_grad, optimizer), True)
-        vars(optimizer).update(zip(names, patched, strict=True))
-
     def _check_workers_agree(self) -> None:
         groups = self._optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
@@ -236,15 +206,13 @@ class BoundOptimizer(Optimizer):
         optimizer = self._optimizer
         self._meter.tap.unhook()
         vars(optimizer).pop("_manyhands_rule", None)
-        if self._before_patch is not None:
-            for name in ("step", "zero_grad", "_step_supports_amp_scaling"):
-                vars(optimizer).pop(name, None)
-            vars(optimizer).update(self._before_patch)
-            self._before_patch = None
+        if self._patch is not None:
+            self._patch.undo()
+            self._patch = None
 
     # -- as an Optimizer ---------------------------------------------------------------------
 
-    _before_patch: dict[str, Any] | None = None
+    _patch: OptimizerPatch | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -323,8 +291,8 @@ class BoundOptimizer(Optimizer):
             twin._listen(twin._norms(twin._inner), self._meter.average)
             twin._meter.continue_from(self._meter)
             vars(twin._inner)["_manyhands_rule"] = weakref.ref(twin)
-            if self._before_patch is not None:
-                twin._patch(twin._inner)
+            if self._patch is not None:
+                twin._patch = OptimizerPatch(twin._inner, twin)
         return twin
 
     def __copy__(self) -> BoundOptimizer:
