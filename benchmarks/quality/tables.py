@@ -30,7 +30,9 @@ class Cell:
 
     def text(self, workload: Workload) -> str:
         places = 2 if workload.higher_is_better else 3
-        values = "" if self.mean is None else f"{self.mean:.{places}f} ± {self.spread:.{places}f}"
+        values = "" if self.mean is None else f"{self.mean:.{places}f}"
+        if self.seeds - len(self.failures) > 1:
+            values += f" ± {self.spread:.{places}f}"
         return "; ".join(filter(None, (self.fate(), values)))
 
     def fate(self) -> str:

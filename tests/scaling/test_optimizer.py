@@ -371,6 +371,21 @@ def test_snapshot_is_plain_numbers():
     assert snapshot["progress"] == snapshot["gain"] == scaled.gain()
 
 
+def test_noise_that_was_not_measured_is_not_a_number():
+    """At scale 1 nothing need be known, and nothing is."""
+    model = make_model()
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = make_batches(2, 1)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, x[step], y[step], 1)
+        optimizer.step()
+    snapshot = optimizer.snapshot()
+    assert (snapshot["sqr"], snapshot["var"], snapshot["noise_scale"]) == ([None], [None], [None])
+    assert (snapshot["gain"], snapshot["progress"]) == (1.0, 2.0)
+    assert not optimizer._meter.tap.mean.difference.previous  # no copy of the gradient is kept
+
+
 def test_delayed_statistics_are_those_of_the_step_before():
     model, scaled = scaled_and_plain_model(delayed=True)
     twin = copy.deepcopy(model)

@@ -90,10 +90,15 @@ class NoiseAverage:
     def gain(self, scale: float, group: int | None = None) -> float:
         return gain(self.sqr_of(group), self.var_of(group), scale)
 
+    @property
+    def measured(self) -> bool:
+        """Whether there has been a reading at all."""
+        return self.sqr != type(self.sqr)()
+
     def noise_scale(self, group: int | None = None) -> float | None:
-        """noise / |true gradient|^2 in batches of scale 1; None where there is no signal."""
+        """noise / |true gradient|^2 in batches of scale 1; None where no signal was seen."""
         sqr = self.sqr_of(group)
-        return self.var_of(group) / sqr if sqr > 0.0 else None
+        return self.var_of(group) / sqr if self.measured and sqr > 0.0 else None
 
     def saved(self) -> dict[str, Any]:
         return {
