@@ -9,11 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-if dist.is_available():
-    # Imported later, as DDP does, it keeps the process group alive to the end, and gloo's threads
-    # with it, one of which may then abort the exiting program (torch 2.13).
-    import torch.distributed.nn
-
 
 @dataclass(frozen=True)
 class Workers:
