@@ -96,6 +96,31 @@ def test_gradients_are_divided_by_what_the_optimizer_divides_them_by(kind, layou
     assert float(measure.one(0, strange)) == pytest.approx(float(expected), rel=2e-5)
 
 
+@pytest.mark.parametrize("layout", ["small", "larger than a chunk", "strange"])
+def test_tiny_second_moments_count_as_a_part_of_the_mean(layout):
+    """A weight that has had no gradient yet does not outweigh the others when it gets one."""
+    shape = (700, 501) if layout == "larger than a chunk" else (8, 6)
+    param = nn.Parameter(torch.randn(shape))
+    optimizer = torch.optim.Adam([param])
+    for _ in range(6):
+        param.grad = torch.randn(shape)
+        param.grad[0, 0] = 0.0
+        optimizer.step()
+    grad = torch.randn(shape)
+    if layout == "strange":
+        grad = torch.randn(shape[::-1]).t()
+    second = optimizer.state[param]["exp_avg_sq"].double()
+    corrected = 1 - 0.999**6
+    floored = second.clamp(min=1e-3 * float(second.mean()))
+    expected = (grad.double() / ((floored / corrected).sqrt() + 1e-8)).norm()
+    assert float(Preconditioned(optimizer, 1e-3).one(0, grad)) == pytest.approx(
+        float(expected), rel=2e-5
+    )
+    assert float(Preconditioned(optimizer).one(0, grad)) > 1e3 * float(expected)
+    with pytest.raises(ValueError, match="second_moment_floor must be at least 0 and below 1"):
+        mh.AdamScale(optimizer, second_moment_floor=1.0)
+
+
 def test_the_oracles_preconditioner_is_one_until_the_fifth_step():
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters())

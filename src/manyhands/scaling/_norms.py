@@ -104,12 +104,15 @@ class Preconditioned:
     """The norm of a gradient divided by what Adam or RMSprop would divide it by.
 
     Until an optimizer has made `WARM_STEPS` steps its second moments are mostly start-up, and
-    the plain norm is taken.
+    the plain norm is taken. Second moments below `floor` times their tensor's mean count as that
+    much: a weight that has hardly ever had a gradient (of a rare letter, of an empty pixel) would
+    otherwise be divided by almost nothing, and outweigh all others when it gets one.
     """
 
     WARM_STEPS = 5
+    REFRESH = 16  # calls for which a parameter's floor is taken to stay as it is
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, floor: float = 0.0) -> None:
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.RMSprop):
             raise TypeError(
                 "AdamScale divides gradients as the optimizer does and knows how for Adam, AdamW "
@@ -117,6 +120,7 @@ class Preconditioned:
                 "Use AdaScale for SGD, or SqrtScale for other adaptive optimizers."
             )
         self._optimizer = optimizer
+        self._floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.refresh()
 
@@ -124,6 +128,7 @@ class Preconditioned:
         groups = self._optimizer.param_groups
         self._places = [(group, param) for group in groups for param in group["params"]]
         self._warm: set[int] = set()
+        self._least: dict[int, tuple[int, Tensor | None]] = {}
 
     @property
     def unit(self) -> str:
@@ -142,29 +147,49 @@ class Preconditioned:
                 return norm(grad)
             self._warm.add(index)
         second, factor = _second_moment(group, state)
+        least = self._least_of(index, second)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         if second.stride() != grad.stride():
+            if least is not None:
+                second = second.clamp(min=least.square())
             return norm(grad / second.sqrt().mul_(factor).add_(group["eps"]))
         eps = group["eps"] / factor  # g / (sqrt(v) * factor + eps), with the factor left for last
         flat, second = flattened(grad), flattened(second)
         step = CHUNK if flat.device.type == "cpu" else max(1, flat.numel())
         parts = [
-            norm(self._divided(g, v, eps))
+            norm(self._divided(g, v, eps, least))
             for g, v in zip(flat.split(step), second.split(step), strict=True)
         ]
         length = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
         return length / factor
 
-    def _divided(self, grad: Tensor, second: Tensor, eps: float | Tensor) -> Tensor:
-        """grad / (sqrt(second) + eps), in the scratch buffer on a CPU."""
+    def _least_of(self, index: int, second: Tensor) -> Tensor | None:
+        """The least root that a second moment counts with, or None if none is below it."""
+        if not self._floor:
+            return None
+        calls, least = self._least.get(index, (0, None))
+        if calls % self.REFRESH == 0:
+            bound = second.mean() * self._floor
+            below = second.device.type != "cpu" or bool(second.min() < bound)  # else: no waiting
+            least = bound.sqrt() if below else None
+        self._least[index] = (calls + 1, least)
+        return least
+
+    def _divided(
+        self, grad: Tensor, second: Tensor, eps: float | Tensor, least: Tensor | None
+    ) -> Tensor:
+        """grad / (max(sqrt(second), least) + eps), in the scratch buffer on a CPU."""
         if grad.device.type != "cpu":
-            return grad / second.sqrt().add_(eps)
+            root = second.sqrt()
+            return grad / (root if least is None else root.clamp_(min=least)).add_(eps)
         dtype = torch.promote_types(second.dtype, torch.float32)
         if dtype not in self._scratch:
             self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype)
         out = self._scratch[dtype][: grad.numel()]
         torch.sqrt(second, out=out)
+        if least is not None:
+            out.clamp_(min=least)
         return torch.div(grad, out.add_(eps), out=out)
 
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+SECOND_MOMENT_FLOOR = 1e-3
+
+
 class AdaScale(ScalingRuleBase):
     """Scale SGD's learning rate by the gain (Johnson et al., ICML 2020).
 
@@ -58,12 +61,34 @@ class AdamScale(AdaScale):
     >>> optimizer = mh.AdamScale(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     `power` other than 0.5 can be given to `scale_lr`.
+
+    Args:
+        second_moment_floor: second moments below this part of their tensor's mean count as that
+            much. 0 is adaptdl's way, and the default in `AdaptiveDataParallel`.
     """
 
     _gradients = "preconditioned"
 
+    def __init__(
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        second_moment_floor: float | None = None,
+        **options: Unpack[RuleOptions],
+    ) -> None:
+        if second_moment_floor is not None and not 0.0 <= second_moment_floor < 1.0:
+            raise ValueError(
+                f"second_moment_floor must be at least 0 and below 1, got {second_moment_floor}. "
+                "It is a part of the mean second moment; 0 is no floor."
+            )
+        self._second_moment_floor = second_moment_floor
+        super().__init__(optimizer, **options)
+
     def _norms(self, optimizer: Optimizer) -> Norms:
-        return Preconditioned(optimizer)
+        floor = self._second_moment_floor
+        if floor is None:
+            floor = 0.0 if self._batch.counted else SECOND_MOMENT_FLOOR
+        return Preconditioned(optimizer, floor)
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Sequence[float]:
         return [gain**power for gain in super().scale_lr(scale)]
