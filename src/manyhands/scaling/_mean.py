@@ -59,71 +59,81 @@ class MeanGradient:
         self._groups = len(param_groups)
         self._device = self._params[0].device
         self._short, self._mine = _shares(self._params, self.workers)
-        group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
-        self._group_of = torch.tensor(group_of, device=self._device)
-        self._positions: dict[tuple[int, ...], Tensor] = {}
+        self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
+        self._bins: dict[tuple[int, ...], Tensor] = {}
 
     def squares_per_group(self, lengths: Mapping[int, Tensor]) -> Tensor:
         """Sum of squared lengths by parameter group, in the widest float there is."""
-        return self._per_group(lengths, squared=True)
+        groups = [self._group_of[i] for i in lengths]
+        return self._summed(list(lengths.values()), groups, self._groups, squared=True)
 
-    def _per_group(self, values: Mapping[int, Tensor], squared: bool = False) -> Tensor:
+    def _summed(
+        self, values: list[Tensor], bins: Sequence[int], number: int, squared: bool = False
+    ) -> Tensor:
+        """The sum of the values in each of a number of bins."""
         dtype = precise(self._device)
+        sums = torch.zeros(number, dtype=dtype, device=self._device)
         if not values:
-            return torch.zeros(self._groups, dtype=dtype, device=self._device)
-        stacked = _stacked(list(values.values()), self._device).to(dtype)
-        if squared:
-            stacked = stacked.square()
-        if self._groups == 1:
-            return stacked.sum(dim=0, keepdim=True)
-        sums = torch.zeros(self._groups, dtype=dtype, device=self._device)
-        which = tuple(values)
-        if which not in self._positions:
-            if len(self._positions) > 64:  # a model that uses other parameters every step
-                self._positions.clear()
-            self._positions[which] = self._group_of[torch.tensor(which, device=self._device)]
-        return sums.index_add_(0, self._positions[which], stacked)
+            return sums
+        stacked = _stacked(values, self._device).to(dtype)
+        key = tuple(bins)
+        if key not in self._bins:
+            if len(self._bins) > 64:  # a model that uses other parameters every step
+                self._bins.clear()
+            self._bins[key] = torch.tensor(key, device=self._device)
+        return sums.index_add_(0, self._bins[key], stacked.square() if squared else stacked)
 
-    def sample(self, squares: Tensor | None, facts: StepFacts) -> Sample:
-        """Put the step's numbers together and start their way to the other workers."""
+    def sample(
+        self, squares: Tensor | None, lengths: Mapping[int, Tensor], facts: StepFacts
+    ) -> Sample:
+        """Put the step's numbers together and start their way to the other workers.
+
+        `squares` are those of the passes before the last, of which `lengths` are.
+        """
         self.check_announcements()
         count = facts.passes * self.workers.size
         if count == 1:
             return self._single(facts)
         self.difference.previous = []
-        if squares is None:
-            squares = self._per_group({})
-        if not facts.usable:
-            squares = squares * torch.nan
-        mean, witness = self._mean()
-        numbers = torch.cat(
-            [squares * facts.small_batch_divided_by**2, mean / facts.mean_multiplied_by**2]
-        )
+        numbers, witness = self._squares_and_mean(lengths)
+        groups = self._groups
+        if squares is not None:
+            numbers[:groups] += squares
+        if facts.small_batch_divided_by != 1:
+            numbers[:groups] *= facts.small_batch_divided_by**2
+        if facts.mean_multiplied_by != 1:
+            numbers[groups:] /= facts.mean_multiplied_by**2
         if isinstance(facts.loss_scale, Tensor) or facts.loss_scale != 1.0:
             numbers /= facts.loss_scale**2
+        if not facts.usable:
+            numbers *= torch.nan
         return self._sent(numbers, facts, count, witness=witness)
 
-    def _mean(self) -> tuple[Tensor, Tensor | None]:
-        """|G|^2 per group of this worker's share, and the witness."""
+    def _squares_and_mean(self, local: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Per group the local squares, then |G|^2 of this worker's share; and the witness.
+
+        All in one go: small tensors cost by the operation.
+        """
         shared = [i for i in self._short if self._params[i].grad is not None]
         mine = [i for i in self._mine if self._params[i].grad is not None]
-        witness = [] if shared else self._shortest_with_gradient()
-        every = [*shared, *witness, *mine]
-        grads = [self._params[i].grad for i in every]
-        lengths = dict(zip(every, self._norms.many(every, grads), strict=True))  # type: ignore[arg-type]
-        common = {i: lengths[i] for i in (*shared, *witness)}
-        if self.workers.rank > 0:
-            for i in shared:  # the first worker counts them
-                del lengths[i]
-        for i in witness:
-            if i not in mine:
-                del lengths[i]
-        own = self.squares_per_group(lengths)
-        if self.workers.size == 1:
-            return own, None
-        if self.workers.rank == 0 and len(common) == len(lengths):
-            return own, own.sum()
-        return own, self.squares_per_group(common).sum()
+        alone = [] if shared else self._shortest_with_gradient()
+        measured = [*mine, *shared, *(i for i in alone if i not in mine)]
+        grads = [self._params[i].grad for i in measured]
+        lengths = dict(zip(measured, self._norms.many(measured, grads), strict=True))  # type: ignore[arg-type]
+        counted = [*mine, *shared] if self.workers.rank == 0 else mine
+        witnesses = [*shared, *alone] if self.workers.size > 1 else []
+        groups, of = self._groups, self._group_of
+        sums = self._summed(
+            [*local.values(), *(lengths[i] for i in (*counted, *witnesses))],
+            [
+                *(of[i] for i in local),
+                *(groups + of[i] for i in counted),
+                *(2 * groups for _ in witnesses),
+            ],
+            2 * groups + 1,
+            squared=True,
+        )
+        return sums[: 2 * groups], sums[2 * groups]
 
     def _shortest_with_gradient(self) -> list[int]:
         if self.workers.size == 1:
@@ -139,7 +149,7 @@ class MeanGradient:
         """
         if self.workers.own_group:
             beliefs = (1.0, passes, passes, scale, history)
-            nothing = self._per_group({}).repeat(2)
+            nothing = self._summed([], [], 2 * self._groups)
             self.announced.append(self.workers.combine(nothing, self._own(beliefs)))
 
     def check_announcements(self, patience: float = math.inf) -> None:
@@ -172,10 +182,14 @@ class MeanGradient:
             grads = [param.grad for param in self._params]
             measured = self.difference.measure(grads, facts.loss_scale)
         if not measured or not facts.usable:
-            return self._sent(self._per_group({}).repeat(2), facts, 1)
-        squares = self._per_group({i: a for i, a, _ in measured})
-        mean = self._per_group({i: b for i, _, b in measured})
-        return self._sent(torch.cat([squares, mean]), facts, 2, differenced=True)
+            return self._sent(self._summed([], [], 2 * self._groups), facts, 1)
+        groups, of = self._groups, self._group_of
+        numbers = self._summed(
+            [value for _, squares, mean in measured for value in (squares, mean)],
+            [place for i, _, _ in measured for place in (of[i], groups + of[i])],
+            2 * groups,
+        )
+        return self._sent(numbers, facts, 2, differenced=True)
 
     def _sent(
         self,

@@ -269,12 +269,13 @@ class GradientTap:
             return
         for index, piece in self._pieces.items():
             self._lengths[index] = self.norms.one(index, piece)
-        squares = self.mean.squares_per_group(self._lengths)
-        self._squares = squares if self._squares is None else self._squares + squares
-        self._lengths, self._pieces = {}, {}
         self.passes += 1
         if self._synchronised if declared is None else self.passes == declared:
             self._complete()
+        if declared is None or self.passes < declared:
+            squares = self.mean.squares_per_group(self._lengths)
+            self._squares = squares if self._squares is None else self._squares + squares
+        self._lengths, self._pieces = {}, {}
         self._mark = _Mark.of(self._params[self._first])
 
     @torch.no_grad()
@@ -285,6 +286,7 @@ class GradientTap:
         by_user = declared is not None and self.accumulation.loss_is_divided
         self.sample = self.mean.sample(
             self._squares,
+            self._lengths,
             StepFacts(
                 passes=passes,
                 seen=self.passes,
