@@ -109,7 +109,20 @@ class Combination:
     def done(self) -> bool:
         return self.work is None or self.work.is_completed()
 
+    def read(self) -> list[float]:
+        """The result as numbers on the host."""
+        if self.work is not None:
+            self.work.wait()
+        if self.rows[0].device.type != "cpu":
+            return self.wait().tolist()
+        rows = [row.tolist() for row in self.rows]
+        if len(rows) == 1:
+            return rows[0]
+        sums = [sum(column) for column in zip(*(row[: self.summed] for row in rows), strict=True)]
+        return [*sums, *(number for row in rows for number in row[self.summed :])]
+
     def wait(self) -> torch.Tensor:
+        """The result on the device."""
         if self.work is not None:
             self.work.wait()
         if len(self.rows) == 1:

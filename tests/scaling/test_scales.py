@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.scaling._norms import Preconditioned, norm, norms
+from manyhands.scaling._norms import norm, norms
+from manyhands.scaling._preconditioned import Preconditioned
 from oracle import loss_of, make_batches, make_model, preconditioners
 
 
@@ -119,6 +120,38 @@ def test_tiny_second_moments_count_as_a_part_of_the_mean(layout):
     assert float(Preconditioned(optimizer).one(0, grad)) > 1e3 * float(expected)
     with pytest.raises(ValueError, match="second_moment_floor must be at least 0 and below 1"):
         mh.AdamScale(optimizer, second_moment_floor=1.0)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-2])
+def test_the_floor_goes_on_bitwise(eps):
+    """It is looked at every sixteen steps, so a continued run has to know when it was last."""
+
+    def run(save_at=None, load=None, steps=24):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 1))
+        optimizer = mh.AdamScale(
+            torch.optim.Adam(model.parameters(), eps=eps), num_gradients_to_accumulate=2
+        )
+        x = torch.randn(24, 2, 8, 6) * torch.tensor([1.0, 1.0, 1e-4, 0.0, 1.0, 1.0])
+        start = 0
+        if load is not None:
+            model.load_state_dict(load[0])
+            optimizer.load_state_dict(load[1])
+            start = 10
+        for step in range(start, steps):
+            optimizer.zero_grad()
+            for a in range(2):
+                (model(x[step, a]).square().mean() / 2).backward()
+            optimizer.step()
+            if step + 1 == save_at:
+                return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        return optimizer.noise, [p.detach() for p in model.parameters()]
+
+    noise, params = run()
+    again, same = run(load=run(save_at=10))
+    assert again == noise
+    for p, q in zip(params, same, strict=True):
+        assert torch.equal(p, q)
 
 
 def test_the_oracles_preconditioner_is_one_until_the_fifth_step():

@@ -516,7 +516,7 @@ def test_dropping_the_optimizer_drops_its_hooks():
     optimizer = sgd(model)
     tap = weakref.ref(optimizer._meter.tap)
     calls = []
-    optimizer._meter.tap._gradient = lambda *_: calls.append(1)
+    optimizer._meter.tap.gradient = lambda *_: calls.append(1)
     (model[0].weight.sum() + 0.0).backward()
     assert calls == [1]
     del optimizer

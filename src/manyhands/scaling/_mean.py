@@ -64,24 +64,18 @@ class MeanGradient:
 
     def squares_per_group(self, lengths: Mapping[int, Tensor]) -> Tensor:
         """Sum of squared lengths by parameter group, in the widest float there is."""
-        groups = [self._group_of[i] for i in lengths]
-        return self._summed(list(lengths.values()), groups, self._groups, squared=True)
+        squares = _stacked(list(lengths.values()), self._device).square()
+        return self._binned(squares, [self._group_of[i] for i in lengths], self._groups)
 
-    def _summed(
-        self, values: list[Tensor], bins: Sequence[int], number: int, squared: bool = False
-    ) -> Tensor:
+    def _binned(self, values: Tensor, bins: Sequence[int], number: int) -> Tensor:
         """The sum of the values in each of a number of bins."""
-        dtype = precise(self._device)
-        sums = torch.zeros(number, dtype=dtype, device=self._device)
-        if not values:
-            return sums
-        stacked = _stacked(values, self._device).to(dtype)
+        sums = torch.zeros(number, dtype=precise(self._device), device=self._device)
         key = tuple(bins)
         if key not in self._bins:
             if len(self._bins) > 64:  # a model that uses other parameters every step
                 self._bins.clear()
-            self._bins[key] = torch.tensor(key, device=self._device)
-        return sums.index_add_(0, self._bins[key], stacked.square() if squared else stacked)
+            self._bins[key] = torch.tensor(key, dtype=torch.long, device=self._device)
+        return sums.index_add_(0, self._bins[key], values)
 
     def sample(
         self, squares: Tensor | None, lengths: Mapping[int, Tensor], facts: StepFacts
@@ -116,24 +110,21 @@ class MeanGradient:
         """
         shared = [i for i in self._short if self._params[i].grad is not None]
         mine = [i for i in self._mine if self._params[i].grad is not None]
-        alone = [] if shared else self._shortest_with_gradient()
-        measured = [*mine, *shared, *(i for i in alone if i not in mine)]
+        witnesses = shared or self._shortest_with_gradient()
+        measured = [*witnesses, *(i for i in mine if i not in witnesses)]
         grads = [self._params[i].grad for i in measured]
-        lengths = dict(zip(measured, self._norms.many(measured, grads), strict=True))  # type: ignore[arg-type]
-        counted = [*mine, *shared] if self.workers.rank == 0 else mine
-        witnesses = [*shared, *alone] if self.workers.size > 1 else []
+        lengths = self._norms.many(measured, grads)  # type: ignore[arg-type]
+        squares = _stacked([*local.values(), *lengths], self._device).square()
         groups, of = self._groups, self._group_of
-        sums = self._summed(
-            [*local.values(), *(lengths[i] for i in (*counted, *witnesses))],
-            [
-                *(of[i] for i in local),
-                *(groups + of[i] for i in counted),
-                *(2 * groups for _ in witnesses),
-            ],
-            2 * groups + 1,
-            squared=True,
-        )
-        return sums[: 2 * groups], sums[2 * groups]
+        counted = {*mine, *shared} if self.workers.rank == 0 else set(mine)
+        uncounted = 2 * groups
+        bins = [
+            *(of[i] for i in local),
+            *(groups + of[i] if i in counted else uncounted for i in measured),
+        ]
+        start = len(local)
+        witness = squares[start : start + len(witnesses)].sum()
+        return self._binned(squares, bins, uncounted + 1)[:uncounted], witness
 
     def _shortest_with_gradient(self) -> list[int]:
         if self.workers.size == 1:
@@ -149,7 +140,7 @@ class MeanGradient:
         """
         if self.workers.own_group:
             beliefs = (1.0, passes, passes, scale, history)
-            nothing = self._summed([], [], 2 * self._groups)
+            nothing = self._nothing()
             self.announced.append(self.workers.combine(nothing, self._own(beliefs)))
 
     def check_announcements(self, patience: float = math.inf) -> None:
@@ -175,6 +166,9 @@ class MeanGradient:
             own[Beliefs.SLOTS - 1] = witness
         return own
 
+    def _nothing(self) -> Tensor:
+        return torch.zeros(2 * self._groups, dtype=precise(self._device), device=self._device)
+
     def _single(self, facts: StepFacts) -> Sample:
         """One worker, one pass: compare with the gradient before, if it is of any use."""
         measured = []
@@ -182,13 +176,11 @@ class MeanGradient:
             grads = [param.grad for param in self._params]
             measured = self.difference.measure(grads, facts.loss_scale)
         if not measured or not facts.usable:
-            return self._sent(self._summed([], [], 2 * self._groups), facts, 1)
+            return self._sent(self._nothing(), facts, 1)
         groups, of = self._groups, self._group_of
-        numbers = self._summed(
-            [value for _, squares, mean in measured for value in (squares, mean)],
-            [place for i, _, _ in measured for place in (of[i], groups + of[i])],
-            2 * groups,
-        )
+        values = [value for _, squares, mean in measured for value in (squares, mean)]
+        bins = [place for i, _, _ in measured for place in (of[i], groups + of[i])]
+        numbers = self._binned(_stacked(values, self._device), bins, 2 * groups)
         return self._sent(numbers, facts, 2, differenced=True)
 
     def _sent(
@@ -215,11 +207,14 @@ class MeanGradient:
 
 
 def _stacked(values: list[Tensor], device: torch.device) -> Tensor:
-    """Numbers in one tensor, wherever and of whatever type each of them is."""
+    """Numbers in one tensor of the widest float, wherever and of whatever type each is."""
+    dtype = precise(device)
+    if not values:
+        return torch.zeros(0, dtype=dtype, device=device)
     first = values[0]
     if any(v.dtype != first.dtype or v.device != device for v in values):
-        values = [v.to(device, precise(device)) for v in values]
-    return torch.stack(values)
+        values = [v.to(device, dtype) for v in values]
+    return torch.stack(values).to(dtype)
 
 
 def _shares(params: Sequence[Tensor], workers: Workers) -> tuple[list[int], list[int]]:

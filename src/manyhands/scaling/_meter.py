@@ -216,6 +216,7 @@ class NoiseMeter:
         return {
             "average": self.average.saved(),
             "previous": self.tap.mean.difference.previous,
+            "norms": self.tap.norms.saved(),
             "loss_scale": self._loss_scale,
             "nonfinite": self.nonfinite,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
@@ -229,6 +230,7 @@ class NoiseMeter:
             other._loss_scale,
             other.nonfinite,
             other.nonfinite_in_a_row,
+            other.tap.norms.saved(),
         )
 
     def load(
@@ -238,12 +240,13 @@ class NoiseMeter:
         loss_scale: float | None,
         nonfinite: int,
         nonfinite_in_a_row: int,
+        norms: list[Any],
     ) -> None:
         """Continue from there: what is under way is dropped."""
         self.forget()
         self._flight = self._landed = None
         self.average = average
-        self.tap.norms.refresh()
+        self.tap.norms.load(norms)
         self.tap.mean.difference.previous = self.tap.placed(previous)
         self._loss_scale = loss_scale
         self.nonfinite, self.nonfinite_in_a_row = nonfinite, nonfinite_in_a_row

@@ -384,5 +384,6 @@ class ScalingRuleBase(BoundOptimizer):
             state.loss_scale,
             state.nonfinite,
             state.nonfinite_in_a_row,
+            state.norms,
         )
         self._progress, self._steps, self._skipped = state.progress, state.steps, state.skipped

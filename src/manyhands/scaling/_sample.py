@@ -112,10 +112,12 @@ class Sample:
         if self._host is not None and self._copied is not None:
             self._copied.synchronize()
             numbers = self._host.tolist() + [float(extra) for extra in extras]
-        else:
+        elif extras:
             ours = self.combination.wait()
             more = [extra.detach().to(ours).view(1) for extra in extras]
-            numbers = (torch.cat([ours, *more]) if more else ours).tolist()
+            numbers = torch.cat([ours, *more]).tolist()
+        else:
+            numbers = self.combination.read()
         groups, end = self.groups, len(numbers) - len(extras)
         if self.workers > 1:
             table = Beliefs.table(numbers[2 * groups : end])

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from manyhands.scaling._norms import Norms, Preconditioned
+from manyhands.scaling._norms import Norms
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._options import RuleOptions
+from manyhands.scaling._preconditioned import Preconditioned
 from manyhands.scaling._rules import legw_factor, sde_beta
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ class ScalingState:
     skipped: int
     nonfinite: int
     nonfinite_in_a_row: int
+    norms: list[Any]
 
 
 def identity(gradients: str, optimizer: Optimizer) -> dict[str, Any]:
@@ -83,12 +84,16 @@ def parsed(
             raise ValueError(f"its progress is {progress}")
         loss_scale = ours["loss_scale"]
         return ScalingState(
-            average.restored(ours["average"]),
-            _fitting(ours["previous"], optimizer),
-            batch.loaded(ours["batch"]),
-            None if loss_scale is None else float(loss_scale),
-            progress,
-            *(int(ours[name]) for name in ("steps", "skipped", "nonfinite", "nonfinite_in_a_row")),
+            average=average.restored(ours["average"]),
+            previous=_fitting(ours["previous"], optimizer),
+            batch=batch.loaded(ours["batch"]),
+            loss_scale=None if loss_scale is None else float(loss_scale),
+            progress=progress,
+            steps=int(ours["steps"]),
+            skipped=int(ours["skipped"]),
+            nonfinite=int(ours["nonfinite"]),
+            nonfinite_in_a_row=int(ours["nonfinite_in_a_row"]),
+            norms=[[float(number) for number in entry] for entry in ours["norms"]],
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"the state dict is damaged: its {KEY!r} entry, {error!r}.") from error

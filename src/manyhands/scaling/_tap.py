@@ -88,6 +88,7 @@ class GradientTap:
         self.accumulation = accumulation
         self.mean = MeanGradient(workers, norms, difference_at_scale_1=difference_at_scale_1)
         self.norms = norms
+        self._length = norms.one
         self.paused = False
         self.joined = False
         self._scale = scale
@@ -132,7 +133,8 @@ class GradientTap:
         nodes = [node for _, node in self._hooks]
         return any(_accumulator(p) is not n for p, n in zip(trained, nodes, strict=True))
 
-    def _gradient(self, index: int, grad: Tensor) -> None:
+    def gradient(self, index: int, grad: Tensor) -> None:
+        """The gradient of a parameter has come. (Every microsecond here is paid per parameter.)"""
         task = current_task()
         if task != self._passes.task:
             self._first = index
@@ -143,7 +145,7 @@ class GradientTap:
             piece = self._pieces.get(index)
             self._pieces[index] = grad.clone() if piece is None else piece + grad
         elif index not in self._lengths:
-            self._lengths[index] = self.norms.one(index, grad)
+            self._lengths[index] = self._length(index, grad)
         else:
             self._second_part(index, grad)
 
@@ -330,7 +332,7 @@ class GradientTap:
 def _deliver(listener: weakref.ref[GradientTap], index: int, grads: tuple[Tensor | None]) -> None:
     tap, grad = listener(), grads[0]
     if tap is not None and grad is not None and not tap.paused:
-        tap._gradient(index, grad)
+        tap.gradient(index, grad)
 
 
 def _accumulator(param: Tensor) -> Any:
