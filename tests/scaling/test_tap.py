@@ -474,6 +474,32 @@ def test_reentrant_checkpointing_under_ddp(head):
     run_ranks(2, reentrant_under_ddp, head)
 
 
+def in_two_groups():
+    """Ranks 0 and 1 train one model, ranks 2 and 3 another; only the latter wrap a second one."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    model = make_model()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    optimizer = sgd(model, process_group=group, smoothing=0.0)
+    if rank > 1:
+        sgd(make_model(), process_group=group)
+    x, y = make_batches(3, 4)
+    for step in range(3):
+        optimizer.zero_grad()
+        alone = copy.deepcopy(model)
+        loss_of(wrapped, x[step, rank], y[step, rank]).backward()
+        pair = (0, 1) if rank < 2 else (2, 3)
+        check(optimizer, taken_alone(alone, [loss_of(alone, x[step, i], y[step, i]) for i in pair]))
+        optimizer.step()
+    return optimizer.progress
+
+
+def test_process_groups_of_their_own():
+    a, b, c, d = run_ranks(4, in_two_groups, timeout=20)
+    assert a == b != c == d
+
+
 # -- one gradient a step: consecutive ones ---------------------------------------------------------
 
 
