@@ -51,7 +51,6 @@ class MeanGradient:
         self._norms = norms
         self._difference_at_scale_1 = difference_at_scale_1
         self.announced: list[Combination] = []
-        self._written: dict[tuple[float, ...], Tensor] = {}
 
     def cover(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Measure these parameters from now on."""
@@ -157,11 +156,8 @@ class MeanGradient:
     def _own(self, beliefs: Sequence[float], witness: Tensor | None = None) -> Tensor:
         if self.workers.size == 1:
             return torch.empty(0, dtype=precise(self._device), device=self._device)
-        key = tuple(beliefs)
-        if key not in self._written:  # a copy to the device, where there is one
-            self._written = {key: torch.tensor([*beliefs, 0.0], dtype=precise(self._device))}
-            self._written[key] = self._written[key].to(self._device, non_blocking=True)
-        own = self._written[key].clone()
+        own = torch.tensor([*beliefs, 0.0], dtype=precise(self._device))
+        own = own.to(self._device, non_blocking=True)
         if witness is not None:
             own[Beliefs.SLOTS - 1] = witness
         return own

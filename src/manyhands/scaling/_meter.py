@@ -43,7 +43,7 @@ class _Flight:
 
     sample: Sample
     scale: float
-    loss_scale: float | None
+    scale_is_late: bool  # the loss scale comes with the sample
 
 
 class NoiseMeter:
@@ -101,9 +101,8 @@ class NoiseMeter:
         late_scale = None if self._scaler_known else news.grad_scale
         if self._delayed:
             taken = self.land()
-            sample.start_copy()
-            loss_scale = None if late_scale is None else float(late_scale)
-            self._flight = _Flight(sample, scale, loss_scale)
+            sample.start_copy([] if late_scale is None else [late_scale])
+            self._flight = _Flight(sample, scale, late_scale is not None)
         else:
             taken = self._take_now(sample, news, scale, late_scale is not None)
         self._pending = None
@@ -119,8 +118,9 @@ class NoiseMeter:
         flight, self._flight = self._flight, None
         if flight is None:
             return None
-        reading, _ = flight.sample.read()
-        return self._join(self._without(reading, flight.loss_scale), flight.scale)
+        reading, told = flight.sample.read()
+        reading = self._without(reading, told[0] if flight.scale_is_late else None)
+        return self._join(reading, flight.scale)
 
     def forget(self) -> None:
         """Gradients were cleared: a step begins anew."""

@@ -97,28 +97,29 @@ class Sample:
     nobody_ready: bool = False
     _host: Tensor | None = None
     _copied: torch.cuda.Event | None = None
+    _sent_along: int = 0
 
-    def start_copy(self) -> None:
-        """Begin to bring the numbers to the host, without waiting for them."""
-        numbers = self.combination.wait()
-        if numbers.device.type == "cuda":
+    def start_copy(self, extras: Sequence[Tensor] = ()) -> None:
+        """Begin to bring the numbers and the one-element `extras` to the host, without waiting."""
+        numbers = self._with(extras)
+        self._sent_along = len(extras)
+        if numbers.device.type != "cuda":
+            self._host = numbers
+        else:
             self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def read(self, extras: Sequence[Tensor] = ()) -> tuple[Reading | None, list[float]]:
-        """The reading, if there is one, and the one-element `extras`: one copy for all."""
-        if self._host is not None and self._copied is not None:
-            self._copied.synchronize()
-            numbers = self._host.tolist() + [float(extra) for extra in extras]
-        elif extras:
-            ours = self.combination.wait()
-            more = [extra.detach().to(ours).view(1) for extra in extras]
-            numbers = torch.cat([ours, *more]).tolist()
+        """The reading, if any, and the `extras` or those sent along: one copy for all."""
+        if self._host is not None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            numbers = self._host.tolist()
         else:
-            numbers = self.combination.read()
-        groups, end = self.groups, len(numbers) - len(extras)
+            numbers = self._with(extras).tolist() if extras else self.combination.read()
+        groups, end = self.groups, len(numbers) - (self._sent_along or len(extras))
         if self.workers > 1:
             table = Beliefs.table(numbers[2 * groups : end])
             table[0].check(table)
@@ -134,6 +135,11 @@ class Sample:
             self.unit,
         )
         return reading, numbers[end:]
+
+    def _with(self, extras: Sequence[Tensor]) -> Tensor:
+        numbers = self.combination.wait()
+        more = [extra.detach().to(numbers).view(1) for extra in extras]
+        return torch.cat([numbers, *more]) if more else numbers
 
 
 def _check_averaged(witnesses: list[float]) -> None:
