@@ -163,6 +163,17 @@ def under_ddp():
     return [optimizer.snapshot()["skipped"], optimizer.progress, amp.get_scale()]
 
 
+def test_a_last_step_that_overflowed_is_not_counted_when_its_reading_lands():
+    """The state dict brings in the reading that is on its way, and who decided its step."""
+    _, optimizer, _ = run("SGD", "told by step", overflow_at=(STEPS - 1,), delayed=True)
+    _, until_then, _ = run(
+        "SGD", "told by step", overflow_at=(STEPS - 1,), scale=False, delayed=True
+    )
+    state, expected = (o.state_dict()["manyhands"] for o in (optimizer, until_then))
+    assert state["skipped"] == 1
+    assert state["progress"] == pytest.approx(expected["progress"], rel=1e-9)
+
+
 def test_workers_skip_together():
     first, second = run_ranks(2, under_ddp)
     assert first == second

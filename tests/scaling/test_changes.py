@@ -171,6 +171,21 @@ def test_loading_leaves_the_callers_dict_alone():
     assert state["param_groups"] == before["param_groups"]
 
 
+def test_a_state_dict_that_is_kept_stays_as_it_was():
+    model = make_model(torch.float64)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=2.0)
+    x, y = make_batches(3, 1, dtype=torch.float64)
+    for step in range(3):
+        if step == 2:
+            kept = optimizer.state_dict()["manyhands"]
+            before = copy.deepcopy(kept)
+        optimizer.zero_grad()
+        loss_of(model, x[step, 0], y[step, 0]).backward()
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(kept["previous"], before["previous"], strict=True))
+    assert kept["average"] == before["average"]
+
+
 def test_a_plain_optimizer_takes_our_state_dict():
     """So that a run can be taken back out of the wrapper."""
     state = train(2, 3)["state"]["optimizer"]

@@ -206,6 +206,21 @@ def measures_what_one_rank_does_not_use():
     return noise.steps
 
 
+def steps_too_early():
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=2)
+    x, y = make_batches(1, 2)
+    loss_of(wrapped, x[0, dist.get_rank()], y[0, dist.get_rank()]).backward()
+    optimizer.step()
+    return noise.steps
+
+
+def test_a_step_before_all_passes_is_left_out():
+    assert run_ranks(2, steps_too_early) == [0, 0]
+
+
 def test_a_rank_that_does_not_use_the_parameters():
     assert run_ranks(2, measures_what_one_rank_does_not_use) == [3, 3]
 

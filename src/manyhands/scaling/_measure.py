@@ -158,7 +158,7 @@ class NoiseScale:
     def _land(self) -> None:
         sample, self._flight = self._flight, None
         reading = sample.read()[0] if sample is not None else None
-        if reading is None:
+        if sample is None or reading is None or sample.nobody_ready:
             return
         if not is_finite(reading):
             self._nonfinite += 1

@@ -23,9 +23,8 @@ from manyhands.scaling._tap import GradientTap
 class Taken:
     """What became of a step's reading."""
 
-    finite: bool
     gain: float  # of the average with it, at the scale of its step
-    overflow: bool = False  # the gradient scaler found infinities
+    skipped: bool  # the gradient scaler found infinities, and no step was made
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class _Flight:
     sample: Sample
     scale: float
     scale_is_late: bool  # the loss scale comes with the sample
+    scaler_decides: bool  # a step along infinities is not made
 
 
 class NoiseMeter:
@@ -102,7 +102,8 @@ class NoiseMeter:
         if self._delayed:
             taken = self.land()
             sample.start_copy([] if late_scale is None else [late_scale])
-            self._flight = _Flight(sample, scale, late_scale is not None)
+            scaler_decides = news.present or self._scaler_known
+            self._flight = _Flight(sample, scale, late_scale is not None, scaler_decides)
         else:
             taken = self._take_now(sample, news, scale, late_scale is not None)
         self._pending = None
@@ -120,7 +121,8 @@ class NoiseMeter:
             return None
         reading, told = flight.sample.read()
         reading = self._without(reading, told[0] if flight.scale_is_late else None)
-        return self._join(reading, flight.scale)
+        finite = reading is None or is_finite(reading)
+        return self._join(reading, flight.scale, skipped=flight.scaler_decides and not finite)
 
     def forget(self) -> None:
         """Gradients were cleared: a step begins anew."""
@@ -135,9 +137,8 @@ class NoiseMeter:
             reading, told = self._pending.reading, [float(extra) for extra in extras]
         else:
             reading, told = sample.read(extras)
-        overflow = bool(told and told[0])
         reading = self._without(reading, told[1] if scale_is_late else None)
-        return self._join(reading, scale, overflow)
+        return self._join(reading, scale, skipped=bool(told and told[0]))
 
     def _without(self, reading: Reading | None, loss_scale: float | None) -> Reading | None:
         if reading is None or loss_scale is None:
@@ -148,15 +149,14 @@ class NoiseMeter:
             return None  # the two gradients that were compared have different scales
         return reading.divided_by(loss_scale)
 
-    def _join(self, reading: Reading | None, scale: float, overflow: bool = False) -> Taken:
-        finite = reading is None or is_finite(reading)
-        if not finite or overflow:
+    def _join(self, reading: Reading | None, scale: float, *, skipped: bool) -> Taken:
+        if skipped or not (reading is None or is_finite(reading)):
             self.nonfinite += 1
             self.nonfinite_in_a_row += 1
         else:
             self.nonfinite_in_a_row = 0
             self.average = self._after(reading)
-        return Taken(finite, self.average.gain(scale), overflow)
+        return Taken(self.average.gain(scale), skipped)
 
     def _after(self, reading: Reading | None) -> NoiseAverage:
         if reading is None or not is_finite(reading):
@@ -215,7 +215,7 @@ class NoiseMeter:
     def saved(self) -> dict[str, Any]:
         return {
             "average": self.average.saved(),
-            "previous": self.tap.mean.difference.previous,
+            "previous": list(self.tap.mean.difference.previous),
             "norms": self.tap.norms.saved(),
             "loss_scale": self._loss_scale,
             "nonfinite": self.nonfinite,

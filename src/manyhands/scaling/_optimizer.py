@@ -157,11 +157,14 @@ class ScalingRuleBase(BoundOptimizer):
         self._batch.passes = self.passes
         taken = meter.take(news, self.scale)
         self._steps += 1
-        self._note(taken, news)
-        overflow = taken is not None and taken.overflow
-        if self._delayed and news.found_inf is not None and not self._inner_heeds_scaler:
-            overflow = bool(news.found_inf)
-        if overflow:
+        self._note(taken)
+        self._check_not_stuck(news)
+        if self._delayed:  # `taken` is the previous step's
+            asked = news.found_inf is not None and not self._inner_heeds_scaler
+            skipped = asked and bool(news.found_inf)
+        else:
+            skipped = taken is not None and taken.skipped
+        if skipped:
             return None
         self._factors = self._checked_factors(self.scale_lr(self.scale))
         positional = () if closure is None else (closure,)
@@ -218,16 +221,15 @@ class ScalingRuleBase(BoundOptimizer):
 
     # -- one step's parts --------------------------------------------------------------------
 
-    def _note(self, taken: Taken | None, news: _amp.ScalerNews) -> None:
-        """Count what became of the reading (the previous step's, if delayed)."""
-        if taken is None:
-            return
-        has_scaler = news.present or self._grad_scaler is not None
-        skipped = taken.overflow or (self._delayed and not taken.finite and has_scaler)
-        if skipped:
+    def _note(self, taken: Taken | None) -> None:
+        """Count what became of a step (the previous one, if delayed)."""
+        if taken is not None and taken.skipped:
             self._skipped += 1
-        elif self._delayed:
+        elif taken is not None and self._delayed:
             self._progress += taken.gain
+
+    def _check_not_stuck(self, news: _amp.ScalerNews) -> None:
+        has_scaler = news.present or self._grad_scaler is not None
         if not has_scaler and self._meter.nonfinite_in_a_row >= NONFINITE_LIMIT:
             raise RuntimeError(
                 f"the gradients of the last {NONFINITE_LIMIT} steps were not finite. With AMP, "
@@ -300,11 +302,10 @@ class ScalingRuleBase(BoundOptimizer):
 
     def _checked_factors(self, factors: Any) -> tuple[float, ...]:
         groups = len(self.param_groups)
-        if isinstance(factors, Tensor) or hasattr(factors, "tolist"):
+        if hasattr(factors, "tolist"):  # a tensor or an array
             factors = factors.tolist()
-        values = tuple(map(float, factors)) if hasattr(factors, "__len__") else ()
-        if not values:
-            values = (float(factors),) * groups
+        each = factors if hasattr(factors, "__len__") else [factors] * groups
+        values = tuple(map(float, each))
         if len(values) != groups or not all(math.isfinite(v) and v >= 0.0 for v in values):
             raise ValueError(
                 f"scale_lr must return one factor, or one for each of the {groups} parameter "
@@ -353,7 +354,7 @@ class ScalingRuleBase(BoundOptimizer):
         For checkpoints in which the optimizer's state is saved otherwise (as by
         torch.distributed.checkpoint, which takes `.optimizer`).
         """
-        self._note(self._meter.land(), _amp.ScalerNews())
+        self._note(self._meter.land())
         return {
             **_state.identity(self._gradients, self._optimizer),
             **self._meter.saved(),
