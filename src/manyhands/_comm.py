@@ -74,12 +74,9 @@ class Workers:
 
     def gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
         """Every worker's `numbers`, in rank order."""
-        if self.size == 1:
-            return [numbers]
-        table = torch.zeros(self.size, len(numbers), dtype=precise(device), device=device)
-        table[self.rank] = torch.tensor(numbers, dtype=table.dtype)
-        dist.all_reduce(table, group=self.group)  # the gathers of torch 2.11 and 2.13 differ
-        return table.tolist()
+        own = torch.tensor(numbers, dtype=precise(device), device=device)
+        everyone, n = self.combine(own[:0], own).read(), len(numbers)
+        return [everyone[i : i + n] for i in range(0, len(everyone), n)]
 
     def check_agreement(self, who: str, mine: Mapping[str, float], device: torch.device) -> None:
         """Raise on every worker where they were not given the same."""
@@ -116,7 +113,7 @@ class Combination:
         if self.rows[0].device.type != "cpu":
             return self.wait().tolist()
         rows = [row.tolist() for row in self.rows]
-        if len(rows) == 1:
+        if len(rows) == 1:  # summed up already, or one worker's alone
             return rows[0]
         sums = [sum(column) for column in zip(*(row[: self.summed] for row in rows), strict=True)]
         return [*sums, *(number for row in rows for number in row[self.summed :])]

@@ -23,6 +23,17 @@ def make_model(dtype=torch.float32):
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
 
 
+class TrunkAndExtra(nn.Module):
+    """Two layers, of which a rank's loss may leave one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.extra = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x, extra):
+        return self.trunk(x).sum() + (self.extra(x).sum() if extra else 0.0)
+
+
 def two_groups(model):
     """A parameter group for each layer."""
     return [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]

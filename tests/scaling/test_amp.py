@@ -102,7 +102,15 @@ def test_the_bare_optimizer_under_a_scaler_is_matched_bitwise(inner):
         assert torch.equal(p, q)
 
 
-def test_a_scale_that_the_statistics_cannot_know_is_an_error():
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        (lambda amp, optimizer: amp.unscale_(optimizer), "grad_scaler=scaler"),
+        (lambda amp, optimizer: optimizer.gain(), r"gain\(\) was read before scaler.step\(\)"),
+    ],
+    ids=["unscale_ before step", "gain before step"],
+)
+def test_a_scale_that_the_statistics_cannot_know_is_an_error(then, message):
     model = make_model()
     optimizer = mh.AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2
@@ -111,22 +119,8 @@ def test_a_scale_that_the_statistics_cannot_know_is_an_error():
     x, y = make_batches(1, 2)
     for a in range(2):
         amp.scale(loss_of(model, x[0, a], y[0, a]) / 2).backward()
-    amp.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="grad_scaler=scaler"):
-        amp.step(optimizer)
-
-
-def test_a_gain_read_too_early_is_an_error():
-    model = make_model()
-    optimizer = mh.AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2
-    )
-    amp = scaler()
-    x, y = make_batches(1, 2)
-    for a in range(2):
-        amp.scale(loss_of(model, x[0, a], y[0, a]) / 2).backward()
-    optimizer.gain()
-    with pytest.raises(RuntimeError, match=r"gain\(\) was read before scaler.step\(\)"):
+    then(amp, optimizer)
+    with pytest.raises(RuntimeError, match=message):
         amp.step(optimizer)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from oracle import OPTIMIZERS, loss_of, make_batches, make_model
+from oracle import OPTIMIZERS, TrunkAndExtra, loss_of, make_batches, make_model
 from ranks import raises_on_ranks, run_ranks
 
 
@@ -187,15 +187,7 @@ def test_workers_that_measure_different_things(what):
 
 
 def measures_what_one_rank_does_not_use():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.trunk, self.extra = nn.Linear(3, 1), nn.Linear(3, 1)
-
-        def forward(self, x, extra):
-            return self.trunk(x).sum() + (self.extra(x).sum() if extra else 0.0)
-
-    model = Model()
+    model = TrunkAndExtra()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.extra.parameters(), lr=0.1)
     noise = mh.NoiseScale(optimizer)

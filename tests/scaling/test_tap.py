@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from oracle import loss_of, make_batches, make_model
+from oracle import TrunkAndExtra, loss_of, make_batches, make_model
 from ranks import run_ranks
 
 
@@ -431,15 +431,7 @@ def only_one_rank_uses_them():
     rank = dist.get_rank()
     torch.manual_seed(0)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.trunk, self.extra = nn.Linear(3, 1), nn.Linear(3, 1)
-
-        def forward(self, x, extra):
-            return self.trunk(x).sum() + (self.extra(x).sum() if extra else 0.0)
-
-    model = Model()
+    model = TrunkAndExtra()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = sgd(model.extra)
     x, _ = make_batches(1, 2)

@@ -150,8 +150,7 @@ class MeanGradient:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.001)
-            table = Beliefs.table(self.announced.pop(0).wait()[2 * self._groups :].tolist())
-            table[0].check(table)
+            Beliefs.check(Beliefs.table(self.announced.pop(0).read()[2 * self._groups :]))
 
     def _own(self, beliefs: Sequence[float], witness: Tensor | None = None) -> Tensor:
         if self.workers.size == 1:

@@ -129,7 +129,7 @@ class NoiseScale:
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
             handle = optimizer.register_step_pre_hook(lambda *_: me._step())
-            self._finalizer = weakref.finalize(self, handle.remove)
+            weakref.finalize(self, handle.remove)
 
     def _step(self) -> None:
         """The optimizer is about to step along the gradients that were measured."""

@@ -4,10 +4,10 @@ Sent by each worker, as one vector:
 
     squares[group]      sum of |g_i|^2 over this worker's small batches
     mean[group]         |G|^2 over this worker's share of the parameters (see `_mean.py`)
-    slots[worker][...]  what this worker believes: see `Beliefs`; zeros in the others' places
+    beliefs             what this worker believes of the step: see `Beliefs`
 
-Summed over the workers, the first two are what the estimate needs and the slots are a table of
-all beliefs. Workers that disagree therefore all notice, in the same step, and all raise the
+The first two come back summed over the workers, for the estimate, and the beliefs as a table of
+all workers'. Workers that disagree therefore all notice, in the same step, and all raise the
 same error: no further collective in which one of them could be left waiting.
 """
 
@@ -53,8 +53,9 @@ class Beliefs:
         n = cls.SLOTS
         return [cls(*slots[i : i + n]) for i in range(0, len(slots), n)]
 
-    def check(self, table: Sequence[Beliefs]) -> None:
-        """Raise where the workers' `table` shows that something is wrong."""
+    @staticmethod
+    def check(table: Sequence[Beliefs]) -> bool:
+        """Whether any worker has seen all passes. Raises where the workers do not agree."""
         if len({b.announces for b in table}) > 1:
             some = ", ".join(str(rank) for rank, b in enumerate(table) if b.announces)
             raise RuntimeError(
@@ -70,9 +71,8 @@ class Beliefs:
                     f"workers disagree on the {name}: {_by_rank(values)}. "
                     "Every worker must be given the same."
                 )
-        seen = [b.seen for b in table]
-        if max(seen) < self.passes:
-            return  # nobody is ready: `step` says so
+        if max(b.seen for b in table) < table[0].passes:
+            return False  # `step` says what to do
         history = [b.history for b in table]
         if max(history) - min(history) > HISTORY_TOLERANCE * abs(max(history)):
             raise RuntimeError(
@@ -80,6 +80,7 @@ class Beliefs:
                 "(a checksum). Load the state dict on every worker, not on some."
             )
         _check_averaged([b.witness for b in table])
+        return True
 
 
 @dataclass
@@ -121,9 +122,7 @@ class Sample:
             numbers = self._with(extras).tolist() if extras else self.combination.read()
         groups, end = self.groups, len(numbers) - (self._sent_along or len(extras))
         if self.workers > 1:
-            table = Beliefs.table(numbers[2 * groups : end])
-            table[0].check(table)
-            self.nobody_ready = max(b.seen for b in table) < self.passes
+            self.nobody_ready = not Beliefs.check(Beliefs.table(numbers[2 * groups : end]))
         if self.count < 2:
             return None, numbers[end:]
         reading = Reading(

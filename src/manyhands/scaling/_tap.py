@@ -31,6 +31,8 @@ from manyhands.scaling._norms import Norms
 from manyhands.scaling._passes import BackwardPasses, current_task
 from manyhands.scaling._sample import Sample
 
+PATIENCE = 2.0  # seconds that a step waits for other workers to announce what this one has
+
 
 @dataclass
 class Accumulation:
@@ -99,6 +101,7 @@ class GradientTap:
         me = weakref.proxy(self)  # no cycle: dropping the optimizer drops the hooks at once
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end())
         self._hooks: list[tuple[Any, Any]] = []
+        weakref.finalize(self, _remove, self._hooks)
         self._repeated: set[int] = set()
         self._stepped: _Mark | None = None
         self.hook(param_groups)
@@ -116,7 +119,6 @@ class GradientTap:
                 node = _accumulator(param)
                 handle = node.register_prehook(partial(_deliver, listener, index))
                 self._hooks.append((handle, node))
-        self._finalizer = weakref.finalize(self, _remove, self._hooks)
         self.clear()
 
     def unhook(self) -> None:
@@ -221,7 +223,7 @@ class GradientTap:
         if self._cleared():
             self._start_over()
         if self.mean.announced:  # before DDP's collectives, in which others may wait for us
-            self.mean.check_announcements(patience=0.0 if self.passes else 2.0)
+            self.mean.check_announcements(patience=0.0 if self.passes else PATIENCE)
         self._lengths, self._pieces = {}, {}
         if self._divided_by > 1:  # the sum was made a mean, and more is coming: undo it
             self.multiply_gradients(self._divided_by)
