@@ -9,10 +9,14 @@ from manyhands.scaling._measure import NoiseScale
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._scales import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.sharding._ddp import ShardedDataParallel
+from manyhands.sharding._grad_scaler import ShardedGradScaler
+from manyhands.sharding._oss import OSS
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "OSS",
     "AdaScale",
     "AdamScale",
     "AdaptiveDataParallel",
@@ -23,6 +27,8 @@ __all__ = [
     "Record",
     "Run",
     "ScalingRuleBase",
+    "ShardedDataParallel",
+    "ShardedGradScaler",
     "SqrtScale",
     "read_record",
 ]

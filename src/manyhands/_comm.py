@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+LARGE = 65_536  # elements: a message of its own costs less than a copy
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,97 @@ class Workers:
         work = dist.all_reduce(total, group=self.group, async_op=True)
         return Combination([total], summed.numel(), work)
 
+    # -- slices of a bucket --------------------------------------------------------------------
+
+    def exchange(self, bucket: torch.Tensor, cuts: Sequence[int], wide: torch.dtype) -> Exchange:
+        """Begin to bring every worker its slice of all workers' `bucket`s, to be summed there.
+
+        gloo's reduce-scatter moves twice the bytes that are needed, so each slice is sent to its
+        owner and added up there, in the order of ranks. With NCCL its own is used, unless slices
+        are uneven or the sum is to be of another type (`wide`) than what is sent.
+        """
+        slice_size = cuts[self.rank + 1] - cuts[self.rank]
+        even = all(b - a == slice_size for a, b in zip(cuts, cuts[1:], strict=False))
+        if even and self._reduces and bucket.dtype == wide:
+            total = bucket.new_empty(slice_size)
+            return Exchange([total], _reduce_scatter(total, bucket, self.group), bucket)
+        rows = bucket.new_empty(self.size * slice_size)
+        sizes = None if even else [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        received = None if even else [slice_size] * self.size
+        work = dist.all_to_all_single(
+            rows, bucket, received, sizes, group=self.group, async_op=True
+        )
+        return Exchange(list(rows.view(self.size, slice_size)), work, bucket)
+
+    def share(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
+        """Begin to fill `bucket` on every worker with the slices that each owns of it."""
+        own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
+        if self._reduces and own.numel() * self.size == bucket.numel():
+            return [_all_gather(bucket, own, self.group)]
+        return [
+            dist.broadcast(bucket[a:b], group_src=rank, group=self.group, async_op=True)
+            for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
+            if a < b
+        ]
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the backend's reduce-scatter and all-gather move no more than is needed."""
+        return dist.get_backend(self.group) != "gloo"
+
+    def send_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every worker rank 0's values of these tensors; small ones of a type together."""
+        if self.size == 1:
+            return
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for tensor in map(torch.Tensor.detach, tensors):
+            if tensor.numel() > LARGE and tensor.is_contiguous():
+                dist.broadcast(tensor, group_src=0, group=self.group)
+            else:
+                kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for same in kinds.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            dist.broadcast(flat, group_src=0, group=self.group)
+            parts = flat.split([tensor.numel() for tensor in same])
+            for tensor, part in zip(same, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def bring(self, tensor: torch.Tensor, source: int, recipient: int) -> None:
+        """Fill `tensor` on the recipient (-1: on every worker) with that of `source`."""
+        if recipient == -1:
+            dist.broadcast(tensor, group_src=source, group=self.group)
+        elif self.rank == source:
+            dist.send(tensor, group_dst=recipient, group=self.group)
+        elif self.rank == recipient:
+            dist.recv(tensor, group_src=source, group=self.group)
+
+    def reduced(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """The sum over the workers, or the largest; on the device."""
+        if self.size > 1:
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+    def start_largest(self, tensor: torch.Tensor) -> dist.Work:
+        """Begin to take the largest value over the workers, in place."""
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def gather_text(self, text: str, device: torch.device) -> list[str]:
+        """Every worker's `text`, in rank order."""
+        if self.size == 1:
+            return [text]
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        sizes = [int(size[0]) for size in self.gather([float(own.numel())], device)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        padded[: own.numel()] = own
+        rows = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(rows, padded, group=self.group)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    # -- numbers -------------------------------------------------------------------------------
+
     def gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
         """Every worker's `numbers`, in rank order."""
         own = torch.tensor(numbers, dtype=precise(device), device=device)
@@ -88,6 +181,30 @@ class Workers:
                     f"workers disagree on the {name}: {listed}. "
                     f"Build the same {who} on every worker."
                 )
+
+
+@dataclass
+class Exchange:
+    """What every worker has sent for our slice: rows to be added up, or one that is the sum."""
+
+    rows: list[torch.Tensor]
+    work: dist.Work
+    sent: torch.Tensor  # kept until it has gone
+
+    @property
+    def done(self) -> bool:
+        return self.work.is_completed()
+
+    def mean(self, workers: int, dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
+        """The mean over the workers, summed in `wide`, as `dtype`."""
+        self.work.wait()
+        first, *others = self.rows
+        if not others:
+            return first.div_(workers).to(dtype)
+        total = torch.add(first.to(wide), others[0])
+        for row in others[1:]:
+            total.add_(row)
+        return total.div_(workers).to(dtype)
 
 
 @dataclass
@@ -131,3 +248,13 @@ class Combination:
 def precise(device: torch.device) -> torch.dtype:
     """The widest float that the device can add."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _reduce_scatter(out: torch.Tensor, bucket: torch.Tensor, group: Any) -> dist.Work:
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return reduce(out, bucket, group=group, async_op=True)
+
+
+def _all_gather(bucket: torch.Tensor, own: torch.Tensor, group: Any) -> dist.Work:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(bucket, own, group=group, async_op=True)

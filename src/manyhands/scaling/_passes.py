@@ -30,11 +30,17 @@ _queue_callback: Callable[[Callable[[], None]], None] = (
 
 
 class BackwardPasses:
-    """Calls `begin` at the first gradient of each backward pass and `end` when it is over."""
+    """Calls `begin` at the first gradient of each backward pass and `end` when it is over.
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    With `early`, `end` comes before those of others that are not.
+    """
+
+    def __init__(
+        self, begin: Callable[[], None], end: Callable[[], None], *, early: bool = False
+    ) -> None:
         self._begin = begin
         self._end = end
+        self._early = early
         self._pass: int | None = None  # the number of the pass, while one is open
         self.count = 0
         self.task: int | None = None  # the task in which a hook fired last
@@ -43,6 +49,11 @@ class BackwardPasses:
     @property
     def open(self) -> bool:
         return self._pass is not None
+
+    @property
+    def nested(self) -> bool:
+        """Whether the task that runs is inside another, where a gradient may come in parts."""
+        return self.task != self._outer
 
     def forget(self) -> None:
         """No pass is open: it is over, or raised an error on its way and will never end."""
@@ -66,7 +77,10 @@ class BackwardPasses:
         """Queue the end of this pass in its outermost task."""
         if around is None:
             self._outer = task
-            _queue_callback(lambda: _queue_callback(lambda: self._finish(number)))
+            if self._early:
+                _queue_callback(lambda: self._finish(number))
+            else:
+                _queue_callback(lambda: _queue_callback(lambda: self._finish(number)))
             return
 
         def in_the_task_around(_: Any) -> None:

@@ -1,0 +1,317 @@
+"""Gradients on their way: filled into buckets, sent to their owners, averaged there.
+
+Within a backward pass
+    arrived    a gradient is complete. Its runs are copied into their buckets (or, where a bucket
+               lies inside one gradient, are the bucket), and `param.grad` is let go
+    launch     a full bucket is sent, in an order that is the same on every worker
+    land       what the workers sent for our slice is there, and its mean is taken
+    close      the pass is over: what did not arrive counts as zero; the rest is sent, landed,
+               and put into `param.grad` as a `ShardedGradient`
+
+Tensors we hold, and when
+    filling    per bucket: what will be sent, from the first gradient to `land`
+    slices     per bucket: the mean of our slice, from `land`; lives on in `param.grad.pieces`
+
+Inside `no_sync()` gradients stay where autograd puts them: in `param.grad`, or, where there is a
+sharded gradient already, in its `local`. The next pass outside sends the sum.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands._comm import Exchange, Workers
+from manyhands.scaling._passes import BackwardPasses, current_task
+from manyhands.sharding._gradient import ShardedGradient
+from manyhands.sharding._layout import Run
+from manyhands.sharding._shards import FlatBucket, Shards, flattened
+
+IN_FLIGHT = 2  # buckets that may be under way at once; each is memory
+
+
+class _Outgoing:
+    """One bucket of gradients in one pass."""
+
+    def __init__(
+        self, place: int, shards: Shards, flat: FlatBucket, params: dict[int, int]
+    ) -> None:
+        self.place, self.flat = place, flat
+        self.runs = [(params[id(shards.params[run.param])], run) for run in flat.plan.runs]
+        self.owned = [
+            (params[id(shards.params[run.param])], run)
+            for run in flat.plan.owned(shards.workers.rank)
+        ]
+        self.needed = sum(shards.params[run.param].requires_grad for run in flat.plan.runs)
+        self.clear()
+
+    def clear(self) -> None:
+        self.waiting = self.needed
+        self.filling: Tensor | None = None
+        self.exchange: Exchange | None = None
+        self.slice: Tensor | None = None
+
+    def fill(self, run: Run, grad: Tensor | None, dtype: torch.dtype) -> None:
+        """Take in a run of a gradient, given flat; or of zeros."""
+        plan, data = self.flat.plan, self.flat.data
+        self.waiting -= 1
+        if grad is not None and run.size == plan.size:  # the bucket lies inside it: no copy
+            self.filling = grad[run.start : run.stop].to(dtype)
+            return
+        if self.filling is None:
+            self.filling = torch.empty(plan.size, dtype=dtype, device=data.device)
+        place = self.filling[run.offset : run.offset + run.size]
+        if grad is None:
+            place.zero_()
+        else:
+            place.copy_(grad[run.start : run.stop])
+
+
+class Reducer:
+    """Averages the gradients of some optimizers' parameters during backward.
+
+    `synchronised()` is asked whether a pass is to be averaged; `wire` is the type in which
+    gradients travel, by default their own.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shards],
+        workers: Workers,
+        synchronised: Callable[[], bool],
+        wire: torch.dtype | None,
+    ) -> None:
+        self.workers = workers
+        self._all_shards = list(shards)
+        self._synchronised = synchronised
+        self._wire = wire
+        self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks)
+        me = weakref.proxy(self)  # no cycle: dropping the module drops the hooks
+        # Ours queues its end once, and so comes before the measurement of the mean gradient.
+        self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
+        self._order: list[int] | None = None
+        self.passes = 0  # averaged since the last step
+        self.cover()
+
+    def cover(self) -> None:
+        """Listen to the parameters that are being trained now."""
+        _remove(self._hooks)
+        self.params = [p for shards in self._all_shards for p in shards.params]
+        numbers = {id(param): number for number, param in enumerate(self.params)}
+        flats = [(s, flat) for s in self._all_shards for flat in s.buckets if s.active(flat)]
+        self._buckets = [_Outgoing(i, *pair, numbers) for i, pair in enumerate(flats)]
+        self._places: list[list[tuple[_Outgoing, Run]]] = [[] for _ in self.params]
+        for bucket in self._buckets:
+            for number, run in bucket.runs:
+                self._places[number].append((bucket, run))
+        self._trained = [p.requires_grad for p in self.params]
+        listener = weakref.ref(self)
+        for number, param in enumerate(self.params):
+            if param.requires_grad and self._places[number]:
+                hook = _listening(listener, number)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+        self._order = None
+        self._start_over()
+
+    @property
+    def trained_changed(self) -> bool:
+        """Whether parameters were frozen or have thawed since `cover`."""
+        return [p.requires_grad for p in self.params] != self._trained
+
+    def _start_over(self) -> None:
+        self._arrived: set[int] = set()
+        self._before: dict[int, ShardedGradient] = {}
+        self._flying: deque[_Outgoing] = deque()
+        self._next = 0
+        self._finished: list[int] = []
+        for bucket in self._buckets:
+            bucket.clear()
+
+    # -- one backward pass ---------------------------------------------------------------------
+
+    def arrived(self, number: int) -> None:
+        """A parameter's gradient of this pass is complete."""
+        task = current_task()
+        if task != self._passes.task:
+            self._passes.enter(task)
+        if self._averaging and not self._passes.nested:
+            self._take(number)
+            self._launch_full()
+
+    def _begin(self) -> None:
+        self._averaging = self._synchronised()
+        self._start_over()
+
+    def _end(self) -> None:
+        if self._averaging:
+            self._close()
+
+    def _take(self, number: int) -> None:
+        """Bring a gradient into its buckets, and let it go."""
+        param = self.params[number]
+        grad = param.grad
+        if isinstance(grad, ShardedGradient):
+            self._before[number] = grad
+            grad, grad.local = grad.local, None
+        if grad is not None:
+            self._note_arrival(number)
+        param.grad = None
+        flat = None if grad is None else flattened(grad, param)
+        for bucket, run in self._places[number]:
+            bucket.fill(run, flat, self._wire or param.dtype)
+            if not bucket.waiting:
+                self._finished.append(bucket.place)
+
+    def _note_arrival(self, number: int) -> None:
+        if number in self._arrived:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(self.params[number].shape)} came "
+                "again after it had been sent: it is used inside and outside of a reentrant "
+                "checkpoint. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
+            )
+        self._arrived.add(number)
+
+    def _launch_full(self) -> None:
+        """Send the full buckets whose turn it is; land what is there."""
+        while self._next < len(self._buckets) and not self._turn(self._next).waiting:
+            self._launch(self._turn(self._next))
+        if self._flying and self._flying[0].exchange.done:  # type: ignore[union-attr]
+            self._land()
+
+    def _turn(self, place: int) -> _Outgoing:
+        return self._buckets[place if self._order is None else self._order[place]]
+
+    def _launch(self, bucket: _Outgoing) -> None:
+        while len(self._flying) >= IN_FLIGHT:
+            self._land()
+        assert bucket.filling is not None
+        wide = _wide(bucket.filling.dtype)
+        bucket.exchange = self.workers.exchange(bucket.filling, bucket.flat.plan.cuts, wide)
+        bucket.filling = None
+        self._flying.append(bucket)
+        self._next += 1
+
+    def _land(self) -> None:
+        bucket = self._flying.popleft()
+        assert bucket.exchange is not None
+        dtype = bucket.flat.data.dtype
+        bucket.slice = bucket.exchange.mean(self.workers.size, dtype, _wide(self._wire or dtype))
+        bucket.exchange = None
+
+    # -- the end of a pass ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _close(self) -> None:
+        """Send what is left, with zeros for what did not come, and hand out the means."""
+        for number, trained in enumerate(self._trained):
+            if trained and number not in self._arrived:
+                self._take(number)
+        used = self._tell_used()
+        while self._next < len(self._buckets):
+            self._launch(self._turn(self._next))
+        while self._flying:
+            self._land()
+        pieces: list[list[Tensor]] = [[] for _ in self.params]
+        for bucket in self._buckets:
+            assert bucket.slice is not None
+            for number, run in bucket.owned:
+                pieces[number].append(bucket.slice[run.offset : run.offset + run.size])
+            bucket.slice = None
+        for number in self._used(used):
+            self._hand_out(number, pieces[number])
+        if self._order is None:
+            self._agree_on_order()
+        self.passes += 1
+        self._start_over()
+
+    def _hand_out(self, number: int, pieces: list[Tensor]) -> None:
+        before = self._before.get(number)
+        if before is not None:
+            for piece, earlier in zip(pieces, before.pieces, strict=True):
+                piece.add_(earlier)
+        param = self.params[number]
+        param.grad = ShardedGradient(param, pieces, self.workers.size)
+
+    def _tell_used(self) -> Tensor:
+        """Begin to find out which parameters any worker has used."""
+        used = torch.zeros(len(self.params), dtype=torch.uint8)
+        used[list(self._arrived)] = 1
+        device = self.params[0].device
+        self._telling = used.to(device, non_blocking=True)
+        self._told = self.workers.start_largest(self._telling)
+        return self._telling
+
+    def _used(self, used: Tensor) -> list[int]:
+        """Parameters that have a gradient after this pass. (Asks the device only if needed.)"""
+        self._told.wait()
+        here = [n for n, trained in enumerate(self._trained) if trained and self._places[n]]
+        if len(self._arrived) == len(here):
+            return here
+        flags = used.tolist()
+        for number in here:  # an earlier pass's gradient, of a parameter that nobody used in this
+            if not flags[number] and number in self._before:
+                self.params[number].grad = self._before[number]
+        return [number for number in here if flags[number]]
+
+    def _agree_on_order(self) -> None:
+        """From now on, send buckets in the order in which rank 0's were full."""
+        rest = [i for i in range(len(self._buckets)) if i not in self._finished]
+        order = torch.tensor([*self._finished, *rest], device=self.params[0].device)
+        self.workers.send_first([order])
+        self._order = order.tolist()
+
+    # -- between passes ------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Average what has not been averaged, as at the end of a pass."""
+        self._passes.forget()
+        self._start_over()
+        self._close()
+
+    def complete(self) -> None:
+        """Before a step: a worker without data for it joins in with zeros."""
+        if self.passes == 0 and not self._unaveraged():
+            self.reduce()
+        if self._unaveraged():
+            raise RuntimeError(
+                "step() after a backward inside no_sync(): these gradients are this worker's and "
+                "have not been averaged. Run the step's last backward outside no_sync(), or call "
+                "reduce() on the ShardedDataParallel module, on every worker."
+            )
+
+    def stepped(self) -> None:
+        """A step was made, or the gradients were cleared."""
+        self.passes = 0
+
+    def _unaveraged(self) -> bool:
+        return any(
+            grad is not None and (not isinstance(grad, ShardedGradient) or grad.local is not None)
+            for grad, places in zip((p.grad for p in self.params), self._places, strict=True)
+            if places
+        )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _listening(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor], None]:
+    def arrived(_: Tensor) -> None:
+        reducer = listener()
+        if reducer is not None:
+            reducer.arrived(number)
+
+    return arrived
+
+
+def _remove(hooks: list[Any]) -> None:
+    for handle in hooks:
+        handle.remove()
+    hooks.clear()

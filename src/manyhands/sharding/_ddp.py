@@ -1,0 +1,284 @@
+"""The sharded module: gradients go to their owners while backward runs (`_buckets.py`)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from manyhands.sharding._buckets import Reducer
+from manyhands.sharding._oss import OSS
+
+
+class ShardedDataParallel(nn.Module):
+    """Data parallelism in which each of N workers keeps 1/N of gradients and optimizer state.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+    >>> model = mh.ShardedDataParallel(model, optimizer)
+    >>> model(torch.ones(2, 3)).sum().backward()
+    >>> optimizer.step()
+
+    After `backward`, `param.grad` is a stand-in for the mean gradient, of which each worker
+    holds a part: clip it with `optimizer.clip_grad_norm`, scale losses with
+    `ShardedGradScaler`. Backward passes inside `no_sync()` accumulate on each worker, in
+    gradients of full size; without it every pass is averaged, and adds to what the owners hold.
+
+    Args:
+        module: the model, on its device.
+        optimizer: the `OSS` of its parameters, or several, perhaps with a scaling rule around.
+        process_group: the workers; those of the optimizer, by default.
+        broadcast_buffers: take rank 0's buffers before each forward in training.
+        sync_models_at_startup: take rank 0's parameters and buffers now.
+        reduce_buffer_size: elements that travel together; by default what the optimizer says.
+        auto_refresh_trainable: look before each forward whether parameters were frozen or
+            have thawed. If not, call `refresh_trainable` when they have.
+        reduce_fp16: send gradients as float16.
+        warn_on_trainable_params_changed: say so when they have.
+        reduce_dtype: send gradients in this type (bfloat16, for one). They are added up in
+            float32.
+        overlap_gather: let `step` return while the new parameters are still on their way; each
+            module waits for its own in the next forward. Between `step` and the end of that
+            forward, parameters read elsewhere (but in `state_dict`) may be old ones.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        process_group: Any = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int | None = None,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        warn_on_trainable_params_changed: bool = True,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        overlap_gather: bool = False,
+    ) -> None:
+        super().__init__()
+        several = isinstance(optimizer, list | tuple)
+        self._optimizers = [_sharded(o) for o in (optimizer if several else [optimizer])]
+        _check(module, self._optimizers, process_group)
+        self.module = module
+        self.process_group = process_group or self._optimizers[0].group
+        self.broadcast_buffers = broadcast_buffers
+        self.auto_refresh_trainable = auto_refresh_trainable
+        self.warn_on_trainable_params_changed = warn_on_trainable_params_changed
+        self.require_backward_grad_sync = True
+        self._workers = self._optimizers[0]._workers
+        self._reducer: Reducer | None = None
+        self.register_load_state_dict_pre_hook(_put_prefix)
+        if self._workers.size == 1:
+            return
+        if reduce_buffer_size is not None:
+            for one in self._optimizers:
+                one._bucket_size(_checked_size(reduce_buffer_size))
+        if sync_models_at_startup:
+            self._workers.send_first([*module.parameters(), *module.buffers()])
+        self._reducer = Reducer(
+            [one._shards for one in self._optimizers],
+            self._workers,
+            self._synchronised(),
+            torch.float16 if reduce_fp16 else reduce_dtype,
+        )
+        for one in self._optimizers:
+            one._reducer = self._reducer
+            one._overlap = overlap_gather
+        if overlap_gather:
+            self._wait_in_forward()
+
+    def _synchronised(self) -> Callable[[], bool]:
+        settings = vars(self)  # not `self`: the reducer must not keep the module alive
+        return lambda: bool(settings["require_backward_grad_sync"])
+
+    def _wait_in_forward(self) -> None:
+        """Let each module wait for its own parameters before it runs."""
+        for module in self.module.modules():
+            own = {id(param) for param in module.parameters(recurse=False)}
+            buckets = [
+                bucket
+                for one in self._optimizers
+                for bucket in one._shards.buckets
+                if any(id(one._shards.params[run.param]) in own for run in bucket.plan.runs)
+            ]
+            if buckets:
+                module.register_forward_pre_hook(_waiting(buckets))
+
+    # -- training ------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, with buffers and parameters made ready for it."""
+        if self._reducer is not None:
+            self._prepare()
+        result = self.module(*inputs, **kwargs)
+        for one in self._optimizers:
+            one.wait()
+        return result
+
+    def _prepare(self) -> None:
+        if _inside_ddp(self):
+            raise RuntimeError(
+                "ShardedDataParallel is inside DistributedDataParallel, so gradients would be "
+                "averaged twice. Use one of the two."
+            )
+        for one in self._optimizers:
+            if one._shards.moved:
+                one._follow_moved()
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        assert self._reducer is not None
+        if self.auto_refresh_trainable and self._reducer.trained_changed:
+            if self.warn_on_trainable_params_changed:
+                warnings.warn(
+                    "parameters were frozen or have thawed; their gradients' buckets are laid "
+                    "out anew. (warn_on_trainable_params_changed=False silences this.)",
+                    stacklevel=3,
+                )
+            self.refresh_trainable()
+        if self.broadcast_buffers and self.require_backward_grad_sync:
+            self.sync_buffers()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside are not averaged, but add up on each worker."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def reduce(self) -> None:
+        """Average the gradients that `no_sync()` has left. (Backward outside it does so itself.)
+
+        To be called on every worker.
+        """
+        if self._reducer is not None:
+            self._reducer.reduce()
+
+    def refresh_trainable(self) -> None:
+        """Look again which parameters are to be trained; on every worker."""
+        for one in self._optimizers:
+            one.refresh_trainable()
+        if self._reducer is not None and self._reducer.trained_changed:
+            self._reducer.cover()
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Take rank 0's buffers. (They have arrived when it returns, whatever `blocking`.)"""
+        self._workers.send_first(list(self.module.buffers()))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        super().zero_grad(set_to_none)
+        if self._reducer is not None:
+            self._reducer.stepped()
+
+    # -- as the wrapped module -----------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """What this module does not have is the wrapped one's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's state dict."""
+        for one in self._optimizers:
+            one.wait()
+        return self.module.state_dict(*args, **kwargs)
+
+
+def _sharded(optimizer: Any) -> OSS:
+    """The OSS inside of scaling rules."""
+    inner = optimizer
+    while not isinstance(inner, OSS) and isinstance(inner, Optimizer):
+        inner = getattr(inner, "optimizer", None)
+    if not isinstance(inner, OSS):
+        raise TypeError(
+            f"ShardedDataParallel needs the model's manyhands.OSS, got {type(optimizer).__name__}: "
+            "it sends each gradient to the worker that keeps the parameter up to date. Write "
+            "OSS(model.parameters(), optim=..., ...)."
+        )
+    return inner
+
+
+def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
+    if not optimizers:
+        raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
+    for inside in module.modules():
+        if isinstance(inside, DistributedDataParallel | ShardedDataParallel):
+            raise TypeError(
+                f"the module contains a {type(inside).__name__} already, and gradients would be "
+                "averaged twice. Wrap the bare module."
+            )
+    for one in optimizers:
+        if one._reducer is not None:
+            raise RuntimeError(
+                "this OSS belongs to another ShardedDataParallel already. Give each module an "
+                "optimizer of its own."
+            )
+        if group is not None and group is not one.group and one._workers.size > 1:
+            raise ValueError(
+                "the process group is not the optimizer's. Make both with the same one: "
+                "OSS(..., group=group)."
+            )
+    held = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
+    named = dict(module.named_parameters())
+    left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
+    if left_out:
+        raise ValueError(
+            f"{len(left_out)} parameter(s) of the module are in no optimizer: "
+            f"{', '.join(left_out[:4])}{', ...' if len(left_out) > 4 else ''}. Make the OSS from "
+            "module.parameters(), or freeze them with requires_grad_(False)."
+        )
+    if foreign := len(held - {id(p) for p in named.values()}):
+        raise ValueError(
+            f"the optimizer holds {foreign} parameter(s) that are not in the module, and whose "
+            "gradients nobody would average. Make the OSS from module.parameters()."
+        )
+
+
+def _checked_size(elements: int) -> int:
+    if elements < 0:
+        raise ValueError(
+            f"reduce_buffer_size must not be negative, got {elements}. It is the number of "
+            "elements that travel together; 0 sends each parameter alone."
+        )
+    return max(elements, 1)
+
+
+def _inside_ddp(module: nn.Module) -> bool:
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
+    return active is not None and any(inner is module for inner in active.modules())
+
+
+def _waiting(buckets: Sequence[Any]) -> Callable[..., None]:
+    def wait(*_: Any) -> None:
+        for bucket in buckets:
+            bucket.wait()
+
+    return wait
+
+
+def _put_prefix(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> Mapping[str, Any] | None:
+    """The plain module's names, as this module has them."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+    return None

@@ -1,0 +1,121 @@
+"""A gradient of which each worker holds a part: what `param.grad` is after a sharded backward.
+
+It has the parameter's shape and no memory of its own. Behind it are
+
+    pieces   this worker's elements of the mean gradient, flat, one tensor for each piece
+    local    gradients of this worker that have not been averaged yet (after `no_sync()`, or
+             while a backward adds to what an earlier one left)
+
+Operations that act on each element alone act on the pieces. Any other, a norm for one, would be
+of this worker's part and not of the gradient, and is an error that says what to call instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class ShardedGradient(Tensor):
+    """Stands in `param.grad` for a gradient that is spread over the workers."""
+
+    pieces: tuple[Tensor, ...]
+    local: Tensor | None
+    workers: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, param: Tensor, pieces: Sequence[Tensor], workers: int) -> ShardedGradient:
+        # A wrapper has a type, a shape and a version, and no storage.
+        shell: ShardedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, param.size(), strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        shell.pieces, shell.local, shell.workers = tuple(pieces), None, workers
+        return shell
+
+    def parts(self) -> list[Tensor]:
+        """Everything of it that this worker holds."""
+        return [*self.pieces, *([] if self.local is None else [self.local])]
+
+    def twin(self, change: Callable[[Tensor], Tensor]) -> ShardedGradient:
+        """The like, with each part changed."""
+        other = ShardedGradient(self, [change(piece) for piece in self.pieces], self.workers)
+        other.local = None if self.local is None else change(self.local)
+        return other
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = sum(piece.numel() for piece in self.pieces)
+        return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGradient:
+        memo[id(self)] = copied = self.twin(Tensor.clone)
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        packet, kwargs = func.overloadpacket, kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, ShardedGradient):
+            if packet in ADDING and isinstance(args[1], Tensor):
+                target = first if packet is aten.add_ else first.twin(Tensor.detach)
+                return target._added(args[1].detach(), kwargs.get("alpha", 1))
+            if packet in ELEMENTWISE and not any(map(_is_large, args[1:])):
+                for part in first.parts():
+                    func(part, *args[1:], **kwargs)
+                return first
+            if packet in COPYING:
+                return first.twin(lambda part: func(part, **kwargs))
+        if packet in FOREACH and not any(map(_is_large, args[1:])):
+            return _each(func, args, kwargs)
+        raise RuntimeError(
+            f"{packet.__name__} needs the whole gradient, and this one is sharded over the "
+            "workers. To clip, call optimizer.clip_grad_norm(max_norm); for loss scaling, use "
+            "ShardedGradScaler. This worker's elements are in grad.pieces."
+        )
+
+    def _added(self, other: Tensor, alpha: Any) -> ShardedGradient:
+        """What autograd does with the next backward's gradient: it waits to be averaged."""
+        if isinstance(other, ShardedGradient):
+            if alpha != 1 or len(other.pieces) != len(self.pieces) or other.local is not None:
+                raise RuntimeError("only whole sharded gradients of one parameter can be added.")
+            for mine, theirs in zip(self.pieces, other.pieces, strict=True):
+                mine.add_(theirs)
+        elif other.shape != self.shape or alpha != 1:
+            raise RuntimeError(
+                "a number or another tensor cannot be added to a sharded gradient; change the "
+                "gradient in a hook of the parameter, before it is averaged."
+            )
+        else:
+            self.local = other if self.local is None else self.local + other
+        return self
+
+
+ADDING = {aten.add_, aten.add}
+ELEMENTWISE = {
+    *(aten.mul_, aten.div_, aten.zero_, aten.neg_, aten.nan_to_num_),
+    *(aten.clamp_, aten.clamp_min_, aten.clamp_max_),
+}
+COPYING = {aten.detach, aten.clone, aten.alias}
+FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_}
+
+
+def _is_large(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.numel() > 1
+
+
+def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A foreach operation with the same other arguments for all, or one of a list for each."""
+    lists = [a if isinstance(a, list | tuple) else None for a in args[1:]]
+    for i, grad in enumerate(args[0]):
+        own = [a if each is None else [each[i]] for a, each in zip(args[1:], lists, strict=True)]
+        parts = grad.parts() if isinstance(grad, ShardedGradient) else [grad]
+        for part in parts:
+            func([part], *own, **kwargs)

@@ -1,0 +1,152 @@
+"""Which worker keeps which elements up to date. Integers in, integers out.
+
+Parameters lie one after the other in *segments*, each a flat piece of memory. A segment is cut
+into *buckets*, which travel as a whole, and a bucket into N slices, one for each worker:
+
+    segment   | bucket                        | bucket                        |
+              | slice 0 | slice 1 | ... N - 1 | slice 0 | slice 1 | ... N - 1 |
+    params    | a  | b        | c                             |  d    | padding
+
+There are two layouts. *Even*: every slice of a bucket has the same size, wherever parameters
+begin and end. *Whole*: a slice holds whole parameters; they are dealt out by size, the largest
+first, and put in the order of their owners within the bucket, which then is the whole segment.
+
+A parameter begins at a multiple of `ALIGN` elements, so that kernels find it where they like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements `start` to `stop` of a parameter, which lie at `offset` in a bucket."""
+
+    param: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What travels together: slice r, from `cuts[r]` to `cuts[r + 1]`, is worker r's."""
+
+    runs: tuple[Run, ...]
+    cuts: tuple[int, ...]
+    start: int = 0  # within its segment
+
+    @property
+    def size(self) -> int:
+        return self.cuts[-1]
+
+    @cached_property
+    def even(self) -> bool:
+        first = self.cuts[1] - self.cuts[0]
+        return all(b - a == first for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+
+    def owned(self, rank: int) -> Iterator[Run]:
+        """The runs of elements that are worker `rank`'s; offsets count from its slice."""
+        low, high = self.cuts[rank], self.cuts[rank + 1]
+        for run in self.runs:
+            first, last = max(run.offset, low), min(run.offset + run.size, high)
+            if first < last:
+                at = run.start + first - run.offset
+                yield Run(run.param, at, at + last - first, first - low)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of memory in which some parameters lie; `places` says where each begins."""
+
+    places: dict[int, int]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(bucket.size for bucket in self.buckets)
+
+
+def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[Segment]:
+    """Cut parameters, given as (index, elements), into equal shares."""
+    segments = []
+    for members in _stretches(sizes, largest):
+        places, total = _placed(members)
+        number = max(1, round(total / largest))
+        size = _rounded_up(-(-total // number), workers * ALIGN)
+        cuts = tuple(range(0, size + 1, size // workers))
+        buckets = tuple(
+            Bucket(tuple(_runs_within(members, places, start, start + size)), cuts, start)
+            for start in range(0, total, size)
+        )
+        segments.append(Segment(places, buckets))
+    return segments
+
+
+def whole(
+    sizes: Sequence[tuple[int, int]], workers: int, largest: int, load: list[int]
+) -> list[Segment]:
+    """Give each parameter to one worker. `load` counts the elements that each has so far."""
+    owner: dict[int, int] = {}
+    for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
+        owner[index] = load.index(min(load))
+        load[owner[index]] += size
+    segments = []
+    for members in _stretches(sizes, largest):
+        members = sorted(members, key=lambda entry: owner[entry[0]])
+        places, total = _placed(members)
+        ends = [0] * workers
+        for index, size in members:
+            ends[owner[index]] = places[index] + _rounded_up(size, ALIGN)
+        cuts = [0]
+        for end in ends:
+            cuts.append(max(cuts[-1], end))
+        runs = tuple(_runs_within(members, places, 0, total))
+        segments.append(Segment(places, (Bucket(runs, tuple(cuts)),)))
+    return segments
+
+
+def _stretches(sizes: Sequence[tuple[int, int]], largest: int) -> Iterator[list[tuple[int, int]]]:
+    """Consecutive parameters, about `largest` elements at a time."""
+    stretch: list[tuple[int, int]] = []
+    total = 0
+    for index, size in sizes:
+        if stretch and total + size > largest:
+            yield stretch
+            stretch, total = [], 0
+        stretch.append((index, size))
+        total += size
+    if stretch:
+        yield stretch
+
+
+def _placed(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
+    """Where each parameter begins, and the end of the last."""
+    places, end = {}, 0
+    for index, size in members:
+        places[index] = end
+        end += _rounded_up(size, ALIGN)
+    return places, max(end, ALIGN)
+
+
+def _runs_within(
+    members: Sequence[tuple[int, int]], places: dict[int, int], low: int, high: int
+) -> Iterator[Run]:
+    for index, size in members:
+        first, last = max(places[index], low), min(places[index] + size, high)
+        if first < last:
+            at = first - places[index]
+            yield Run(index, at, at + last - first, first - low)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

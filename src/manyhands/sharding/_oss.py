@@ -1,0 +1,399 @@
+"""The sharded optimizer: each worker updates its pieces, then all exchange what is new.
+
+A step, in order
+    gradients   each piece gets its part of `param.grad` (`_shards.py`)
+    options     learning rates and the like, as they are in `param_groups` now
+    step        of `optim`, the optimizer that the user asked for, on this worker's pieces
+    share       every worker sends its slices of the flat parameters and receives the others'
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from manyhands._comm import Workers
+from manyhands.sharding import _state
+from manyhands.sharding._clip import clip_grad_norm
+from manyhands.sharding._elementwise import works_by_element
+from manyhands.sharding._shards import Shards
+
+LARGEST = 2**22  # elements of a bucket: 16 MiB of float32
+
+
+class OSS(Optimizer):
+    """Optimizer state sharding: each of N workers keeps 1/N of the optimizer's state.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+    >>> model(torch.ones(2, 3)).sum().backward()
+    >>> optimizer.step()
+
+    It takes the place of the optimizer, under `DistributedDataParallel` or with
+    `ShardedDataParallel`, which shards the gradients too. After `step` every worker has all
+    parameters, and they are those of the plain optimizer.
+
+    The parameters become views of flat memory when the optimizer is made; make it after the
+    model is on its device. `state_dict` is the plain optimizer's and has to be collected
+    from the workers first: call `consolidate_state_dict` on all of them.
+
+    Args:
+        params: parameters, or groups of them, as for any optimizer.
+        optim: class of the optimizer.
+        group: the workers that share the state; all, by default.
+        broadcast_fp16: send updated parameters as float16. All workers then train with the
+            rounded values; the exact ones stay with their owners.
+        layout: "even" cuts parameters anywhere, into equal shares, for optimizers that work
+            element by element; "whole" leaves each with one worker. By default what `optim`
+            needs; see `.layout`.
+        bucket_size: elements that travel together (`broadcast_buffer_size` is fairscale's name).
+        force_broadcast_object: accepted for fairscale's callers; no objects are sent.
+        **defaults: the optimizer's own arguments.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optim: type[Optimizer] = SGD,
+        group: Any = None,
+        broadcast_fp16: bool = False,
+        *,
+        layout: str | None = None,
+        bucket_size: int | None = None,
+        broadcast_buffer_size: int = -1,
+        force_broadcast_object: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+            raise TypeError(
+                f"optim must be an optimizer class, such as torch.optim.AdamW, got {optim!r}. "
+                "Its arguments follow by name: OSS(params, optim=AdamW, lr=1e-3)."
+            )
+        self._workers = Workers.of(group)
+        self.layout = _checked_layout(layout, optim, defaults, self._workers.size)
+        if bucket_size is None and broadcast_buffer_size > 0:
+            bucket_size = broadcast_buffer_size
+        if bucket_size is not None and bucket_size < 1:
+            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}.")
+        self._kind = optim
+        self._given = dict(defaults)
+        self.group = group
+        self._shards = Shards(
+            self._workers,
+            even=self.layout == "even",
+            largest=bucket_size or LARGEST,
+            wire=torch.float16 if broadcast_fp16 else None,
+        )
+        self._reducer: Any = None  # of a ShardedDataParallel, if there is one
+        self._overlap = False
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self.optim: Any = None
+        super().__init__(params, defaults)  # comes to add_param_group
+        self._check_workers_agree()
+        self._make_inner()
+
+    # -- the inner optimizer -------------------------------------------------------------------
+
+    def _make_inner(self) -> None:
+        for group in self.param_groups:
+            self._shards.extend(group["params"])
+        self._shards.lay_out()
+        groups = [self._inner_group(index) for index in range(len(self.param_groups))]
+        self.optim = self._kind(groups, **self._given)  # type: ignore[call-arg]
+        self.defaults = self.optim.defaults
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            _copy_options(inner, group)
+
+    def _inner_group(self, index: int) -> dict[str, Any]:
+        """A parameter group's options, with this worker's pieces of its parameters."""
+        members = self._members(index)
+        pieces = [piece.data for i in members for piece in self._shards.pieces[i]]
+        return {**_options(self.param_groups[index]), "params": pieces}
+
+    def _members(self, index: int) -> range:
+        """Which parameters are those of a group, counted through all groups."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        first = sum(sizes[:index])
+        return range(first, first + sizes[index])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with their own options, as any optimizer does; on every worker."""
+        super().add_param_group(param_group)
+        if self.optim is None:  # the constructor's groups are taken in together
+            return
+        self._check_workers_agree(len(self.param_groups) - 1)
+        self._shards.extend(self.param_groups[-1]["params"])
+        self._shards.lay_out()
+        self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
+        _copy_options(self.optim.param_groups[-1], self.param_groups[-1])
+        self._replace_pieces()
+
+    def refresh_trainable(self) -> None:
+        """Take in parameters that have thawed since. `step` does so by itself."""
+        if self._shards.missing:
+            self._shards.lay_out()
+            self._replace_pieces()
+
+    def _replace_pieces(self) -> None:
+        """Let the inner optimizer's groups hold the pieces that there are now."""
+        for index, inner in enumerate(self.optim.param_groups):
+            inner["params"] = self._inner_group(index)["params"]
+        if self._reducer is not None:
+            self._reducer.cover()
+
+    def _follow_moved(self) -> None:
+        """The model was moved or converted: our memory, and the state, go after it."""
+        before = [piece.data for pieces in self._shards.pieces for piece in pieces]
+        self._shards.follow()
+        after = [piece.data for pieces in self._shards.pieces for piece in pieces]
+        for old, new in zip(before, after, strict=True):
+            if old in self.optim.state:
+                state = self.optim.state.pop(old)
+                self.optim.state[new] = {k: _state.placed(v, old, new) for k, v in state.items()}
+        self._replace_pieces()
+
+    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """For each worker the parameter groups with what it keeps up to date.
+
+        Whole parameters, or (as views) those parts of them that are the worker's.
+        """
+        return [
+            [
+                {**_options(group), "params": self._shards.held_by(rank, self._members(index))}
+                for index, group in enumerate(self.param_groups)
+            ]
+            for rank in range(self._workers.size)
+        ]
+
+    def _bucket_size(self, elements: int) -> None:
+        """Lay the parameters out again in buckets of that size; before the first step only."""
+        if elements == self._shards.largest or self._workers.size == 1:
+            return
+        if self.optim.state:
+            raise ValueError(
+                "the size of buckets cannot be changed any more: the optimizer has state. Give "
+                "bucket_size to OSS, or wrap the model before the first step."
+            )
+        self._shards.largest = elements
+        self._shards.release()
+        self._shards.lay_out()
+        self._replace_pieces()
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update the parameters: this worker's pieces by `optim`, then everybody's everywhere.
+
+        A `closure` is run once before, and its loss returned.
+        """
+        self._consolidated = None
+        self._prepare()
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            _copy_options(group, inner)
+        if self._workers.size == 1:
+            result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
+        else:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            if self._reducer is not None:
+                self._reducer.complete()
+            with self._gradients_on_pieces():
+                self.optim.step(**kwargs)
+            if self._reducer is not None:
+                self._reducer.stepped()
+            self._shards.share()
+            if not self._overlap:
+                self.wait()
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            _copy_options(inner, group)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        super().zero_grad(set_to_none)
+        if self._reducer is not None:
+            self._reducer.stepped()
+
+    def wait(self) -> None:
+        """Until this worker has all of the parameters that the last step made."""
+        self._shards.wait()
+
+    def _prepare(self) -> None:
+        """Before a step: parameters may have thawed, moved, or been overwritten."""
+        self.wait()
+        self.refresh_trainable()
+        if self._shards.moved:
+            self._follow_moved()
+        self._shards.take_changes()
+
+    @contextmanager
+    def _gradients_on_pieces(self) -> Iterator[None]:
+        placed = []
+        try:
+            for pieces in self._shards.pieces:
+                for number, piece in enumerate(pieces):
+                    piece.data.grad = self._shards.gradient(piece, number)
+                    placed.append(piece)
+            yield
+        finally:
+            for piece in placed:
+                piece.data.grad = None
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[list[Tensor]], Iterable[Tensor]] | None = None,
+    ) -> Tensor:
+        """Scale the gradients down to a norm of at most `max_norm`; returns the norm they had.
+
+        To be called on every worker, between `backward` and `step`. `filter_params_fn` takes
+        the list of parameters and returns those to be clipped, together.
+        """
+        params = self._shards.params
+        chosen = params if filter_params_fn is None else list(filter_params_fn(list(params)))
+        if self._reducer is not None:
+            self._reducer.complete()
+        return clip_grad_norm(self._shards, chosen, float(max_norm), float(norm_type))
+
+    # -- saving and loading --------------------------------------------------------------------
+
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Collect the whole state on one worker (or, with -1, on all), for `state_dict`.
+
+        To be called on every worker. Tensors come to the CPU.
+        """
+        size = self._workers.size
+        if not -1 <= recipient_rank < size:
+            raise ValueError(
+                f"recipient_rank must be a rank of the {size} worker(s), or -1 for all of them, "
+                f"got {recipient_rank}."
+            )
+        if size > 1:
+            self.wait()
+            state = _state.collected(self._shards, self.optim, recipient_rank)
+            here = recipient_rank in (-1, self._workers.rank)
+            self._consolidated = state if here else None
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The plain optimizer's state dict, after `consolidate_state_dict` on this worker.
+
+        With `all_ranks`, collects it on all of them first; to be called on every worker.
+        """
+        if self._workers.size == 1:
+            return super().state_dict()
+        if all_ranks:
+            self.consolidate_state_dict(recipient_rank=-1)
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"worker {self._workers.rank} has only its share of the optimizer's state, as of "
+                "the last step. Call consolidate_state_dict() on every worker before "
+                "state_dict() on the recipient (rank 0, unless you name another)."
+            )
+        groups = [
+            {
+                **{k: v for k, v in group.items() if k != "params"},
+                "params": list(self._members(index)),
+            }
+            for index, group in enumerate(self.param_groups)
+        ]
+        state = {i: dict(entries) for i, entries in self._consolidated.items()}
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a plain optimizer's state dict, or a consolidated one; on every worker.
+
+        Each takes its share of it. The dict is left as it is.
+        """
+        if self._workers.size == 1:
+            self.optim.load_state_dict(dict(state_dict))
+        else:
+            self._prepare()
+            inner = _state.share_of(state_dict, self.param_groups, self._shards)
+            self.optim.load_state_dict(inner)
+        self._consolidated = None
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            _copy_options(loaded, group)
+            if "param_names" in loaded:
+                group["param_names"] = list(loaded["param_names"])
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of this worker's pieces."""
+        return {} if self.optim is None else self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch's constructor brings an empty one."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _check_workers_agree(self, first_group: int = 0) -> None:
+        """Raise on every worker where they were not given the same parameters."""
+        groups = self.param_groups[first_group:]
+        described = [
+            [list(p.shape), str(p.dtype), p.requires_grad] for g in groups for p in g["params"]
+        ]
+        if self._workers.size == 1 or not any(group["params"] for group in self.param_groups):
+            return
+        device = next(p.device for g in self.param_groups for p in g["params"])
+        text = json.dumps(described)
+        sums = self._workers.gather([float(zlib.crc32(text.encode()))], device)
+        if len({total[0] for total in sums}) > 1:
+            _explain_difference([json.loads(t) for t in self._workers.gather_text(text, device)])
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
+    target.update(_options(source))
+
+
+def _checked_layout(
+    layout: str | None, optim: type[Optimizer], defaults: dict[str, Any], workers: int
+) -> str:
+    if layout not in (None, "even", "whole"):
+        raise ValueError(
+            f'layout must be "even", "whole" or None (what {optim.__name__} needs), got {layout!r}.'
+        )
+    if workers == 1 or layout == "whole":
+        return layout or "whole"
+    cut = works_by_element(optim, defaults)
+    if layout == "even" and not cut:
+        raise ValueError(
+            f'layout="even" cuts parameters anywhere, and {optim.__name__} looks at whole ones: '
+            'its numbers would be wrong. Use layout="whole".'
+        )
+    return "even" if cut else "whole"
+
+
+def _explain_difference(each: list[list[Any]]) -> None:
+    counts = [len(described) for described in each]
+    if len(set(counts)) > 1:
+        listed = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts[:8]))
+        raise ValueError(f"workers have different numbers of parameters: {listed}.")
+    for index, seen in enumerate(zip(*each, strict=True)):
+        if any(one != seen[0] for one in seen):
+            listed = ", ".join(
+                f"rank {rank}: {tuple(shape)} {dtype}{'' if trained else ', frozen'}"
+                for rank, (shape, dtype, trained) in enumerate(seen[:8])
+            )
+            raise ValueError(
+                f"workers have different parameters: number {index} is {listed}. Build the same "
+                "model and optimizer on every worker."
+            )
