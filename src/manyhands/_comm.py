@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,12 +85,12 @@ class Workers:
         are uneven or the sum is to be of another type (`wide`) than what is sent.
         """
         slice_size = cuts[self.rank + 1] - cuts[self.rank]
-        even = all(b - a == slice_size for a, b in zip(cuts, cuts[1:], strict=False))
+        even = all(b - a == slice_size for a, b in pairwise(cuts))
         if even and self._reduces and bucket.dtype == wide:
             total = bucket.new_empty(slice_size)
             return Exchange([total], _reduce_scatter(total, bucket, self.group), bucket)
         rows = bucket.new_empty(self.size * slice_size)
-        sizes = None if even else [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        sizes = None if even else [b - a for a, b in pairwise(cuts)]
         received = None if even else [slice_size] * self.size
         work = dist.all_to_all_single(
             rows, bucket, received, sizes, group=self.group, async_op=True
@@ -103,7 +104,7 @@ class Workers:
             return [_all_gather(bucket, own, self.group)]
         return [
             dist.broadcast(bucket[a:b], group_src=rank, group=self.group, async_op=True)
-            for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
+            for rank, (a, b) in enumerate(pairwise(cuts))
             if a < b
         ]
 

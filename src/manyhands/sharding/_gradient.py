@@ -28,12 +28,12 @@ class ShardedGradient(Tensor):
     local: Tensor | None
     workers: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, param: Tensor, pieces: Sequence[Tensor], workers: int) -> ShardedGradient:
         # A wrapper has a type, a shape and a version, and no storage.
-        shell: ShardedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        shell: ShardedGradient = Tensor._make_wrapper_subclass(
             cls, param.size(), strides=param.stride(), dtype=param.dtype, device=param.device
         )
         shell.pieces, shell.local, shell.workers = tuple(pieces), None, workers
@@ -58,7 +58,7 @@ class ShardedGradient(Tensor):
         return copied
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         packet, kwargs = func.overloadpacket, kwargs or {}

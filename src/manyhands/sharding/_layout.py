@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 ALIGN = 16
 
@@ -52,7 +53,7 @@ class Bucket:
     @cached_property
     def even(self) -> bool:
         first = self.cuts[1] - self.cuts[0]
-        return all(b - a == first for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+        return all(b - a == first for a, b in pairwise(self.cuts))
 
     def owned(self, rank: int) -> Iterator[Run]:
         """The runs of elements that are worker `rank`'s; offsets count from its slice."""
