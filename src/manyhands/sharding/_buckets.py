@@ -157,8 +157,8 @@ class Reducer:
         param = self.params[number]
         grad = param.grad
         if isinstance(grad, ShardedGradient):
-            self._before[number] = grad
-            grad, grad.local = grad.local, None
+            before = self._before[number] = grad
+            grad, before.local = before.local, None
         if grad is not None:
             self._note_arrival(number)
         param.grad = None
@@ -210,7 +210,7 @@ class Reducer:
     def _close(self) -> None:
         """Send what is left, with zeros for what did not come, and hand out the means."""
         for number, trained in enumerate(self._trained):
-            if trained and number not in self._arrived:
+            if trained and self._places[number] and number not in self._arrived:
                 self._take(number)
         used = self._tell_used()
         while self._next < len(self._buckets):

@@ -65,8 +65,8 @@ class ShardedDataParallel(nn.Module):
         overlap_gather: bool = False,
     ) -> None:
         super().__init__()
-        several = isinstance(optimizer, list | tuple)
-        self._optimizers = [_sharded(o) for o in (optimizer if several else [optimizer])]
+        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._optimizers = [_sharded(one) for one in given]
         _check(module, self._optimizers, process_group)
         self.module = module
         self.process_group = process_group or self._optimizers[0].group

@@ -107,7 +107,7 @@ class OSS(Optimizer):
             self._shards.extend(group["params"])
         self._shards.lay_out()
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
-        self.optim = self._kind(groups, **self._given)  # type: ignore[call-arg]
+        self.optim = self._kind(groups, **self._given)
         self.defaults = self.optim.defaults
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _copy_options(inner, group)
@@ -328,7 +328,7 @@ class OSS(Optimizer):
                 group["param_names"] = list(loaded["param_names"])
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of this worker's pieces."""
         return {} if self.optim is None else self.optim.state
 

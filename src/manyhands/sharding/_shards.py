@@ -217,9 +217,7 @@ class Shards:
         for segment in self._segments:
             kinds = {(self.params[i].dtype, self.params[i].device) for i in segment.plan.places}
             if len(kinds) > 1:
-                names = ", ".join(
-                    f"{dtype} on {device}" for dtype, device in sorted(map(str, kinds))
-                )
+                names = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
                 raise RuntimeError(
                     "parameters that share a bucket were moved or converted one by one "
                     f"({names}). Move the whole model, or build the optimizer after moving."
