@@ -152,6 +152,7 @@ class BoundOptimizer(Optimizer):
             history=lambda: rule._history(),
             loss_scale=lambda: _amp.loss_scale_of(scaler),
             difference_at_scale_1=batch.counted,
+            join_in=getattr(self._optimizer, "join_in", lambda: None),
         )
         self._noise_meter = NoiseMeter(
             tap,

@@ -1,8 +1,9 @@
 """The norm of the mean gradient, once a step, and the vector that goes to the other workers.
 
-Every worker has all of the mean gradient (under DDP), so long parameters are shared out and
+Where every worker has all of the mean gradient (under DDP), long parameters are shared out and
 each worker reads only its part of the memory. Short ones are measured by every worker: they
-are the witness that the gradients were averaged at all (`_sample.py`).
+are the witness that the gradients were averaged at all (`_sample.py`). Where gradients are
+sharded, each worker measures what it holds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from manyhands._comm import Combination, Workers, precise
 from manyhands.scaling._difference import Difference
 from manyhands.scaling._norms import Norms
 from manyhands.scaling._sample import Beliefs, Sample
+from manyhands.sharding._gradient import ShardedGradient
 
 SHORT = 4_096
 
@@ -107,12 +109,15 @@ class MeanGradient:
 
         All in one go: small tensors cost by the operation.
         """
-        shared = [i for i in self._short if self._params[i].grad is not None]
-        mine = [i for i in self._mine if self._params[i].grad is not None]
+        shared = [i for i in self._short if self._is_whole(i)]
+        mine = [i for i in self._mine if self._is_whole(i)]
         witnesses = shared or self._shortest_with_gradient()
         measured = [*witnesses, *(i for i in mine if i not in witnesses)]
         grads = [self._params[i].grad for i in measured]
         lengths = self._norms.many(measured, grads)  # type: ignore[arg-type]
+        pieces = self._pieces_held()
+        if pieces:
+            lengths += self._norms.pieces(pieces)
         squares = _stacked([*local.values(), *lengths], self._device).square()
         groups, of = self._groups, self._group_of
         counted = {*mine, *shared} if self.workers.rank == 0 else set(mine)
@@ -120,15 +125,29 @@ class MeanGradient:
         bins = [
             *(of[i] for i in local),
             *(groups + of[i] if i in counted else uncounted for i in measured),
+            *(groups + of[i] for i, _, _ in pieces),
         ]
         start = len(local)
         witness = squares[start : start + len(witnesses)].sum()
         return self._binned(squares, bins, uncounted + 1)[:uncounted], witness
 
+    def _is_whole(self, index: int) -> bool:
+        grad = self._params[index].grad
+        return grad is not None and not isinstance(grad, ShardedGradient)
+
+    def _pieces_held(self) -> list[tuple[int, Tensor, int]]:
+        """This worker's parts of sharded gradients: parameter, elements, where they begin."""
+        return [
+            (i, piece, start)
+            for i, param in enumerate(self._params)
+            if isinstance(param.grad, ShardedGradient)
+            for piece, start in zip(param.grad.pieces, param.grad.starts, strict=True)
+        ]
+
     def _shortest_with_gradient(self) -> list[int]:
         if self.workers.size == 1:
             return []
-        have = [i for i, param in enumerate(self._params) if param.grad is not None]
+        have = [i for i in range(len(self._params)) if self._is_whole(i)]
         return [min(have, key=lambda i: self._params[i].numel())] if have else []
 
     def announce(self, passes: int, scale: float, history: float) -> None:

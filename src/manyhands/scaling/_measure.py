@@ -126,6 +126,7 @@ class NoiseScale:
             loss_scale=lambda: _amp.loss_scale_of(grad_scaler),
             on_sample=lambda sample: None if watched else me._receive(sample),
             on_excess=lambda message: me._spoilt(message),
+            join_in=getattr(optimizer, "join_in", lambda: None),
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
             handle = optimizer.register_step_pre_hook(lambda *_: me._step())

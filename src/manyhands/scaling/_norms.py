@@ -30,6 +30,12 @@ class Norms(Protocol):
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]: ...
 
+    def pieces(self, pieces: Sequence[tuple[int, Tensor, int]]) -> list[Tensor]:
+        """Of parts of gradients, flat: (parameter, elements, where in it they begin)."""
+
+    def stepped(self) -> None:
+        """The optimizer's state has changed; called on every worker."""
+
     def refresh(self) -> None:
         """Look at the optimizer again, after a group was added or its state replaced."""
 
@@ -61,6 +67,12 @@ class Plain:
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         return norms(grads)
+
+    def pieces(self, pieces: Sequence[tuple[int, Tensor, int]]) -> list[Tensor]:
+        return norms([piece for _, piece, _ in pieces])
+
+    def stepped(self) -> None:
+        pass
 
 
 def norm(grad: Tensor) -> Tensor:

@@ -170,6 +170,7 @@ class ScalingRuleBase(BoundOptimizer):
         positional = () if closure is None else (closure,)
         with self._overridden(), self._unscaled(news):
             result = self._step_inner(*positional, *args, **kwargs)
+        meter.tap.norms.stepped()
         vars(inner)["_opt_called"] = True  # a scheduler made for the inner optimizer asks for it
         if taken is not None and not self._delayed:
             self._progress += taken.gain

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands.scaling._norms import flattened, norm
+from manyhands.sharding._mirror import StateMirror
+from manyhands.sharding._oss import OSS
 
 CHUNK = 131_072
 NEGLIGIBLE = 5e-3  # eps beside the least root: twice that is the error of its element, at most
@@ -34,13 +36,17 @@ class Preconditioned:
     REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU
 
     def __init__(self, optimizer: Optimizer, floor: float = 0.0) -> None:
-        if not isinstance(optimizer, Adam | RMSprop):
+        kind = optimizer.optim if isinstance(optimizer, OSS) else optimizer
+        if not isinstance(kind, Adam | RMSprop):
             raise TypeError(
                 "AdamScale divides gradients as the optimizer does and knows how for Adam, AdamW "
-                f"and RMSprop (and subclasses), got {type(optimizer).__name__}. "
+                f"and RMSprop (and subclasses), got {type(kind).__name__}. "
                 "Use AdaScale for SGD, or SqrtScale for other adaptive optimizers."
             )
         self._optimizer = optimizer
+        self._mirror: StateMirror | None = None
+        if isinstance(optimizer, OSS) and optimizer.shards_state:
+            self._mirror = StateMirror(optimizer, _moments(optimizer))
         self._floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.refresh()
@@ -51,6 +57,11 @@ class Preconditioned:
         self._warm: set[int] = set()
         # parameter index -> (when it was taken, the least v, whether any v is below it)
         self._bounds: dict[int, tuple[int, float, bool]] = {}
+        self.stepped()
+
+    def stepped(self) -> None:
+        if self._mirror is not None:
+            self._mirror.update()
 
     def saved(self) -> list[Any]:
         return [[index, *bound] for index, bound in self._bounds.items()]
@@ -69,9 +80,14 @@ class Preconditioned:
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
 
-    def one(self, index: int, grad: Tensor) -> Tensor:
+    def pieces(self, pieces: Sequence[tuple[int, Tensor, int]]) -> list[Tensor]:
+        return [self.one(index, piece, start) for index, piece, start in pieces]
+
+    def one(self, index: int, grad: Tensor, start: int | None = None) -> Tensor:
+        """The length of a gradient, or of its part from `start` on, which is flat."""
         group, param = self._places[index]
-        state = self._optimizer.state.get(param, {})
+        held = self._optimizer if self._mirror is None else self._mirror
+        state = held.state.get(param, {})
         if "step" not in state:
             return norm(grad)
         if index not in self._warm:  # a fused optimizer counts on the device: ask it no longer
@@ -83,11 +99,14 @@ class Preconditioned:
             grad = grad.to_dense()
         # g / (sqrt(v) * factor + eps), with the factor left for last
         eps = group["eps"] / factor
+        whole = second
+        if start is not None:
+            second = flattened(second)[start : start + grad.numel()]
         if grad.device.type != "cpu" or second.stride() != grad.stride():
             if self._floor:
-                second = second.clamp(min=second.mean() * self._floor)
+                second = second.clamp(min=whole.mean() * self._floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
-        least, below = self._bound(index, int(state["step"]), second)
+        least, below = self._bound(index, int(state["step"]), whole)
         pairs = zip(flattened(grad).split(CHUNK), flattened(second).split(CHUNK), strict=True)
         if grad.dtype == second.dtype == torch.float32 and eps < NEGLIGIBLE * math.sqrt(least):
             squares = torch.stack(list(self._squares(pairs, least if below else None)))
@@ -131,6 +150,17 @@ class Preconditioned:
         if dtype not in self._scratch:
             self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype)
         return self._scratch[dtype][:size]
+
+
+def _moments(optimizer: Optimizer) -> list[str]:
+    """The entries of its state that `_second_moment` asks for."""
+    names: set[str] = set()
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            names.add("max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
+        else:
+            names |= {"square_avg", *(["grad_avg"] if group.get("centered") else [])}
+    return sorted(names)
 
 
 def _second_moment(group: dict[str, Any], state: dict[str, Any]) -> tuple[Tensor, Any]:

@@ -39,7 +39,7 @@ def identity(gradients: str, optimizer: Optimizer) -> dict[str, Any]:
     return {
         "version": VERSION,
         "gradients": gradients,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": type(getattr(optimizer, "optim", optimizer)).__name__,  # sharded or not
         "group_sizes": [len(group["params"]) for group in optimizer.param_groups],
     }
 

@@ -30,6 +30,7 @@ from manyhands.scaling._mean import MeanGradient, StepFacts
 from manyhands.scaling._norms import Norms
 from manyhands.scaling._passes import BackwardPasses, current_task
 from manyhands.scaling._sample import Sample
+from manyhands.sharding._gradient import ShardedGradient
 
 PATIENCE = 2.0  # seconds that a step waits for other workers to announce what this one has
 
@@ -70,7 +71,8 @@ class GradientTap:
     """Hooks on parameters that turn each step's gradients into a `Sample`.
 
     `scale(passes)` and `history()` are asked when a step is complete. `on_excess` is called
-    when there are more passes than declared; by default it raises.
+    when there are more passes than declared; by default it raises. `join_in` takes part in the
+    averaging of gradients that this worker had no backward pass for.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class GradientTap:
         loss_scale: Callable[[], Tensor | float] = lambda: 1.0,
         on_sample: Callable[[Sample], Any] = lambda sample: None,
         on_excess: Callable[[str], None] | None = None,
+        join_in: Callable[[], None] = lambda: None,
         difference_at_scale_1: bool = True,
     ) -> None:
         self.accumulation = accumulation
@@ -98,6 +101,7 @@ class GradientTap:
         self._loss_scale = loss_scale
         self._on_sample = on_sample
         self._on_excess = on_excess or _raise
+        self._join_in = join_in
         me = weakref.proxy(self)  # no cycle: dropping the optimizer drops the hooks at once
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end())
         self._hooks: list[tuple[Any, Any]] = []
@@ -214,7 +218,7 @@ class GradientTap:
         if mark.param.grad is None:
             return True
         grads = (p.grad for p in self._params if p.grad is not None)
-        return not any(bool(_values(grad).any()) for grad in grads)
+        return not any(_has_values(grad) for grad in grads)
 
     def _begin(self) -> None:
         """The first gradient of a backward pass has come, and is in no `.grad` yet."""
@@ -313,6 +317,7 @@ class GradientTap:
         The others may be waiting for these numbers. A worker whose own losses used none of the
         parameters, while DDP gave it the others' gradients, has a valid zero to report.
         """
+        self._join_in()
         self._complete()
         assert self.sample is not None
         return self.sample
@@ -352,8 +357,10 @@ def _accumulator(param: Tensor) -> Any:
     return node
 
 
-def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+def _has_values(grad: Tensor) -> bool:
+    if isinstance(grad, ShardedGradient):  # of which this worker may hold nothing
+        return not grad.zeroed
+    return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())
 
 
 def _raise(message: str) -> None:

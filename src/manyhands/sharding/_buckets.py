@@ -217,11 +217,12 @@ class Reducer:
             self._launch(self._turn(self._next))
         while self._flying:
             self._land()
-        pieces: list[list[Tensor]] = [[] for _ in self.params]
+        pieces: list[list[tuple[Tensor, int]]] = [[] for _ in self.params]
         for bucket in self._buckets:
             assert bucket.slice is not None
             for number, run in bucket.owned:
-                pieces[number].append(bucket.slice[run.offset : run.offset + run.size])
+                mean = bucket.slice[run.offset : run.offset + run.size]
+                pieces[number].append((mean, run.start))
             bucket.slice = None
         for number in self._used(used):
             self._hand_out(number, pieces[number])
@@ -230,13 +231,13 @@ class Reducer:
         self.passes += 1
         self._start_over()
 
-    def _hand_out(self, number: int, pieces: list[Tensor]) -> None:
-        before = self._before.get(number)
+    def _hand_out(self, number: int, pieces: list[tuple[Tensor, int]]) -> None:
+        param, before = self.params[number], self._before.get(number)
+        grad = ShardedGradient(param, [p for p, _ in pieces], [start for _, start in pieces])
         if before is not None:
-            for piece, earlier in zip(pieces, before.pieces, strict=True):
+            for piece, earlier in zip(grad.pieces, before.pieces, strict=True):
                 piece.add_(earlier)
-        param = self.params[number]
-        param.grad = ShardedGradient(param, pieces, self.workers.size)
+        param.grad = grad
 
     def _tell_used(self) -> Tensor:
         """Begin to find out which parameters any worker has used."""

@@ -63,8 +63,8 @@ class ShardedGradScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         sharded = _sharding_of(optimizer)
-        if sharded is not None and sharded._reducer is not None:
-            sharded._reducer.complete()
+        if sharded is not None:
+            sharded.join_in()
         held = [
             part
             for group in optimizer.param_groups

@@ -3,6 +3,7 @@
 It has the parameter's shape and no memory of its own. Behind it are
 
     pieces   this worker's elements of the mean gradient, flat, one tensor for each piece
+    starts   where in the parameter each of them begins
     local    gradients of this worker that have not been averaged yet (after `no_sync()`, or
              while a backward adds to what an earlier one left)
 
@@ -25,18 +26,22 @@ class ShardedGradient(Tensor):
     """Stands in `param.grad` for a gradient that is spread over the workers."""
 
     pieces: tuple[Tensor, ...]
+    starts: tuple[int, ...]
     local: Tensor | None
-    workers: int
+    zeroed: bool  # by whoever clears gradients so
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, param: Tensor, pieces: Sequence[Tensor], workers: int) -> ShardedGradient:
+    def __new__(
+        cls, param: Tensor, pieces: Sequence[Tensor], starts: Sequence[int]
+    ) -> ShardedGradient:
         # A wrapper has a type, a shape and a version, and no storage.
         shell: ShardedGradient = Tensor._make_wrapper_subclass(
             cls, param.size(), strides=param.stride(), dtype=param.dtype, device=param.device
         )
-        shell.pieces, shell.local, shell.workers = tuple(pieces), None, workers
+        shell.pieces, shell.starts = tuple(pieces), tuple(starts)
+        shell.local, shell.zeroed = None, False
         return shell
 
     def parts(self) -> list[Tensor]:
@@ -45,7 +50,7 @@ class ShardedGradient(Tensor):
 
     def twin(self, change: Callable[[Tensor], Tensor]) -> ShardedGradient:
         """The like, with each part changed."""
-        other = ShardedGradient(self, [change(piece) for piece in self.pieces], self.workers)
+        other = ShardedGradient(self, [change(piece) for piece in self.pieces], self.starts)
         other.local = None if self.local is None else change(self.local)
         return other
 
@@ -70,6 +75,7 @@ class ShardedGradient(Tensor):
             if packet in ELEMENTWISE and not any(map(_is_large, args[1:])):
                 for part in first.parts():
                     func(part, *args[1:], **kwargs)
+                first.zeroed = first.zeroed or packet is aten.zero_
                 return first
             if packet in COPYING:
                 return first.twin(lambda part: func(part, **kwargs))
@@ -83,6 +89,7 @@ class ShardedGradient(Tensor):
 
     def _added(self, other: Tensor, alpha: Any) -> ShardedGradient:
         """What autograd does with the next backward's gradient: it waits to be averaged."""
+        self.zeroed = False
         if isinstance(other, ShardedGradient):
             if alpha != 1 or len(other.pieces) != len(self.pieces) or other.local is not None:
                 raise RuntimeError("only whole sharded gradients of one parameter can be added.")
@@ -119,3 +126,5 @@ def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parts = grad.parts() if isinstance(grad, ShardedGradient) else [grad]
         for part in parts:
             func([part], *own, **kwargs)
+        if isinstance(grad, ShardedGradient) and func.overloadpacket is aten._foreach_zero_:
+            grad.zeroed = True

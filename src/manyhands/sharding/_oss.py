@@ -205,8 +205,7 @@ class OSS(Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-            if self._reducer is not None:
-                self._reducer.complete()
+            self.join_in()
             with self._gradients_on_pieces():
                 self.optim.step(**kwargs)
             if self._reducer is not None:
@@ -217,6 +216,19 @@ class OSS(Optimizer):
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _copy_options(inner, group)
         return result
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether this worker has only a part of the state: whether there are others."""
+        return self._workers.size > 1
+
+    def join_in(self) -> None:
+        """Take part in averaging gradients for which this worker has had no backward pass.
+
+        `step` does so by itself; with every worker's gradients averaged it does nothing.
+        """
+        if self._reducer is not None:
+            self._reducer.complete()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -262,8 +274,7 @@ class OSS(Optimizer):
         """
         params = self._shards.params
         chosen = params if filter_params_fn is None else list(filter_params_fn(list(params)))
-        if self._reducer is not None:
-            self._reducer.complete()
+        self.join_in()
         return clip_grad_norm(self._shards, chosen, float(max_norm), float(norm_type))
 
     # -- saving and loading --------------------------------------------------------------------

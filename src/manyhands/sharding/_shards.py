@@ -10,7 +10,7 @@ With one worker nothing is moved: its pieces are the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -279,6 +279,37 @@ class Shards:
                 sent = sent.to(self.wire)
             works = self.workers.share(sent, bucket.plan.cuts)
             bucket.sharing = Sharing(bucket.data, sent, works)
+
+    @torch.no_grad()
+    def collect(
+        self, name: str, state: Mapping[Tensor, Any], buffers: dict[tuple[int, str], Tensor]
+    ) -> dict[int, Tensor]:
+        """An entry of the pieces' optimizer state, put together for every parameter."""
+        result, works = {}, []
+        for number, segment in enumerate(self._segments):
+            held = [state[p.data] for b in segment.buckets for p, _ in b.pieces if p.data in state]
+            dtype = held[0][name].dtype if held else torch.float32
+            key = (number, name)
+            if key not in buffers or buffers[key].device != segment.data.device:
+                buffers[key] = torch.zeros(
+                    segment.plan.size, dtype=dtype, device=segment.data.device
+                )
+            data = buffers[key]
+            for bucket in segment.buckets:
+                cuts, start = bucket.plan.cuts, bucket.plan.start
+                part = data[start : start + bucket.plan.size]
+                own = part[cuts[self.workers.rank] :]
+                for piece, run in bucket.pieces:
+                    if piece.data in state:
+                        value = flattened(state[piece.data][name], piece.data)
+                        own[run.offset : run.offset + run.size].copy_(value)
+                works += self.workers.share(part, cuts)
+            for index, place in segment.plan.places.items():
+                param = self.params[index]
+                result[index] = shaped(data[place : place + param.numel()], param)
+        for work in works:
+            work.wait()
+        return result
 
     def wait(self) -> None:
         """Until all parameters that the last step made are there."""
