@@ -165,7 +165,7 @@ def _moments(optimizer: Optimizer) -> list[str]:
 
 def _second_moment(group: dict[str, Any], state: dict[str, Any]) -> tuple[Tensor, Any]:
     """The running mean of squares, and the factor that corrects its square root's bias."""
-    if "exp_avg_sq" in state:  # Adam, AdamW
+    if "betas" in group:  # Adam, AdamW
         second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
         corrected = 1.0 - group["betas"][1] ** state["step"]  # in float32, as adaptdl's
         if isinstance(corrected, Tensor) and corrected.device.type != "cpu":

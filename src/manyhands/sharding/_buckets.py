@@ -212,9 +212,9 @@ class Reducer:
         for number, trained in enumerate(self._trained):
             if trained and self._places[number] and number not in self._arrived:
                 self._take(number)
-        used = self._tell_used()
         while self._next < len(self._buckets):
             self._launch(self._turn(self._next))
+        used = self._tell_used()  # after the buckets, as on workers that have sent all of theirs
         while self._flying:
             self._land()
         pieces: list[list[tuple[Tensor, int]]] = [[] for _ in self.params]
