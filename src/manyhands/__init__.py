@@ -3,6 +3,7 @@
 `__all__` below is the whole public surface; `help(manyhands.AdaScale)` explains each name.
 """
 
+from manyhands.planning import plan
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptive import AdaptiveDataParallel
 from manyhands.scaling._measure import NoiseScale
@@ -30,6 +31,7 @@ __all__ = [
     "ShardedDataParallel",
     "ShardedGradScaler",
     "SqrtScale",
+    "plan",
     "read_record",
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+TAG = 28_008  # of our messages between two workers, apart from other people's
 LARGE = 65_536  # elements: a message of its own costs less than a copy
 
 
@@ -81,21 +82,36 @@ class Workers:
         """Begin to bring every worker its slice of all workers' `bucket`s, to be summed there.
 
         gloo's reduce-scatter moves twice the bytes that are needed, so each slice is sent to its
-        owner and added up there, in the order of ranks. With NCCL its own is used, unless slices
-        are uneven or the sum is to be of another type (`wide`) than what is sent.
+        owner, who adds up what comes. With NCCL its own is used, unless slices are uneven or the
+        sum is to be of another type (`wide`) than what is sent: then an all-to-all.
         """
-        slice_size = cuts[self.rank + 1] - cuts[self.rank]
-        even = all(b - a == slice_size for a, b in pairwise(cuts))
-        if even and self._reduces and bucket.dtype == wide:
-            total = bucket.new_empty(slice_size)
-            return Exchange([total], _reduce_scatter(total, bucket, self.group), bucket)
-        rows = bucket.new_empty(self.size * slice_size)
-        sizes = None if even else [b - a for a, b in pairwise(cuts)]
-        received = None if even else [slice_size] * self.size
+        own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
+        if not self._reduces:
+            return self._exchange_by_pairs(bucket, own, cuts)
+        sizes = [b - a for a, b in pairwise(cuts)]
+        if len(set(sizes)) == 1 and bucket.dtype == wide:
+            total = torch.empty_like(own)
+            return Exchange(None, [total], [_reduce_scatter(total, bucket, self.group)], bucket)
+        rows = bucket.new_empty(self.size * own.numel())
         work = dist.all_to_all_single(
-            rows, bucket, received, sizes, group=self.group, async_op=True
+            rows, bucket, [own.numel()] * self.size, sizes, group=self.group, async_op=True
         )
-        return Exchange(list(rows.view(self.size, slice_size)), work, bucket)
+        return Exchange(None, list(rows.view(self.size, own.numel())), [work], bucket)
+
+    def _exchange_by_pairs(
+        self, bucket: torch.Tensor, own: torch.Tensor, cuts: Sequence[int]
+    ) -> Exchange:
+        """Every slice straight to its owner: its own needs no copy, as in an all-to-all."""
+        rows, works = [], []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            if own.numel():
+                rows.append(torch.empty_like(own))
+                works.append(dist.irecv(rows[-1], group=self.group, tag=TAG, group_src=source))
+            if cuts[to] < cuts[to + 1]:
+                part = bucket[cuts[to] : cuts[to + 1]]
+                works.append(dist.isend(part, group=self.group, tag=TAG, group_dst=to))
+        return Exchange(own, rows, works, bucket)
 
     def share(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
         """Begin to fill `bucket` on every worker with the slices that each owns of it."""
@@ -186,24 +202,26 @@ class Workers:
 
 @dataclass
 class Exchange:
-    """What every worker has sent for our slice: rows to be added up, or one that is the sum."""
+    """What the workers send for our slice: `rows` to be added up, with our `own` if it is apart."""
 
+    own: torch.Tensor | None
     rows: list[torch.Tensor]
-    work: dist.Work
+    works: list[Any]
     sent: torch.Tensor  # kept until it has gone
-
-    @property
-    def done(self) -> bool:
-        return self.work.is_completed()
 
     def mean(self, workers: int, dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
         """The mean over the workers, summed in `wide`, as `dtype`."""
-        self.work.wait()
+        for work in self.works:
+            work.wait()
+        if not self.rows:  # no part of the bucket is ours
+            return self.sent[:0].to(dtype)
         first, *others = self.rows
-        if not others:
-            return first.div_(workers).to(dtype)
-        total = torch.add(first.to(wide), others[0])
-        for row in others[1:]:
+        if self.own is not None:
+            others.append(self.own)
+        total = first.to(wide)
+        if others and total.numel() < first.untyped_storage().nbytes() // first.itemsize:
+            total = torch.add(total, others.pop())  # `first` is part of something larger
+        for row in others:
             total.add_(row)
         return total.div_(workers).to(dtype)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 COMMANDS = [
     "demo",
+    "plan",
     "report",
 ]
 

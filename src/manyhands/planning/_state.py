@@ -101,7 +101,7 @@ def _read(tensor: Tensor, shape: Sequence[int]) -> Entry:
         for count in range(1, len(shape) + 1)
         for chosen in combinations(range(len(shape)), count)
     }
-    constant, sides = 1, []
+    constant, sides = 1, list[int]()
     for length in tensor.shape:
         if length in products:
             sides += products[length]

@@ -96,7 +96,7 @@ class Reducer:
         # Ours queues its end once, and so comes before the measurement of the mean gradient.
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
         self._order: list[int] | None = None
-        self.passes = 0  # averaged since the last step
+        self._fresh: set[Shards] = set()  # whose gradients have been averaged since their step
         self.cover()
 
     def cover(self) -> None:
@@ -178,11 +178,9 @@ class Reducer:
         self._arrived.add(number)
 
     def _launch_full(self) -> None:
-        """Send the full buckets whose turn it is; land what is there."""
+        """Send the full buckets whose turn it is."""
         while self._next < len(self._buckets) and not self._turn(self._next).waiting:
             self._launch(self._turn(self._next))
-        if self._flying and self._flying[0].exchange.done:  # type: ignore[union-attr]
-            self._land()
 
     def _turn(self, place: int) -> _Outgoing:
         return self._buckets[place if self._order is None else self._order[place]]
@@ -228,7 +226,7 @@ class Reducer:
             self._hand_out(number, pieces[number])
         if self._order is None:
             self._agree_on_order()
-        self.passes += 1
+        self._fresh.update(self._all_shards)
         self._start_over()
 
     def _hand_out(self, number: int, pieces: list[tuple[Tensor, int]]) -> None:
@@ -275,20 +273,21 @@ class Reducer:
         self._start_over()
         self._close()
 
-    def complete(self) -> None:
-        """Before a step: a worker without data for it joins in with zeros."""
-        if self.passes == 0 and not self._unaveraged():
+    def complete(self, shards: Shards) -> None:
+        """Before a step of theirs: a worker without data for it joins in with zeros."""
+        unaveraged = self._unaveraged()
+        if shards not in self._fresh and not unaveraged:
             self.reduce()
-        if self._unaveraged():
+        if unaveraged:
             raise RuntimeError(
                 "step() after a backward inside no_sync(): these gradients are this worker's and "
                 "have not been averaged. Run the step's last backward outside no_sync(), or call "
                 "reduce() on the ShardedDataParallel module, on every worker."
             )
 
-    def stepped(self) -> None:
-        """A step was made, or the gradients were cleared."""
-        self.passes = 0
+    def stepped(self, *shards: Shards) -> None:
+        """A step was made of these, or their gradients were cleared."""
+        self._fresh.difference_update(shards)
 
     def _unaveraged(self) -> bool:
         return any(

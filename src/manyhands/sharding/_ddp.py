@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -180,7 +181,7 @@ class ShardedDataParallel(nn.Module):
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.stepped()
+            self._reducer.stepped(*(one._shards for one in self._optimizers))
 
     # -- as the wrapped module -----------------------------------------------------------------
 
@@ -232,7 +233,7 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
                 "this OSS belongs to another ShardedDataParallel already. Give each module an "
                 "optimizer of its own."
             )
-        if group is not None and group is not one.group and one._workers.size > 1:
+        if group is not None and not _same_group(group, one.group):
             raise ValueError(
                 "the process group is not the optimizer's. Make both with the same one: "
                 "OSS(..., group=group)."
@@ -251,6 +252,11 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
             f"the optimizer holds {foreign} parameter(s) that are not in the module, and whose "
             "gradients nobody would average. Make the OSS from module.parameters()."
         )
+
+
+def _same_group(first: Any, second: Any) -> bool:
+    world = dist.group.WORLD
+    return (first or world) is (second or world)
 
 
 def _checked_size(elements: int) -> int:

@@ -37,8 +37,9 @@ class ShardedGradient(Tensor):
         cls, param: Tensor, pieces: Sequence[Tensor], starts: Sequence[int]
     ) -> ShardedGradient:
         # A wrapper has a type, a shape and a version, and no storage.
+        kind = pieces[0] if pieces else param
         shell: ShardedGradient = Tensor._make_wrapper_subclass(
-            cls, param.size(), strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.size(), strides=param.stride(), dtype=kind.dtype, device=kind.device
         )
         shell.pieces, shell.starts = tuple(pieces), tuple(starts)
         shell.local, shell.zeroed = None, False
@@ -110,7 +111,7 @@ ELEMENTWISE = {
     *(aten.mul_, aten.div_, aten.zero_, aten.neg_, aten.nan_to_num_),
     *(aten.clamp_, aten.clamp_min_, aten.clamp_max_),
 }
-COPYING = {aten.detach, aten.clone, aten.alias}
+COPYING = {aten.detach, aten.clone, aten.alias, aten._to_copy}
 FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_}
 
 

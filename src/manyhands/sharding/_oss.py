@@ -9,6 +9,7 @@ A step, in order
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -209,7 +210,7 @@ class OSS(Optimizer):
             with self._gradients_on_pieces():
                 self.optim.step(**kwargs)
             if self._reducer is not None:
-                self._reducer.stepped()
+                self._reducer.stepped(self._shards)
             self._shards.share()
             if not self._overlap:
                 self.wait()
@@ -228,13 +229,13 @@ class OSS(Optimizer):
         `step` does so by itself; with every worker's gradients averaged it does nothing.
         """
         if self._reducer is not None:
-            self._reducer.complete()
+            self._reducer.complete(self._shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.stepped()
+            self._reducer.stepped(self._shards)
 
     def wait(self) -> None:
         """Until this worker has all of the parameters that the last step made."""
@@ -274,6 +275,7 @@ class OSS(Optimizer):
         """
         params = self._shards.params
         chosen = params if filter_params_fn is None else list(filter_params_fn(list(params)))
+        self.refresh_trainable()
         self.join_in()
         return clip_grad_norm(self._shards, chosen, float(max_norm), float(norm_type))
 
@@ -326,12 +328,13 @@ class OSS(Optimizer):
 
         Each takes its share of it. The dict is left as it is.
         """
-        if self._workers.size == 1:
-            self.optim.load_state_dict(dict(state_dict))
-        else:
-            self._prepare()
-            inner = _state.share_of(state_dict, self.param_groups, self._shards)
-            self.optim.load_state_dict(inner)
+        self._prepare()
+        _state.check(state_dict, self.param_groups, self._shards)
+        self.optim.load_state_dict(
+            _state.share_of(state_dict, self.param_groups, self._shards)
+            if self._workers.size > 1
+            else copy.deepcopy(dict(state_dict))
+        )
         self._consolidated = None
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             _copy_options(loaded, group)

@@ -192,6 +192,11 @@ class Shards:
         """Whether anything in the bucket is being trained."""
         return any(self.params[run.param].requires_grad for run in bucket.plan.runs)
 
+    def _stepped(self, bucket: FlatBucket) -> bool:
+        """Whether a step may have changed anything in the bucket."""
+        params = (self.params[run.param] for run in bucket.plan.runs)
+        return any(param.requires_grad or param.grad is not None for param in params)
+
     def release(self) -> None:
         """Forget all places (before any optimizer state is tied to them)."""
         self._segments, self._where, self._load = [], {}, {}
@@ -270,7 +275,7 @@ class Shards:
 
         The buckets that backward finishes last come first: the next forward wants them first.
         """
-        for bucket in reversed([b for b in self.buckets if self.active(b)]):
+        for bucket in reversed([b for b in self.buckets if self._stepped(b)]):
             sent = bucket.data
             for piece, _ in bucket.pieces:
                 if piece.shown is not None:

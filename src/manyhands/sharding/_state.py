@@ -51,7 +51,7 @@ def collected(shards: Shards, optim: Optimizer, recipient: int) -> dict[int, dic
                     continue
                 assert tensor is not None
                 if not entry["like"]:
-                    state[name] = tensor.cpu()
+                    state[name] = tensor.cpu().clone()
                     continue
                 param = shards.params[index]
                 if name not in state:
@@ -121,7 +121,7 @@ def share_of(
     state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
 ) -> dict[str, Any]:
     """This worker's share of a plain optimizer's state dict, for the inner optimizer."""
-    saved = _checked(state_dict, groups)
+    saved = state_dict["state"]
     state: dict[int, dict[str, Any]] = {}
     inner_groups, count, first = [], 0, 0
     for group, given in zip(groups, state_dict["param_groups"], strict=True):
@@ -143,21 +143,14 @@ def share_of(
 def _part(name: str, value: Any, piece: Piece, param: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.shape == param.shape and (value.dim() > 0 or name != "step"):
-        if piece.whole:
-            return value.clone()
+    cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
+    if cut and not piece.whole:
         return flattened(value, param)[piece.start : piece.stop].clone()
-    if piece.whole or value.numel() <= SMALL:
-        return value.clone()
-    raise ValueError(
-        f"the state {name!r} of parameter {piece.param} has the shape {tuple(value.shape)}, and "
-        f"the parameter {tuple(param.shape)}: it cannot be cut. Is it another optimizer's state?"
-    )
+    return value.clone()
 
 
-def _checked(
-    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]
-) -> Mapping[Any, dict[str, Any]]:
+def check(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards) -> None:
+    """Raise, on every worker alike, where a state dict does not belong to these parameters."""
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError(
             "this is no optimizer's state dict: it has no 'state' and 'param_groups', but "
@@ -170,8 +163,26 @@ def _checked(
             f"the state dict has parameter groups of {given} parameters, and the optimizer of "
             f"{needed}. Build the optimizer from the same groups."
         )
-    saved: Mapping[Any, dict[str, Any]] = state_dict["state"]
-    return saved
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    foreign = set(state_dict["state"]) - set(numbers)
+    if foreign:
+        raise ValueError(
+            f"the state dict has state of {sorted(map(str, foreign))[:8]}, which are in none of "
+            "its parameter groups: it is damaged, or was put together from several."
+        )
+    for number, param in zip(numbers, shards.params, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            _check_shape(name, value, number, param, shards.even and shards.workers.size > 1)
+
+
+def _check_shape(name: str, value: Any, number: Any, param: Tensor, cut: bool) -> None:
+    if not isinstance(value, Tensor) or value.shape == param.shape:
+        return
+    if value.numel() == param.numel() > SMALL or (cut and value.numel() > SMALL):
+        raise ValueError(
+            f"the state {name!r} of parameter {number} has the shape {tuple(value.shape)}, and "
+            f"the parameter {tuple(param.shape)}. Is it another model's, or optimizer's?"
+        )
 
 
 def placed(value: Any, before: Tensor, after: Tensor) -> Any:

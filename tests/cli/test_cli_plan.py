@@ -1,0 +1,110 @@
+"""`manyhands plan`, as it is called from a shell."""
+
+import sys
+
+import pytest
+
+MODULE = """
+import torch
+from torch import nn
+
+class Model(nn.Sequential):
+    def __init__(self, *parts):
+        super().__init__(*(parts or [nn.Linear(1024, 1024) for _ in range(24)]))
+
+built_on = []
+
+def build_model():
+    model = Model()
+    built_on.append(next(model.parameters()).device.type)
+    return model
+
+def tokens():
+    return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100))
+
+ready = Model(nn.Linear(4, 4))
+number = 3
+"""
+
+
+@pytest.fixture
+def manyhands(tmp_path, monkeypatch):
+    for package in ("typer", "rich"):
+        pytest.importorskip(package, reason=f'{package} is missing: pip install "manyhands[cli]"')
+    from typer.testing import CliRunner
+
+    from manyhands.cli import app
+
+    (tmp_path / "planned_here.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    yield lambda *arguments: CliRunner().invoke(app(), ["plan", *map(str, arguments)])
+    sys.modules.pop("planned_here", None)
+
+
+def words(result):
+    return " ".join(result.output.split())
+
+
+def test_it_prints_the_table_and_the_lines_for_the_cheapest_that_fits(manyhands):
+    result = manyhands("planned_here:build_model", "--workers", 4, "--memory", "250MiB")
+    assert result.exit_code == 0
+    said = words(result)
+    assert "25,190,400 parameters, AdamW, 4 workers" in said
+    for name in ("OSS +", "FullySharded", "optimizer state", "in flight", "collectives", "fits"):
+        assert name in said
+    assert "not yet available" in said or "Fully" in said
+    assert "Activations are not counted" in said
+    assert "The cheapest that fits 250 MiB: OSS + ShardedDataParallel" in said
+    assert "optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=lr)" in said
+    assert max(map(len, result.output.split("\n\n")[0].splitlines())) <= 80
+    assert sys.modules["planned_here"].built_on == ["meta"]
+    assert str(sys.modules["planned_here"].__file__) and "" not in sys.path[:1]
+
+
+def test_optimizers_options_and_inputs_are_taken(manyhands):
+    result = manyhands(
+        *("planned_here:tokens", "--optimizer", "SGD", "--optimizer-option", "momentum=0.9"),
+        *("--optimizer-option", "nesterov=True", "--input", "8x16:int64", "--backend", "gloo"),
+    )
+    assert result.exit_code == 0
+    said = words(result)
+    assert "SGD, 8 workers" in said and "activations" in said
+    assert "DistributedDataParallel(model" in said
+    plain = manyhands("planned_here:tokens", "--optimizer", "sgd")
+    assert plain.output != result.output
+
+
+def test_a_class_and_a_module_do_as_well(manyhands):
+    assert manyhands("planned_here:Model").exit_code == 0
+    assert "20 parameters" in manyhands("planned_here:ready", "--workers", 1).output
+
+
+def test_the_exit_code_says_that_nothing_fits(manyhands):
+    result = manyhands("planned_here:build_model", "--memory", "5MB")
+    assert result.exit_code == 1
+    assert "Nothing fits" in words(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["planned_here"], "is not MODULE:FUNCTION"),
+        (["planned_there:build_model"], "no module 'planned_there'"),
+        (["planned_here:build"], "planned_here has no 'build'"),
+        (["planned_here:number"], "model must be a torch.nn.Module or a function"),
+        (["planned_here:tokens", "--optimizer", "adamm"], "Did you mean 'adam'"),
+        (["planned_here:tokens", "--optimizer-option", "momentum"], "takes NAME=VALUE"),
+        (["planned_here:tokens", "--optimizer-option", "momentum=0.9"], "no option momentum"),
+        (["planned_here:tokens", "--memory", "24 gigs"], 'such as "24GiB"'),
+        (["planned_here:tokens", "--backend", "mpi"], "nccl, gloo"),
+        (["planned_here:tokens", "--input", "8*16"], "takes a shape"),
+        (["planned_here:tokens", "--input", "8x16:ints"], "takes a shape"),
+        (["planned_here:tokens", "--input", "8x16"], "forward pass could not be run"),
+    ],
+)
+def test_a_mistake_is_said_and_exit_code_2(manyhands, arguments, message):
+    result = manyhands(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("manyhands plan: ")

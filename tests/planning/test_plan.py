@@ -1,0 +1,603 @@
+"""The planner: its arithmetic by itself, and its numbers beside those of real training."""
+
+import doctest
+import functools
+import time
+import weakref
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import manyhands as mh
+from manyhands._comm import Workers
+from manyhands.planning import _costs, _model, _sizes
+from manyhands.planning._activations import saved_bytes
+from manyhands.planning._costs import Job, Part, Weight, costs, ddp_buckets
+from manyhands.planning._sizes import in_bytes, shown
+from manyhands.planning._state import States
+from manyhands.sharding import _layout
+from manyhands.sharding._elementwise import ELEMENTWISE
+from manyhands.sharding._gradient import ShardedGradient
+from pages import ROOT, blocks, run_page
+from ranks import run_ranks
+
+FULLY = "FullyShardedDataParallel"
+WAYS = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel")
+
+
+class Model(nn.Module):
+    """1.7 M parameters of uneven sizes: convolutions, tied weights, a frozen layer, buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 37, 3, padding=1)
+        self.norm = nn.BatchNorm2d(37)
+        self.frozen = nn.Linear(37, 61).requires_grad_(False)
+        self.body = nn.Sequential(
+            nn.Linear(61, 1021), nn.ReLU(), nn.Linear(1021, 1021), nn.ReLU(), nn.Linear(1021, 511)
+        )
+        self.head = nn.Linear(511, 61, bias=False)
+        self.back = nn.Linear(61, 511, bias=False)
+        self.tied = nn.Linear(511, 61, bias=False)
+        self.tied.weight = self.head.weight
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).mean((2, 3))
+        x = self.head(self.body(self.frozen(x)))
+        return self.scale * self.tied(self.back(x))
+
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-3}),
+    "SGD with momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-3}),
+}
+INPUT = (4, 3, 8, 8)
+
+
+def wrapped(way, model, kind, options):
+    if way == "DDP":
+        optimizer = kind(model.parameters(), **options)
+    else:
+        optimizer = mh.OSS(model.parameters(), optim=kind, bucket_size=2**18, **options)
+    if way == "OSS + ShardedDataParallel":
+        return mh.ShardedDataParallel(model, optimizer), optimizer
+    return DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
+
+
+def held(tensors):
+    """Bytes of memory behind some tensors, each piece counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def parts(grads):
+    for grad in grads:
+        yield from grad.parts() if isinstance(grad, ShardedGradient) else [grad]
+
+
+def trained(way, kind, options, steps=3):  # in its second DDP agrees on its buckets
+    """What this rank holds of parameters, gradients and state, and the last step's collectives."""
+    model = Model()
+    module, optimizer = wrapped(way, model, kind, options)
+    for _ in range(steps):
+        with Collectives() as seen:
+            optimizer.zero_grad()
+            module(torch.randn(INPUT)).sum().backward()
+            gradients = held(parts(p.grad for p in model.parameters() if p.grad is not None))
+            optimizer.step()
+    state = optimizer.optim.state if isinstance(optimizer, mh.OSS) else optimizer.state
+    tensors = [t for entries in state.values() for t in entries.values() if torch.is_tensor(t)]
+    everything = (held(model.parameters()), gradients, held(tensors))
+    return everything, (seen.count, seen.sent)
+
+
+class Collectives(TorchDispatchMode):
+    """How many there are, and what each worker sends; the mean over the workers is meant.
+
+    Messages between two workers are part of an exchange, which counts as one.
+    """
+
+    def __enter__(self):
+        self.count, self.sent = 0, 0.0
+        self.patch = pytest.MonkeyPatch()
+        exchange = Workers.exchange
+
+        def counted(*args):
+            self.count += 1
+            return exchange(*args)
+
+        self.patch.setattr(Workers, "exchange", counted)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.undo()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and "recv" not in name:
+            size = sum(t.nbytes for t in tree_leaves(args[0]) if isinstance(t, torch.Tensor))
+            workers = dist.get_world_size()
+            share = {"send": 1, "allreduce_": 2 * (workers - 1) / workers}
+            self.sent += size * share.get(name, (workers - 1) / workers)
+            self.count += name != "send"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_plan_is_what_training_holds_and_sends_to_the_byte(name, workers):
+    kind, options = OPTIMIZERS[name]
+    found = mh.plan(Model, kind, workers, backend="gloo", bucket_size=2**18, **options)
+    for row, way in zip(found.rows, WAYS, strict=False):
+        assert row.name == way
+        ranks = run_ranks(workers, trained, way, kind, options)
+        most = max((everything for everything, _ in ranks), key=sum)
+        assert (row.parameters, row.gradients, row.optimizer) == most, way
+        assert {row.collectives} == {count for _, (count, _) in ranks}, way
+        assert row.sent == pytest.approx(sum(sent for _, (_, sent) in ranks) / workers, abs=1), way
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes that new tensors have taken at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most = 0, 0
+        self.storages = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves(args) if is_plain(t)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(is_plain, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and storage not in self.storages:
+                self.storages.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.freed, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def freed(self, size):
+        self.now -= size
+
+
+def is_plain(thing):
+    return isinstance(thing, torch.Tensor) and not isinstance(thing, ShardedGradient)
+
+
+def deep():
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(24)))
+
+
+def broad():
+    return nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 512), nn.Linear(512, 64))
+
+
+def most_in_backward(build, kind):
+    model = build()
+    optimizer = mh.OSS(model.parameters(), optim=kind, bucket_size=2**16)
+    module = mh.ShardedDataParallel(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = module(torch.randn(2, model[0].in_features)).sum()
+        with Memory() as memory:
+            loss.backward()
+        optimizer.step()
+    return memory.most
+
+
+@pytest.mark.parametrize("build", [deep, broad])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
+def test_what_is_in_flight_is_the_most_that_backward_takes(build, kind):
+    row = mh.plan(build, kind, 2, backend="gloo", bucket_size=2**16).rows[2]
+    measured = max(run_ranks(2, most_in_backward, build, kind))
+    assert row.gradients + row.in_flight == pytest.approx(measured, rel=0.02)
+
+
+# -- arithmetic --------------------------------------------------------------------------------
+
+weights = st.lists(
+    st.builds(
+        Weight,
+        elements=st.integers(1, 5000),
+        itemsize=st.just(4),
+        kind=st.just("float32"),
+        trained=st.booleans(),
+        fixed=st.just(4),
+        each=st.just(8),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(weights, st.booleans(), st.integers(2, 9), st.integers(16, 4000), st.booleans())
+def test_the_formulas_are_the_limits_of_the_layout(weights, even, workers, bucket, gloo):
+    weights = [*weights, Weight(1, 4, trained=True, fixed=4, each=8)]
+    job = Job((Part(tuple(weights), even),), units=(tuple(weights),))
+    ddp, oss, sharded, fully = costs(job, workers, bucket, gloo)
+    padded = sum(16 * workers * 4 + w.bytes for w in weights) * 3
+    of_gradients, of_all = ddp.gradients, sum(w.bytes for w in weights)
+    assert ddp.parameters == of_all <= oss.parameters == sharded.parameters <= of_all + padded
+    assert of_gradients / workers <= sharded.gradients <= of_gradients + padded
+    assert ddp.optimizer / workers <= oss.optimizer <= ddp.optimizer + 4 * workers
+    assert ddp.sent <= min(sharded.sent, oss.sent)
+    assert fully.parameters == -(-of_all // workers)
+    assert min(oss.in_flight, sharded.in_flight, fully.in_flight) >= 0
+    if even:
+        assert sharded.gradients <= of_gradients / workers + padded / workers
+
+
+@given(weights, st.integers(1, 9))
+def test_with_one_worker_all_ways_are_alike_and_nothing_is_sent(weights, bucket):
+    job = Job((Part(tuple(weights)),))
+    assert len(set(costs(job, 1, bucket, gloo=True))) == 1
+    assert costs(job, 1, bucket, gloo=True)[0].sent == 0
+
+
+@given(weights, st.booleans(), st.integers(1, 9), st.integers(16, 4000))
+def test_every_element_has_one_owner(weights, even, workers, bucket):
+    sizes = [(i, weight.elements) for i, weight in enumerate(weights)]
+    if even:
+        segments = _layout.even(sizes, workers, bucket)
+    else:
+        segments = _layout.whole(sizes, workers, bucket, [0] * workers)
+    for piece in (piece for segment in segments for piece in segment.buckets):
+        here = sorted(_costs._owned(piece))
+        library = [(r, run.param, run.size) for r in range(workers) for run in piece.owned(r)]
+        assert here == sorted(library)
+
+
+@given(st.lists(st.integers(1, 8_000_000), min_size=1, max_size=20), st.integers(0, 3))
+@settings(max_examples=50)
+def test_buckets_of_ddp_are_torchs(sizes, halves):
+    dtypes = [torch.float16 if i % 4 < halves else torch.float32 for i in range(len(sizes))]
+    tensors = [
+        torch.empty(size, dtype=dtype, device="meta")
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+    indices, _ = dist._compute_bucket_assignment_by_size(
+        tensors[::-1], list(_costs.DDP_BUCKETS), [False] * len(sizes)
+    )
+    assert ddp_buckets([_model._weight(tensor.requires_grad_()) for tensor in tensors]) == len(
+        indices
+    )
+
+
+def test_what_fully_sharded_costs_is_its_formula():
+    unit = tuple(Weight(1000, 4, fixed=4, each=8) for _ in range(3))
+    job = Job((Part(unit * 2),), units=(unit, unit))
+    fully = costs(job, 4, 2**20, gloo=False)[3]
+    assert (fully.parameters, fully.gradients) == (2 * 3000, 2 * 3000)
+    assert fully.optimizer == 6 * (4 + 8 * 250)
+    assert fully.in_flight == 3 * 12_000
+    assert (fully.sent, fully.collectives) == (3 * 24_000 * 3 // 4, 6)
+
+
+def test_units_are_gathered_from_the_leaves_up():
+    model = nn.Sequential(
+        nn.Linear(10, 10), nn.ModuleList([nn.Linear(20, 20), nn.Linear(5, 5)]), nn.Linear(30, 30)
+    )
+    found = [sum(p.numel() for p in unit) for unit in _model.units(model, 400)]
+    assert found == [420, 930, 140]  # the last is what the root keeps
+
+
+# -- the optimizer's state ---------------------------------------------------------------------
+
+SHAPES = [(3, 4), (8,), (), (2, 3, 5), (1, 9), (6, 1, 2, 2)]
+KINDS = {
+    **{kind.__name__: (kind, {}) for kind in ELEMENTWISE},
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True, "capturable": True}),
+    "centered": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_as_large_as_that_of_the_real_parameter(name, dtype):
+    kind, options = KINDS[name]
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    optimizer = kind(
+        params, **{**options, "capturable": False} if "amsgrad" in options else options
+    )
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    states = States(kind, options)
+    for param in params:
+        real = sum(t.nbytes for t in optimizer.state[param].values() if torch.is_tensor(t))
+        assert states.bytes(param.shape, dtype, options) == real, tuple(param.shape)
+        if kind in ELEMENTWISE:
+            fixed, each = states.by_element(dtype, options)
+            assert fixed + each * prod(param.shape) == real
+
+
+def test_an_optimizer_may_be_given_in_many_ways():
+    model = Model()
+    adam = functools.partial(torch.optim.AdamW, lr=1e-2, amsgrad=True)
+    made = adam(model.parameters())
+    rows = mh.plan(model, "AdamW", 4, lr=1e-2, amsgrad=True).rows
+
+    def costs(plan):
+        return [(row.total, row.sent, row.collectives) for row in plan.rows]
+
+    for way in (
+        adam,
+        made,
+        [made],
+        mh.AdamScale(adam(model.parameters())),
+        mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    ):
+        assert costs(mh.plan(model, way, 4)) == [(r.total, r.sent, r.collectives) for r in rows]
+    plain = mh.plan(model, torch.optim.AdamW, 4)
+    assert [a.optimizer > b.optimizer for a, b in zip(rows, plain.rows, strict=True)] == [True] * 4
+
+
+def test_groups_have_the_state_of_their_own_options():
+    model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 50, bias=False))
+    first, second = model.parameters()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "momentum": 0.9}], lr=1)
+    assert mh.plan(model, optimizer, 1).rows[0].optimizer == 4 * 5000
+
+
+def test_several_optimizers_are_laid_out_each_by_its_own():
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+    found = mh.plan(model, optimizers, 2)
+    assert found.optimizer == "Muon and AdamW"
+    assert found.rows[0].optimizer == 4 * 2 * 64 * 32 + 2 * (8 * (64 + 32) // 2 + 4)
+    assert found.rows[2].optimizer == 4 * 64 * 32 + 8 * 48 + 2 * 4
+    assert "AdamW updates each element" in found.layout and "Muon looks at whole" in found.layout
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+def test_a_function_is_built_without_memory_and_tied_weights_count_once():
+    devices = []
+
+    def build():
+        model = Model()
+        devices.extend(p.device.type for p in model.parameters())
+        return model
+
+    found = mh.plan(build, workers=2)
+    assert set(devices) == {"meta"}
+    assert found.elements == sum(p.numel() for p in Model().parameters())
+    assert [r.total for r in found.rows] == [r.total for r in mh.plan(Model(), workers=2).rows]
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state():
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100).requires_grad_(False))
+    row = mh.plan(model, workers=1).rows[0]
+    assert (row.parameters, row.gradients, row.optimizer) == (80_800, 40_400, 80_808)
+
+
+def test_types_may_be_mixed():
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100, dtype=torch.bfloat16))
+    row = mh.plan(model, workers=1).rows[0]
+    assert (row.gradients, row.optimizer) == (60_600, 121_200 + 4 * 4)
+    row = mh.plan(model, workers=2, bucket_size=64).rows[2]
+    assert row.gradients == pytest.approx(30_300, rel=0.02)
+
+
+def test_a_huge_model_on_many_workers_takes_seconds():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.join = nn.Linear(8192, 10_240), nn.Linear(8192, 8192)
+            self.wide, self.narrow = nn.Linear(8192, 57_344), nn.Linear(28_672, 8192)
+
+    def build():
+        blocks = [Block() for _ in range(80)]
+        return nn.Sequential(nn.Embedding(128_256, 8192), *blocks, nn.Linear(8192, 128_256))
+
+    start = time.perf_counter()
+    found = mh.plan(build, workers=1024, memory="80GiB")
+    assert time.perf_counter() - start < 30  # 1 s on a quiet machine
+    assert found.elements == pytest.approx(70.6e9, rel=0.01)
+    assert found.rows[2].optimizer == pytest.approx(8 * found.elements / 1024, rel=0.01)
+    assert found.cheapest is None and found.enough is None
+
+
+# -- activations -------------------------------------------------------------------------------
+
+
+def test_activations_of_one_layer_are_its_input():
+    assert saved_bytes(nn.Linear(4, 8), torch.empty(2, 4, device="meta")) == 2 * 4 * 4
+
+
+def really_saved(model, *inputs):
+    own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(*inputs)
+    return held(t for t in kept if t.untyped_storage().data_ptr() not in own)
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2)
+    return nn.Sequential(nn.Embedding(50, 64), layers, nn.Linear(64, 50))
+
+
+@pytest.mark.parametrize(
+    ("build", "input"),
+    [(Model, torch.randn(INPUT)), (transformer, torch.randint(50, (3, 40)))],
+)
+def test_activations_without_memory_are_those_of_a_real_run(build, input):
+    model = build()
+    before = [t.clone() for t in model.state_dict().values()]
+    measured = saved_bytes(model, input)
+    for now, then in zip(model.state_dict().values(), before, strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0)  # not even BatchNorm's averages
+    assert measured == really_saved(model, input)
+    with torch.device("meta"):
+        assert saved_bytes(build(), input.to("meta")) == measured
+    found = mh.plan(build, input=(input,))
+    assert {row.activations for row in found.rows} == {measured}
+    assert [row.total - measured for row in found.rows] == [r.total for r in mh.plan(build).rows]
+
+
+def test_checkpointing_and_autocast_are_heard():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, *, x):
+            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+
+    x = torch.empty(16, 8, requires_grad=True)
+    assert saved_bytes(Checkpointed(), {"x": x}) == 16 * 8 * 4
+    full = saved_bytes(Checkpointed().body, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert saved_bytes(Checkpointed().body, x) < full
+
+
+# -- what is chosen ----------------------------------------------------------------------------
+
+
+def test_the_cheapest_is_the_simplest_that_fits():
+    names = []
+    totals = [row.total for row in mh.plan(transformer, workers=4, bucket_size=4096).rows]
+    for memory in (totals[0], totals[0] - 1, totals[2], totals[2] - 1):
+        best = mh.plan(transformer, workers=4, bucket_size=4096, memory=memory).cheapest
+        names.append(best and best.name)
+    assert names == ["DDP", "OSS + ShardedDataParallel", "OSS + ShardedDataParallel", None]
+    assert mh.plan(transformer).cheapest.name == "DDP"
+
+
+def test_where_nothing_fits_it_says_what_is_missing_and_what_would_do():
+    parameters = mh.plan(deep).rows[2].parameters
+    found = mh.plan(deep, workers=2, memory=parameters * 1.3, bucket_size=2**12)
+    assert found.cheapest is None and found.enough > 2
+    assert "Nothing fits" in str(found) and f"would fit on {found.enough} workers" in str(found)
+    again = mh.plan(deep, workers=found.enough, memory=parameters * 1.3, bucket_size=2**12)
+    assert again.cheapest.name == "OSS + ShardedDataParallel"
+    fewer = mh.plan(deep, workers=found.enough - 1, memory=parameters * 1.3, bucket_size=2**12)
+    assert fewer.cheapest is None
+    found = mh.plan(deep, workers=2, memory=parameters // 2)
+    assert found.enough is None and "no number of workers" in found.verdict
+
+
+def test_what_is_not_there_yet_is_not_chosen(monkeypatch):
+    monkeypatch.delattr(mh, FULLY, raising=False)
+    row = mh.plan(deep, workers=8).rows[3]
+    assert (row.name, row.available) == (FULLY, False)
+    found = mh.plan(deep, workers=8, memory=row.total)
+    assert found.rows[3].fits and found.cheapest is None
+    assert "not yet available" in str(found)
+    monkeypatch.setattr(mh, FULLY, object, raising=False)
+    assert mh.plan(deep, workers=8, memory=row.total).cheapest.name == FULLY
+
+
+def test_the_lines_to_paste_run():
+    def pasted(code, several):
+        model, lr = Model(), 1e-3
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if p.dim() != 2]
+        optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+        optimizer = torch.optim.AdamW(model.parameters())
+        names = {**locals(), "torch": torch, "mh": mh}
+        exec(code, names)
+        names["model"](torch.randn(INPUT)).sum().backward()
+        for one in names["optimizers"] if several else [names["optimizer"]]:
+            one.step()
+        return [p.detach() for p in model.parameters()]
+
+    model = Model()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    several = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+    for optimizer in ("sgd", torch.optim.AdamW(model.parameters()), several):
+        found = mh.plan(model, optimizer, 2, bucket_size=10_000)
+        for row in found.rows[:3]:
+            one, other = run_ranks(2, pasted, row.code, optimizer is several)
+            for a, b in zip(one, other, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# -- sizes and mistakes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("24 gb", 24 * 10**9), ("512MiB", 2**29), ("1.5k", 1500), (7, 7)],
+)
+def test_sizes_are_read(text, size):
+    if text == "1.5k":
+        with pytest.raises(ValueError, match="24GiB"):
+            in_bytes(text)
+    else:
+        assert in_bytes(text) == size
+
+
+@given(st.integers(1, 2**60))
+def test_sizes_are_written_with_three_digits(size):
+    assert in_bytes(shown(size)) == pytest.approx(size, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"workers": 0}, ValueError, "at least 1, got 0"),
+        ({"backend": "mpi"}, ValueError, "nccl, gloo, got 'mpi'"),
+        ({"memory": "24 gigs"}, ValueError, "such as"),
+        ({"memory": -1}, ValueError, "positive"),
+        ({"bucket_size": 0}, ValueError, "at least 1 element"),
+        ({"model": 3}, TypeError, "torch.nn.Module or a function"),
+        ({"model": lambda: 3}, TypeError, "must return a torch.nn.Module, got int"),
+        ({"model": lambda: nn.ReLU()}, ValueError, "no parameter"),
+        ({"model": lambda: nn.LazyLinear(3)}, ValueError, "no shape yet"),
+        ({"optimizer": "adamm"}, ValueError, "Did you mean 'adam'"),
+        ({"optimizer": 3}, TypeError, "a name such as"),
+        ({"momentum": 0.9}, TypeError, "AdamW has no option momentum; it has lr, betas"),
+        ({"optimizer": "muon"}, ValueError, "give plan.. a list of them"),
+        ({"optimizer": "lbfgs"}, ValueError, "cannot be divided"),
+        ({"input": (8, 3)}, TypeError, "input must be a tensor"),
+        ({"input": torch.empty(3, 3)}, ValueError, "forward pass could not be run"),
+    ],
+)
+def test_mistakes_are_named(arguments, error, message):
+    arguments = {"model": Model, **arguments}
+    with pytest.raises(error, match=message):
+        mh.plan(arguments.pop("model"), **arguments)
+
+
+def test_an_optimizer_of_other_parameters_is_named():
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"2 parameter\(s\) that are not in the model"):
+        mh.plan(model, torch.optim.SGD(nn.Linear(3, 3).parameters()))
+    with pytest.raises(
+        ValueError, match=r"1 parameter\(s\) of the model are in no optimizer: bias"
+    ):
+        mh.plan(model, torch.optim.SGD([model.weight]))
+    with pytest.raises(TypeError, match="already has its options"):
+        mh.plan(model, torch.optim.SGD(model.parameters()), momentum=0.9)
+
+
+def test_examples_of_sizes_run():
+    assert doctest.testmod(_sizes).failed == 0
+
+
+def test_the_page_shows_what_is_printed(tmp_path, capsys):
+    page = ROOT / "docs" / "plan.md"
+    run_page(page, tmp_path)
+    (text,) = (block.code for block in blocks(page) if block.language == "text")
+    assert text.strip() in capsys.readouterr().out

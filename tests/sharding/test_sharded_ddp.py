@@ -1,0 +1,992 @@
+"""The sharded module: whatever a training loop does, its numbers are the plain run's."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharding_oracle import (
+    BUCKET,
+    Lamb,
+    assert_same,
+    copied,
+    everyone,
+    loss_of,
+    make_batches,
+    make_model,
+    muon_and_adamw,
+    one,
+    oss,
+    plain,
+    train,
+    train_alone,
+    train_averaged,
+)
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+import manyhands as mh
+from ranks import run_ranks
+
+adamw = one(AdamW, lr=0.02, weight_decay=0.3)
+lamb = one(Lamb, lr=0.02, weight_decay=0.3)
+
+
+def compare(loop, *, workers=3, build=adamw, model=make_model, rtol=1e-9, atol=1e-11, **options):
+    """`loop(model, optimizers, data)` is the same on all ranks, on one, and in the plain run.
+
+    It takes the data of its rank by `data(step)`, and may return tensors to compare as well.
+    """
+
+    def run():
+        rank, _ = everyone()
+        module = model()
+        optimizers = build(module, oss)
+        given = optimizers if len(optimizers) > 1 else optimizers[0]
+        wrapped = mh.ShardedDataParallel(module, given, **options)
+        extra = loop(wrapped, optimizers, lambda x: x[rank])
+        for optimizer in optimizers:
+            optimizer.wait()
+        return [*copied(module.parameters()), *(extra or [])]
+
+    ranks = run_ranks(workers, run)
+    module = model()
+    extra = loop(module, build(module, plain), lambda x: x.flatten(0, 1))
+    assert_same(ranks, [*copied(module.parameters()), *(extra or [])], rtol=rtol, atol=atol)
+
+
+def batches(steps=4, workers=3):
+    x, y = make_batches(steps, 1, workers)
+    return zip(x[:, 0], y[:, 0], strict=True)
+
+
+def clear(optimizers):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def update(optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [adamw, lamb, muon_and_adamw])
+@pytest.mark.parametrize("overlap_gather", [False, True])
+def test_buffer_sizes_and_overlap_change_no_number(build, overlap_gather):
+    def run():
+        result = []
+        for size in (None, 0, 1, 100, 10_000):
+            options = {"reduce_buffer_size": size, "overlap_gather": overlap_gather}
+            optimizers, wrapped = train(build, "OSS + ShardedDataParallel", 2, **options)
+            for optimizer in optimizers:
+                optimizer.wait()
+            result.append(copied(wrapped.parameters()))
+        return result
+
+    ranks = run_ranks(3, run)
+    _, expected = train_alone(build, 3, 2)
+    for i in range(5):
+        assert_same([r[i] for r in ranks], list(expected.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "wire"),
+    [
+        ({"reduce_fp16": True}, torch.float16),
+        ({"reduce_dtype": torch.bfloat16}, torch.bfloat16),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("build", [adamw, lamb])
+def test_gradients_travel_in_a_narrow_type_and_are_added_up_in_float32(build, options, wire):
+    def model():
+        return make_model(torch.float32)
+
+    def run():
+        _, wrapped = train(build, "OSS + ShardedDataParallel", model=model, **options)
+        return copied(wrapped.parameters())
+
+    _, expected = train_averaged(build, 3, model=model, wire=wire)
+    assert_same(run_ranks(3, run), copied(expected.parameters()), rtol=1e-6, atol=1e-7)
+
+
+def test_the_startup_gives_everyone_rank_0s_model_unless_told_not_to():
+    def run():
+        result = []
+        for sync in (True, False):
+            module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+            with torch.no_grad():
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    tensor.fill_(float(dist.get_rank() + 1))
+            mh.ShardedDataParallel(module, oss(module.parameters()), sync_models_at_startup=sync)
+            result.append([t.detach().clone() for t in module.state_dict().values()])
+        return result
+
+    for rank, (synced, own) in enumerate(run_ranks(2, run)):
+        assert all((t == 1).all() for t in synced)
+        assert all((t == rank + 1).all() for t in own)
+
+
+# -- clearing gradients --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("who", ["optimizer", "model", "inner module", "by hand"])
+def test_gradients_may_be_cleared_in_every_way(who, set_to_none):
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            if who == "optimizer":
+                for optimizer in optimizers:
+                    optimizer.zero_grad(set_to_none=set_to_none)
+            elif who == "model":
+                model.zero_grad(set_to_none=set_to_none)
+            elif who == "inner module":
+                getattr(model, "module", model).zero_grad(set_to_none=set_to_none)
+            else:
+                for p in model.parameters():
+                    if set_to_none:
+                        p.grad = None
+                    elif p.grad is not None:
+                        p.grad.detach_()
+                        p.grad.zero_()
+            loss_of(model, data(x), data(y)).backward()
+            update(optimizers)
+
+    compare(loop)
+
+
+def test_gradients_that_are_not_cleared_add_up():
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            loss_of(model, data(x), data(y)).backward()
+            update(optimizers)
+
+    compare(loop)
+
+
+# -- which parameters a step uses ----------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A trunk, and two branches of which a loss may use either, both or none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.left, self.right = nn.Linear(5, 9), nn.Linear(9, 3), nn.Linear(9, 3)
+        self.to(torch.float64)
+
+    def forward(self, x, use):
+        h = self.trunk(x).tanh()
+        out = h.sum(dim=1, keepdim=True) * torch.ones(3, dtype=x.dtype)
+        if "l" in use:
+            out = out + self.left(h)
+        if "r" in use:
+            out = out + self.right(h).square()
+        return out
+
+
+class WithEmpty(Branches):
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+
+    def forward(self, x, use):
+        return super().forward(x, use) + self.empty.sum()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("model", [Branches, WithEmpty])
+def test_a_parameter_that_nobody_uses_is_skipped(model, set_to_none):
+    """No weight decay, no step of its momentum: as in the plain run."""
+
+    def loop(model, optimizers, data):
+        skipped = []
+        for step, (x, y) in enumerate(batches()):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none)
+            use = ["l", "", "lr", "r"][step]
+            nn.functional.mse_loss(model(data(x), use), data(y)).backward()
+            update(optimizers)
+            right = getattr(model, "module", model).right
+            skipped.append(torch.tensor(right.weight.grad is None))
+        return skipped
+
+    compare(loop, model=model)
+
+
+def test_ranks_may_use_different_parameters_in_a_step():
+    """The plain run's loss is the mean of what each rank computes."""
+    uses = [["lr", "l", ""], ["r", "l", "l"], ["", "", "lr"], ["l", "r", ""], ["", "", ""]]
+
+    def run(make, rank):
+        module = Branches()
+        optimizers = adamw(module, make)
+        model = module if rank is None else mh.ShardedDataParallel(module, optimizers[0])
+        for step, (x, y) in enumerate(batches(5)):
+            clear(optimizers)
+            if rank is None:
+                losses = [
+                    nn.functional.mse_loss(model(x[r], uses[step][r]), y[r]) for r in range(3)
+                ]
+                (sum(losses) / 3).backward()
+            else:
+                nn.functional.mse_loss(model(x[rank], uses[step][rank]), y[rank]).backward()
+            update(optimizers)
+        return copied(module.parameters())
+
+    ranks = run_ranks(3, lambda: run(oss, dist.get_rank()), timeout=20)
+    assert_same(ranks, run(plain, None))
+
+
+@pytest.mark.parametrize("build", [adamw, muon_and_adamw])
+@pytest.mark.parametrize("clear_by", ["optimizer", "inner module"])
+def test_a_rank_without_data_joins_in_with_nothing(build, clear_by):
+    """Its loss counts as zero, so the mean is over all ranks still."""
+
+    def run(make, rank):
+        module = make_model()
+        optimizers = build(module, make)
+        model = module
+        if rank is not None:
+            model = mh.ShardedDataParallel(module, optimizers)
+        for step, (x, y) in enumerate(batches(5)):
+            if clear_by == "optimizer":
+                clear(optimizers)
+            else:
+                module.zero_grad()
+            if rank is None:
+                with_data = [r for r in range(3) if not (r == 1 and step in (0, 2, 3))]
+                (sum(loss_of(model, x[r], y[r]) for r in with_data) / 3).backward()
+            elif not (rank == 1 and step in (0, 2, 3)):
+                loss_of(model, x[rank], y[rank]).backward()
+            update(optimizers)
+        return copied(module.parameters())
+
+    ranks = run_ranks(3, lambda: run(oss, dist.get_rank()), timeout=20)
+    assert_same(ranks, run(plain, None))
+
+
+def test_a_list_of_optimizers_is_reduced_once_a_step(monkeypatch):
+    """Each further step() must not send everything again."""
+
+    def run():
+        calls = []
+        exchange = dist.all_to_all_single
+
+        def counted(*args, **kwargs):
+            calls.append(1)
+            return exchange(*args, **kwargs)
+
+        monkeypatch.setattr(dist, "all_to_all_single", counted)
+        train(muon_and_adamw, "OSS + ShardedDataParallel", steps=3)
+        both = len(calls)
+        calls.clear()
+        train(one(SGD), "OSS + ShardedDataParallel", steps=1)
+        _, wrapped = train(muon_and_adamw, "OSS + ShardedDataParallel", steps=0)
+        return both, len(wrapped._reducer._buckets)
+
+    for calls, buckets in run_ranks(2, run):
+        assert calls == 3 * buckets
+
+
+# -- shapes of a backward ------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A weight that two modules share, used once more by hand, and one applied three times."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inward, self.outward = nn.Linear(5, 12, bias=False), nn.Linear(12, 5)
+        self.outward.weight = nn.Parameter(torch.randn(5, 12) / 3)
+        self.again = nn.Linear(12, 5)
+        self.again.weight = self.outward.weight
+        self.reused = nn.Linear(12, 12)
+        self.to(torch.float64)
+
+    def forward(self, x):
+        h = self.inward(x)
+        for _ in range(3):
+            h = self.reused(h).tanh()
+        out = self.outward(h) + self.again(h.square())
+        return (out + nn.functional.linear(h, self.again.weight))[:, :3]
+
+
+def test_shared_and_reused_parameters():
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            loss_of(model, data(x), data(y)).backward()
+            update(optimizers)
+
+    compare(loop, model=Tied)
+    compare(loop, model=Tied, build=lamb)
+
+
+def test_several_forwards_before_one_backward():
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            first, second = loss_of(model, data(x), data(y)), loss_of(model, data(y) @ W, data(y))
+            (first + second).backward()
+            update(optimizers)
+
+    W = torch.randn(3, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    compare(loop)
+
+
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_several_backwards_before_a_step(retain_graph):
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            if retain_graph:
+                out = model(data(x))
+                nn.functional.mse_loss(out, data(y)).backward(retain_graph=True)
+                (out.square().mean() / 10).backward()
+            else:
+                loss_of(model, data(x), data(y)).backward()
+                loss_of(model, data(x) * 2, data(y)).backward()
+            update(optimizers)
+
+    compare(loop)
+    compare(loop, build=muon_and_adamw)
+
+
+def test_a_gradient_penalty_goes_through_backward_twice():
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            inputs = data(x).clone().requires_grad_()
+            loss = nn.functional.mse_loss(model(inputs), data(y))
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            # a mean over samples of a batch of 2 a rank, and of 6 in the plain run
+            (loss + 0.1 * (slope * len(inputs)).square().mean()).backward()
+            update(optimizers)
+
+    compare(loop)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = make_model()
+
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            for pair in (self.layers[:2], self.layers[2:4]):
+                x = checkpoint(pair, x, use_reentrant=use_reentrant)
+            return self.layers[4](x)
+
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            for part in (1.0, 0.5):
+                (loss_of(model, data(x), data(y)) * part).backward()
+            update(optimizers)
+
+    compare(loop, model=Checkpointed)
+    compare(loop, model=Checkpointed, build=lamb)
+
+
+def test_a_weight_inside_two_checkpoints():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = make_model()
+            self.extra = nn.Linear(11, 11).double()
+
+        def forward(self, x):
+            x = self.layers[:4](x)
+            for _ in range(2):
+                x = checkpoint(lambda h: self.extra(h).tanh(), x, use_reentrant=False)
+            return self.layers[4](x)
+
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            loss_of(model, data(x), data(y)).backward()
+            update(optimizers)
+
+    compare(loop, model=Twice)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("what", ["inner module", "wrapped module"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_torch_compile(what, backend):
+    import torch._dynamo  # here, once, and not in each rank
+
+    torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1)).sum().backward()
+
+    def run():
+        rank, _ = everyone()
+        module = make_model()
+        (optimizer,) = adamw(module, oss)
+        inner = torch.compile(module, backend=backend) if what == "inner module" else module
+        wrapped = mh.ShardedDataParallel(inner, optimizer)
+        model = torch.compile(wrapped, backend=backend) if what != "inner module" else wrapped
+        for x, y in batches(3, 2):
+            optimizer.zero_grad()
+            loss_of(model, x[rank], y[rank]).backward()
+            optimizer.step()
+        return copied(module.parameters())
+
+    _, expected = train_alone(adamw, 2, steps=3)
+    assert_same(run_ranks(2, run), list(expected.parameters()))
+
+
+# -- evaluation, buffers -------------------------------------------------------------------------
+
+
+def test_evaluation_in_between_may_be_on_one_rank_alone():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.norm = make_model(), nn.BatchNorm1d(5, momentum=0.0).double()
+            self.norm.requires_grad_(False)
+
+        def forward(self, x):
+            self.norm.eval()
+            return self.layers(self.norm(x))
+
+    def loop(model, optimizers, data):
+        for step, (x, y) in enumerate(batches()):
+            clear(optimizers)
+            loss_of(model, data(x), data(y)).backward()
+            if everyone()[0] == 0 and step % 2:
+                with torch.no_grad():
+                    model(data(x))  # between backward and step
+            update(optimizers)
+            if everyone()[0] == 0:
+                model.eval()
+                model(data(x)).sum()  # with a graph, never used
+                with torch.inference_mode():
+                    model(data(x))
+                model.train()
+
+    compare(loop, model=Normed)
+    compare(loop, model=Normed, overlap_gather=True)
+
+
+def test_buffers_are_rank_0s_in_training():
+    def run():
+        rank, _ = everyone()
+        torch.manual_seed(rank)
+        results = []
+        for broadcast in (True, False):
+            module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+            optimizer = oss(module.parameters(), lr=0.1)
+            model = mh.ShardedDataParallel(module, optimizer, broadcast_buffers=broadcast)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(4, 5)).square().sum().backward()
+                optimizer.step()
+            own = [b.clone() for b in module.buffers()]
+            model.sync_buffers(blocking=True)
+            results.append((own, [b.clone() for b in module.buffers()]))
+            with model.no_sync():  # local: no buffers are sent
+                if rank == 0:
+                    model(torch.randn(4, 5))
+        return results
+
+    (first, apart), (second, apart_2) = run_ranks(2, run)
+    assert all(torch.equal(p, q) for p, q in zip(first[1], second[1], strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(apart[1], apart_2[1], strict=True))
+    assert not torch.equal(apart[0][0], apart_2[0][0])
+    for mine, theirs in zip(first[0], first[1], strict=True):
+        assert torch.equal(mine, theirs), "rank 0's own statistics are what is sent"
+
+
+def test_batch_norm_is_ddps():
+    def run():
+        result = []
+        for sharded in (True, False):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(5, 13), nn.BatchNorm1d(13), nn.Linear(13, 3)).double()
+            if sharded:
+                optimizer = oss(module.parameters(), SGD, lr=0.02, momentum=0.9)
+                model = mh.ShardedDataParallel(module, optimizer)
+            else:
+                optimizer = SGD(module.parameters(), lr=0.02, momentum=0.9)
+                model = nn.parallel.DistributedDataParallel(module)
+            x, y = make_batches(4, 1, 3, size=4)
+            rank = dist.get_rank()
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, x[step, 0, rank], y[step, 0, rank]).backward()
+                optimizer.step()
+            result.append([t.detach().clone() for t in module.state_dict().values()])
+        return result
+
+    for ours, ddps in run_ranks(3, run):
+        assert_same([ours], ddps)
+
+
+# -- no_sync -------------------------------------------------------------------------------------
+
+
+def test_no_sync_in_every_order_and_depth():
+    def loop(model, optimizers, data):
+        plan = [("s",), ("n", "s"), ("s", "n", "s"), ("n", "n", "s", "s"), ("s", "n", "r")]
+        for passes, (x, y) in zip(plan, batches(5), strict=True):
+            clear(optimizers)
+            for kind in passes:
+                silent = kind in "nr" and hasattr(model, "no_sync")
+                with contextlib.ExitStack() as stack:
+                    if silent:
+                        stack.enter_context(model.no_sync())
+                        stack.enter_context(model.no_sync())
+                    loss_of(model, data(x), data(y)).backward()
+                if kind == "r" and hasattr(model, "reduce"):
+                    model.reduce()
+            update(optimizers)
+
+    compare(loop)
+    compare(loop, build=muon_and_adamw)
+
+
+def test_no_sync_around_the_backward_alone_is_enough():
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            for kind in "ns":
+                loss = loss_of(model, data(x), data(y))
+                silent = kind == "n" and hasattr(model, "no_sync")
+                with model.no_sync() if silent else contextlib.nullcontext():
+                    loss.backward()
+            update(optimizers)
+
+    compare(loop)
+
+
+def test_an_exception_inside_no_sync_turns_averaging_on_again():
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            if hasattr(model, "no_sync"):
+                with pytest.raises(ZeroDivisionError), model.no_sync(), model.no_sync():
+                    raise ZeroDivisionError
+                assert model.require_backward_grad_sync is True
+            loss_of(model, data(x), data(y)).backward()
+            update(optimizers)
+
+    compare(loop)
+
+
+def test_require_backward_grad_sync_may_be_set_by_hand():
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            for sync in (False, False, True):
+                if isinstance(model, mh.ShardedDataParallel):
+                    model.require_backward_grad_sync = sync
+                loss_of(model, data(x), data(y)).backward()
+            update(optimizers)
+
+    compare(loop)
+
+
+def test_a_step_after_no_sync_alone_is_an_error_with_a_way_out():
+    def loop(model, optimizers, data):
+        for x, y in batches():
+            clear(optimizers)
+            sharded = hasattr(model, "no_sync")
+            with model.no_sync() if sharded else contextlib.nullcontext():
+                loss_of(model, data(x), data(y)).backward()
+            if sharded:
+                with pytest.raises(RuntimeError, match=r"inside no_sync.*reduce\(\)"):
+                    update(optimizers)
+                model.reduce()
+            update(optimizers)
+
+    compare(loop)
+
+
+def test_an_exception_inside_backward_spoils_nothing_that_follows():
+    class Bomb(torch.autograd.Function):
+        armed = False
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if Bomb.armed:
+                raise ZeroDivisionError("boom")
+            return grad
+
+    class Explosive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = make_model()
+
+        def forward(self, x):
+            return self.layers[3:](Bomb.apply(self.layers[:3](x)))
+
+    def loop(model, optimizers, data):
+        Bomb.armed = False
+        for step, (x, y) in enumerate(batches()):
+            clear(optimizers)
+            Bomb.armed = step in (0, 2)
+            if Bomb.armed:
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(model, data(x), data(y)).backward()
+                Bomb.armed = False
+                clear(optimizers)
+            loss_of(model, data(x), data(y)).backward()
+            update(optimizers)
+
+    compare(loop, model=Explosive)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def held(tensors):
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("build", [adamw, lamb])
+def test_after_backward_a_worker_holds_its_share_of_the_gradients(build):
+    def run():
+        module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))
+        (optimizer,) = build(module, lambda p, k, **o: oss(p, k, **{**o, "bucket_size": 512}))
+        model = mh.ShardedDataParallel(module, optimizer)
+        everything = 4 * sum(p.numel() for p in module.parameters())
+        result = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(torch.ones(1, 16)).sum().backward()
+            for p in module.parameters():
+                assert type(p.grad) is torch.Tensor  # this worker's own, in full
+            for _ in range(2):
+                model(torch.ones(1, 16)).sum().backward()
+            grads = [p.grad for p in module.parameters()]
+            assert all(g.local is None for g in grads)
+            pieces = [piece for g in grads for piece in g.pieces]
+            result.append((sum(p.nbytes for p in pieces), held(pieces)))
+            optimizer.step()
+        return everything, result, sum(s["exp_avg"].nbytes for s in optimizer.optim.state.values())
+
+    ranks = run_ranks(3, run)
+    everything = ranks[0][0]
+    for step in range(3):
+        assert sum(r[1][step][0] for r in ranks) == everything
+    for _, result, state in ranks:
+        for exact, storages in result:
+            assert exact == state  # where the state is, the gradient is
+            assert storages <= everything / 3 * 1.15 + 4 * 16 * 16  # padding, or a parameter more
+    if build is adamw:
+        assert all(result[0][1] <= everything / 3 * 1.1 for _, result, _ in ranks)
+
+
+def test_dropping_the_module_drops_its_hooks():
+    def run():
+        rank, _ = everyone()
+        module = make_model()
+        optimizer = oss(module.parameters(), AdamW)
+        model = mh.ShardedDataParallel(module, optimizer)
+        loss_of(model, *(t[0, 0, rank] for t in make_batches(1, 1, 2))).backward()
+        optimizer.step()
+        del model, optimizer
+        module.zero_grad()
+        loss_of(module, *(t[0, 0, 0] for t in make_batches(1, 1, 2))).backward()
+        assert all(type(p.grad) is torch.Tensor for p in module.parameters())
+
+    run_ranks(2, run)
+
+
+# -- parameters that freeze, thaw, move ----------------------------------------------------------
+
+
+def test_thawing_warns_unless_told_not_to():
+    def run():
+        said = []
+        for options in ({}, {"warn_on_trainable_params_changed": False}):
+            module = make_model()
+            module[0].requires_grad_(False)
+            optimizer = oss(module.parameters(), AdamW, lr=0.02)
+            model = mh.ShardedDataParallel(module, optimizer, **options)
+            x = torch.ones(2, 5).double()
+            model(x)
+            module[0].requires_grad_(True)
+            catch = pytest.warns(UserWarning, match="frozen or have thawed")
+            with contextlib.nullcontext() if options else catch:
+                model(x).sum().backward()
+            said.append([int(p.grad is not None) for p in module.parameters()])
+        return said
+
+    assert run_ranks(2, run) == [[[1] * 6] * 2] * 2
+
+
+def test_without_auto_refresh_one_is_told_or_refreshes_by_hand():
+    def loop(model, optimizers, data):
+        layers = getattr(model, "module", model)
+        for step, (x, y) in enumerate(batches()):
+            clear(optimizers)
+            if step in (1, 2):
+                layers[0].requires_grad_(step == 2)
+                if hasattr(model, "refresh_trainable"):
+                    model.refresh_trainable()
+            loss_of(model, data(x), data(y)).backward()
+            update(optimizers)
+
+    compare(loop, auto_refresh_trainable=False)
+
+    def forgotten():
+        module = make_model()
+        module[0].requires_grad_(False)
+        optimizer = oss(module.parameters(), AdamW, lr=0.02)
+        model = mh.ShardedDataParallel(module, optimizer, auto_refresh_trainable=False)
+        module[0].requires_grad_(True)
+        model(torch.ones(2, 5).double()).sum().backward()
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+
+    run_ranks(2, forgotten, timeout=20)
+
+
+@pytest.mark.parametrize("when", ["before the first step", "after a step"])
+@pytest.mark.parametrize("build", [adamw, lamb, muon_and_adamw])
+def test_a_module_may_be_converted_after_it_was_wrapped(when, build):
+    """State that was made in float32 goes on in float64."""
+
+    def float32():
+        return make_model(torch.float32)
+
+    def loop(model, optimizers, data):
+        for step, (x, y) in enumerate(batches()):
+            if step == (0 if when == "before the first step" else 2):
+                model.to(torch.float64)
+                if when == "after a step" and not hasattr(model, "no_sync"):
+                    for optimizer in optimizers:
+                        for p, state in optimizer.state.items():
+                            for name, value in state.items():
+                                if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                                    state[name] = value.double()
+            dtype = next(model.parameters()).dtype
+            clear(optimizers)
+            loss_of(model, data(x).to(dtype), data(y).to(dtype)).backward()
+            update(optimizers)
+
+    near = 1e-9 if when == "before the first step" else 1e-3
+    compare(loop, build=build, model=float32, rtol=near, atol=near)
+    compare(loop, build=build, model=float32, rtol=near, atol=near, overlap_gather=True)
+
+
+# -- gathering that overlaps the next forward ----------------------------------------------------
+# With broadcast_fp16 a parameter that was not waited for is surely the old one.
+
+
+class UsesItsChildrensWeights(nn.Module):
+    """Attention takes its output projection's weight, and this one its embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inward = nn.Linear(5, 8, bias=False)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        h = self.inward(x)[:, None]
+        h = self.norm(h + self.attention(h, h, h, need_weights=False)[0])
+        return nn.functional.linear(h[:, 0], self.inward.weight.t())[:, :3]
+
+
+def make_float32():
+    return make_model(torch.float32)
+
+
+@pytest.mark.parametrize("model", [make_float32, UsesItsChildrensWeights])
+def test_with_overlap_each_module_has_its_parameters_in_time(model):
+    def run():
+        result = []
+        for overlap in (False, True):
+            rank, _ = everyone()
+            module = model()
+            optimizer = oss(module.parameters(), AdamW, lr=0.02, broadcast_fp16=True)
+            wrapped = mh.ShardedDataParallel(module, optimizer, overlap_gather=overlap)
+            for x, y in batches(4, 2):
+                optimizer.zero_grad()
+                loss_of(wrapped, x[rank].float(), y[rank].float()).backward()
+                optimizer.step()
+            result.append([t.clone() for t in wrapped.state_dict().values()])
+        return result
+
+    for without, overlapped in run_ranks(2, run):
+        assert_same([overlapped], without, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change", ["thaw", "add a group", "load", "convert"])
+def test_with_overlap_what_changes_in_between_counts(change):
+    def run():
+        result = []
+        for overlap in (False, True):
+            rank, _ = everyone()
+            module = make_model(torch.float32)
+            module[0].requires_grad_(False)
+            first = module[2:] if change == "add a group" else module
+            optimizer = oss(first.parameters(), AdamW, lr=0.02, broadcast_fp16=True)
+            wrapped = mh.ShardedDataParallel(
+                module, optimizer, overlap_gather=overlap, warn_on_trainable_params_changed=False
+            )
+            start = copy.deepcopy(module.state_dict())
+            for step, (x, y) in enumerate(batches(5, 2)):
+                if step == 2:
+                    if change in ("thaw", "add a group"):
+                        module[0].requires_grad_(True)
+                    if change == "add a group":
+                        optimizer.add_param_group({"params": list(module[0].parameters())})
+                    if change == "load":
+                        wrapped.load_state_dict(start)
+                    if change == "convert":
+                        wrapped.to(torch.float64)
+                optimizer.zero_grad()
+                dtype = module[0].weight.dtype
+                loss_of(wrapped, x[rank].to(dtype), y[rank].to(dtype)).backward()
+                optimizer.step()
+            optimizer.wait()
+            result.append([t.clone() for t in wrapped.state_dict().values()])
+        return result
+
+    for without, overlapped in run_ranks(2, run):
+        assert_same([overlapped], without, rtol=0, atol=0)
+
+
+# -- as a module ---------------------------------------------------------------------------------
+
+
+class Versioned(nn.Linear):
+    """A module that reads old checkpoints in another way, as BatchNorm does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        self.seen = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def inner_module():
+    return nn.Sequential(Versioned(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_state_dicts_are_the_plain_modules(workers):
+    def run():
+        plain_module, module = inner_module(), inner_module()
+        model = mh.ShardedDataParallel(module, oss(module.parameters()))
+        assert list(model.state_dict()) == list(plain_module.state_dict())
+        result = model.load_state_dict(plain_module.state_dict())
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        for ours, theirs in zip(
+            model.state_dict().values(), plain_module.state_dict().values(), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        inner_module().load_state_dict(model.state_dict())
+        given = dict(plain_module.state_dict())
+        del given["2.bias"]
+        with pytest.raises(RuntimeError, match=r"Missing key.*2\.bias"):
+            model.load_state_dict(given)
+        assert model.load_state_dict(given, strict=False).missing_keys[0].endswith("2.bias")
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            model.load_state_dict({**plain_module.state_dict(), "other": torch.ones(1)})
+
+    run_ranks(workers, run)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_it_may_be_part_of_a_larger_module(workers):
+    def larger(trunk, head):
+        return nn.ModuleDict({"trunk": trunk, "head": head})
+
+    def run():
+        module = inner_module()
+        sharded = mh.ShardedDataParallel(module, oss(module.parameters()))
+        model = larger(sharded, nn.Linear(2, 1))
+        other = larger(inner_module(), nn.Linear(2, 1))
+        assert list(model.state_dict()) == list(other.state_dict())
+        model.load_state_dict(other.state_dict())
+        for p, q in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+            assert torch.equal(p, q)
+        other.load_state_dict(model.state_dict())
+        assert list(model.state_dict(prefix="a.")) == list(other.state_dict(prefix="a."))
+
+    run_ranks(workers, run)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_modules_version_reaches_it(workers):
+    def run():
+        for around in (lambda m: m, lambda m: nn.Sequential(m)):
+            module = inner_module()
+            around(mh.ShardedDataParallel(module, oss(module.parameters()))).load_state_dict(
+                around(inner_module()).state_dict()
+            )
+            assert module[0].seen == 2
+
+    run_ranks(workers, run)
+
+
+def test_training_inside_a_larger_module():
+    def run():
+        rank, _ = everyone()
+        module = make_model()
+        optimizer = oss(module.parameters(), AdamW, lr=0.02)
+        larger = nn.Sequential(nn.Identity(), mh.ShardedDataParallel(module, optimizer))
+        for x, y in batches():
+            larger.zero_grad()
+            loss_of(larger, x[rank], y[rank]).backward()
+            optimizer.step()
+        return copied(module.parameters())
+
+    _, expected = train_alone(one(AdamW, lr=0.02), 3)
+    assert_same(run_ranks(3, run), list(expected.parameters()))
+
+
+def test_attributes_are_the_wrapped_modules():
+    module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+    module.colour = "blue"
+    model = mh.ShardedDataParallel(module, oss(module.parameters()))
+    assert model.colour == "blue"
+    assert model[1] is module[1]
+    assert model.module is module
+    with pytest.raises(AttributeError, match="shade"):
+        _ = model.shade
+    assert not hasattr(model, "weight")
+    assert [n for n, _ in model.named_parameters()] == [
+        f"module.{n}" for n, _ in module.named_parameters()
+    ]
+    assert model.eval().training is module.training is False
+    assert BUCKET > 0
+
+
+def test_inputs_and_outputs_of_any_kind_pass_through():
+    class Odd(nn.Linear):
+        def forward(self, first, *, scale, **rest):
+            return {"out": super().forward(first["x"]) * scale, "rest": rest}
+
+    def run():
+        module = Odd(3, 2)
+        optimizer = oss(module.parameters())
+        model = mh.ShardedDataParallel(module, optimizer)
+        out = model({"x": torch.ones(1, 3)}, scale=2.0, other="kept")
+        assert out["rest"] == {"other": "kept"}
+        out["out"].sum().backward()
+        optimizer.step()
+
+    run_ranks(2, run)

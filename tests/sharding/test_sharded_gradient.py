@@ -1,0 +1,280 @@
+"""Gradients of which each worker holds a part: their norm, clipping, and what else acts on them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharding_oracle import (
+    WAYS,
+    Lamb,
+    assert_same,
+    copied,
+    everyone,
+    loss_of,
+    make_batches,
+    make_model,
+    oss,
+    wrap,
+)
+from torch import nn
+from torch.optim import AdamW
+
+import manyhands as mh
+from ranks import raises_on_ranks, run_ranks
+
+
+def after_backward(way=WAYS[1], kind=AdamW, *, model=make_model, passes=1, **options):
+    """A model with gradients, as one of the workers (or, `way` None, alone)."""
+    rank, workers = everyone()
+    module = model()
+    if way is None:
+        optimizer = wrapped = None
+        workers, used = 3, module
+    else:
+        optimizer = oss(module.parameters(), kind, lr=0.02, **options)
+        used = wrapped = wrap(way, module, [optimizer])
+    x, y = make_batches(1, passes, workers, dtype=next(module.parameters()).dtype)
+    for a in range(passes):
+        mine = (x[0, a].flatten(0, 1), y[0, a].flatten(0, 1)) if way is None else None
+        loss_of(used, *(mine or (x[0, a, rank], y[0, a, rank]))).backward()
+    return module, optimizer, wrapped
+
+
+def full_gradients(module):
+    """Sharded gradients, put together from all workers' pieces."""
+    result = []
+    for p in module.parameters():
+        if type(p.grad) is torch.Tensor:
+            result.append(p.grad.clone())
+            continue
+        flat = torch.zeros(p.numel(), dtype=p.dtype)
+        for piece, start in zip(p.grad.pieces, p.grad.starts, strict=True):
+            flat[start : start + piece.numel()] += piece
+        dist.all_reduce(flat)
+        result.append(flat.view(p.shape))
+    return result
+
+
+def matrices(params):
+    return [p for p in params if p.dim() == 2]
+
+
+@pytest.mark.parametrize("kind", [AdamW, Lamb])
+def test_the_pieces_of_all_workers_are_the_mean_gradient(kind):
+    def run():
+        module, _, _ = after_backward(WAYS[1], kind, passes=2)
+        assert [p.grad.shape for p in module.parameters()] == [p.shape for p in module.parameters()]
+        return full_gradients(module)
+
+    module, _, _ = after_backward(None, passes=2)
+    assert_same(run_ranks(3, run), [p.grad for p in module.parameters()])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_clip_grad_norm_is_torchs_on_the_whole_gradient(workers):
+    limits = [(0.05, 2), (0.05, 1), (0.01, float("inf")), (0.05, 3.0), (100.0, 2), (0.05, "2")]
+
+    def run():
+        result = []
+        for way in WAYS:
+            for kind in (AdamW, Lamb):
+                for limit, norm_type in limits:
+                    for chosen in (None, matrices):
+                        module, optimizer, _ = after_backward(way, kind)
+                        args = [limit, norm_type] if norm_type != "2" else [limit]
+                        options = {"filter_params_fn": chosen} if chosen else {}
+                        norm = optimizer.clip_grad_norm(*args, **options)
+                        optimizer.step()
+                        grads = full_gradients(module)
+                        result.append([norm, *grads, *copied(module.parameters())])
+        return result
+
+    ranks = run_ranks(workers, run)
+    expected = []
+    for kind in (AdamW, Lamb) * 2:
+        for limit, norm_type in limits:
+            for chosen in (None, matrices):
+                module = make_model()
+                x, y = (t[0, 0].flatten(0, 1) for t in make_batches(1, 1, workers))
+                loss_of(module, x, y).backward()
+                params = list(module.parameters())
+                norm = nn.utils.clip_grad_norm_(
+                    chosen(params) if chosen else params, limit, float(norm_type)
+                )
+                optimizer = kind(params, lr=0.02)
+                optimizer.step()
+                expected.append([norm, *(p.grad for p in params), *copied(params)])
+    for i, one in enumerate(expected):
+        assert_same([r[i] for r in ranks], one, f"case {i}")
+
+
+def test_clipping_nothing_and_what_has_no_gradient():
+    def run():
+        for way in WAYS:
+            module, optimizer, wrapped = after_backward(way)
+            before = full_gradients(module)
+            norm = optimizer.clip_grad_norm(1e-3, filter_params_fn=lambda params: [])
+            assert norm == 0.0
+            for p, q in zip(full_gradients(module), before, strict=True):
+                assert torch.equal(p, q)
+            optimizer.zero_grad()
+            if way == WAYS[0]:  # a sharded module would take part with zeros
+                assert optimizer.clip_grad_norm(1.0) == 0.0
+            assert wrapped is not None
+
+    run_ranks(2, run)
+
+
+def test_a_norm_of_bfloat16_gradients_is_taken_in_float32():
+    def model():
+        return make_model(torch.bfloat16)
+
+    def run():
+        module, optimizer, _ = after_backward(model=model)
+        grads = [g.float() for g in full_gradients(module)]
+        return optimizer.clip_grad_norm(0.1), nn.utils.get_total_norm(grads)
+
+    for norm, expected in run_ranks(2, run):
+        assert norm.dtype == torch.float32
+        torch.testing.assert_close(norm, expected)
+
+
+def test_a_gradient_that_is_not_a_number_shows_in_every_workers_norm():
+    def run():
+        result = []
+        for way in WAYS:
+            for norm_type in (2.0, float("inf")):
+                module, optimizer, _ = after_backward(way)
+                if way == WAYS[1]:
+                    if dist.get_rank() == 1:
+                        module[2].weight.grad.pieces[0][3] = torch.nan
+                else:
+                    module[2].weight.grad[0, 0] = torch.nan
+                result.append(bool(torch.isnan(optimizer.clip_grad_norm(1.0, norm_type))))
+        return result
+
+    assert run_ranks(2, run) == [[True] * 4] * 2
+
+
+def test_torchs_clipping_of_values_works():
+    def run():
+        module, optimizer, _ = after_backward()
+        nn.utils.clip_grad_value_(module.parameters(), 0.01)
+        optimizer.step()
+        return full_gradients(module) + copied(module.parameters())
+
+    module, _, _ = after_backward(None)
+    nn.utils.clip_grad_value_(module.parameters(), 0.01)
+    AdamW(module.parameters(), lr=0.02).step()
+    grads = [p.grad for p in module.parameters()]
+    assert_same(run_ranks(3, run), grads + copied(module.parameters()))
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torchs_clipping_of_the_norm_is_an_error_that_names_ours(foreach):
+    def run():
+        module, _, _ = after_backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=foreach)
+
+    raises_on_ranks(2, RuntimeError, run, match=r"optimizer\.clip_grad_norm")
+
+
+LOCAL = {  # what would silently be about this worker's part
+    "norm": lambda g: g.norm(),
+    "sum": lambda g: g.sum(),
+    "isfinite": lambda g: torch.isfinite(g).all(),
+    "item": lambda g: g[0, 0].item(),
+    "add": lambda g: g + 1,
+    "times a tensor": lambda g: g.mul_(torch.ones_like(g.to("meta"), device="cpu")),
+    "copy": lambda g: g.copy_(torch.zeros(13, 5)),
+    "numpy": lambda g: g.numpy(),
+    "print": lambda g: g.tolist(),
+    "vector": lambda g: nn.utils.parameters_to_vector([g]),
+}
+
+
+def test_what_needs_the_whole_gradient_is_an_error():
+    def run():
+        module, _, _ = after_backward()
+        before = full_gradients(module)
+        wrong = []
+        for name, act in LOCAL.items():
+            try:
+                act(module[0].weight.grad)
+                wrong.append(name)
+            except (RuntimeError, TypeError, NotImplementedError):
+                pass
+        for p, q in zip(full_gradients(module), before, strict=True):
+            assert torch.equal(p, q)
+        return wrong
+
+    assert run_ranks(2, run) == [[]] * 2
+
+
+def test_what_acts_on_each_element_acts_on_the_pieces():
+    def run():
+        module, optimizer, _ = after_backward()
+        for p in module.parameters():
+            p.grad.mul_(3.0)
+            p.grad /= 2
+            p.grad.mul_(torch.tensor(0.5))
+        torch._foreach_mul_([p.grad for p in module.parameters()], 2.0)
+        twin = copy.deepcopy(module[0].weight.grad)
+        clone = module[0].weight.grad.clone()
+        module[0].weight.grad.zero_()
+        assert all((piece == 0).all() for piece in module[0].weight.grad.pieces)
+        assert any((piece != 0).any() for piece in twin.pieces) or not twin.pieces
+        module[0].weight.grad = clone
+        assert "elements here" in repr(clone)
+        optimizer.step()
+        return full_gradients(module) + copied(module.parameters())
+
+    module, _, _ = after_backward(None)
+    for p in module.parameters():
+        p.grad.mul_(1.5)
+    AdamW(module.parameters(), lr=0.02).step()
+    grads = [p.grad for p in module.parameters()]
+    assert_same(run_ranks(3, run), grads + copied(module.parameters()))
+
+
+def test_clipping_between_the_passes_of_a_step_is_the_plain_runs():
+    """Accumulation without no_sync, clipped in between, and clipped at the end."""
+
+    def run(make, way):
+        rank, _ = everyone()
+        module = make_model()
+        optimizer = make(module.parameters(), AdamW, lr=0.02)
+        used = wrap(way, module, [optimizer]) if way else module
+        x, y = make_batches(3, 2, 3)
+        for step in range(3):
+            optimizer.zero_grad()
+            for a in range(2):
+                mine = (x[step, a].flatten(0, 1), y[step, a].flatten(0, 1))
+                loss_of(used, *((x[step, a, rank], y[step, a, rank]) if way else mine)).backward()
+                if way:
+                    optimizer.clip_grad_norm(0.1 * (a + 1))
+                else:
+                    nn.utils.clip_grad_norm_(module.parameters(), 0.1 * (a + 1))
+            optimizer.step()
+        return copied(module.parameters())
+
+    ranks = run_ranks(3, lambda: run(oss, WAYS[1]))
+    assert_same(ranks, run(lambda p, kind, **o: kind(p, **o), None))
+
+
+def test_gradients_in_a_hook_of_the_parameter_are_changed_before_they_are_averaged():
+    def run():
+        rank, _ = everyone()
+        module = make_model()
+        module[0].weight.register_hook(lambda g: g * 2)
+        optimizer = oss(module.parameters(), AdamW, lr=0.02)
+        wrapped = mh.ShardedDataParallel(module, optimizer)
+        x, y = make_batches(1, 1, 3)
+        loss_of(wrapped, x[0, 0, rank], y[0, 0, rank]).backward()
+        return full_gradients(module)
+
+    module = make_model()
+    module[0].weight.register_hook(lambda g: g * 2)
+    loss_of(module, *(t[0, 0].flatten(0, 1) for t in make_batches(1, 1, 3))).backward()
+    assert_same(run_ranks(3, run), [p.grad for p in module.parameters()])

@@ -1,0 +1,289 @@
+"""Mistakes that people make: each is an error that says what to do, on every worker."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharding_oracle import Lamb, make_model, oss
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, AdamW, Muon
+
+import manyhands as mh
+from ranks import raises_on_ranks, run_ranks
+
+
+def x():
+    return torch.ones(2, 5, dtype=torch.float64)
+
+
+# -- workers that do not agree -------------------------------------------------------------------
+
+
+def more_layers():
+    layers = [nn.Linear(5, 5) for _ in range(2 + dist.get_rank())]
+    return oss(nn.Sequential(*layers).parameters(), AdamW)
+
+
+def other_shapes():
+    return oss(nn.Linear(5, 3 + dist.get_rank()).parameters(), AdamW)
+
+
+def other_shapes_of_one_size():
+    shape = (4, 6) if dist.get_rank() == 0 else (6, 4)
+    return oss([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(shape))], Lamb)
+
+
+def other_types():
+    dtype = torch.float32 if dist.get_rank() == 0 else torch.bfloat16
+    return oss(nn.Linear(5, 3).to(dtype).parameters(), AdamW)
+
+
+def frozen_on_one():
+    module = make_model()
+    module[0].requires_grad_(dist.get_rank() == 0)
+    return oss(module.parameters(), AdamW)
+
+
+def other_groups():
+    params = list(make_model().parameters())
+    cut = 2 if dist.get_rank() == 0 else 4
+    groups = [{"params": params[:cut], "lr": 0.1}, {"params": params[cut:], "lr": 0.2}]
+    return oss(groups, AdamW)
+
+
+def another_group_later():
+    module = make_model()
+    optimizer = oss(module[0].parameters(), AdamW)
+    layer = module[2] if dist.get_rank() == 0 else module[4]
+    optimizer.add_param_group({"params": list(layer.parameters())})
+
+
+DIFFERENT = {
+    more_layers: r"different numbers of parameters: rank 0: 4, rank 1: 6, rank 2: 8",
+    other_shapes: r"number 0 is rank 0: \(3, 5\) .*rank 1: \(4, 5\) .*rank 2: \(5, 5\)",
+    other_shapes_of_one_size: r"number 1 is rank 0: \(4, 6\) .*rank 1: \(6, 4\)",
+    other_types: r"float32.*bfloat16",
+    frozen_on_one: r"frozen",
+    other_groups: r"group",
+    another_group_later: r"different parameters",
+}
+
+
+@pytest.mark.parametrize("build", DIFFERENT)
+def test_workers_that_have_different_parameters(build):
+    messages = raises_on_ranks(3, ValueError, build, match=DIFFERENT[build], timeout=20)
+    assert len(set(messages)) == 1
+
+
+def test_a_worker_that_is_not_in_the_group():
+    def run():
+        group = dist.new_group([0, 1])
+        module = make_model()
+        if dist.get_rank() == 2:
+            with pytest.raises(ValueError, match="not a member of the process group"):
+                oss(module.parameters(), AdamW, group=group)
+            return
+        optimizer = oss(module.parameters(), AdamW, group=group)
+        model = mh.ShardedDataParallel(module, optimizer)
+        model(x()).sum().backward()
+        optimizer.step()
+
+    run_ranks(3, run, timeout=20)
+
+
+# -- the sharded module --------------------------------------------------------------------------
+
+
+def inside_ddp():
+    module = make_model()
+    model = mh.ShardedDataParallel(module, oss(module.parameters()))
+    DistributedDataParallel(model)(x())
+
+
+def around_ddp():
+    module = DistributedDataParallel(make_model())
+    mh.ShardedDataParallel(module, oss(module.parameters()))
+
+
+def around_itself():
+    module = make_model()
+    model = mh.ShardedDataParallel(module, oss(module.parameters()))
+    mh.ShardedDataParallel(nn.Sequential(model), oss(module.parameters()))
+
+
+def one_optimizer_twice():
+    module = make_model()
+    optimizer = oss(module.parameters())
+    mh.ShardedDataParallel(module, optimizer)
+    mh.ShardedDataParallel(module, optimizer)
+
+
+def one_optimizer_for_two_models():
+    first, second = make_model(), make_model()
+    optimizer = oss([*first.parameters(), *second.parameters()])
+    mh.ShardedDataParallel(first, optimizer)
+
+
+def of_a_copy():
+    module = make_model()
+    optimizer = oss(copy.deepcopy(module).parameters())
+    mh.ShardedDataParallel(module, optimizer)
+
+
+def of_some_layers():
+    module = make_model()
+    mh.ShardedDataParallel(module, oss(module[0].parameters()))
+
+
+def plain_optimizer():
+    module = make_model()
+    mh.ShardedDataParallel(module, SGD(module.parameters()))
+
+
+def plain_optimizer_in_a_list():
+    module = make_model()
+    some = [oss(module[0].parameters()), SGD(module[2:].parameters())]
+    mh.ShardedDataParallel(module, some)
+
+
+def no_optimizer():
+    mh.ShardedDataParallel(make_model(), [])
+
+
+def another_group():
+    module = make_model()
+    group = dist.new_group([0, 1])
+    mh.ShardedDataParallel(module, oss(module.parameters()), process_group=group)
+
+
+def optimizers_of_different_groups():
+    module = make_model()
+    group = dist.new_group([0, 1])
+    first, second = oss(module[0].parameters()), oss(module[2:].parameters(), group=group)
+    mh.ShardedDataParallel(module, [first, second])
+
+
+def another_buffer_size_too_late():
+    module = make_model()
+    optimizer = oss(module.parameters(), AdamW)
+    module(x()).sum().backward()
+    optimizer.step()
+    mh.ShardedDataParallel(module, optimizer, reduce_buffer_size=16)
+
+
+def a_negative_buffer_size():
+    module = make_model()
+    mh.ShardedDataParallel(module, oss(module.parameters()), reduce_buffer_size=-1)
+
+
+MISTAKES = {
+    inside_ddp: (RuntimeError, "inside DistributedDataParallel"),
+    around_ddp: (TypeError, "contains a DistributedDataParallel already"),
+    around_itself: (TypeError, "contains a ShardedDataParallel already"),
+    one_optimizer_twice: (RuntimeError, "another ShardedDataParallel already"),
+    one_optimizer_for_two_models: (ValueError, "that are not in the module"),
+    of_a_copy: (ValueError, r"6 parameter\(s\) of the module are in no optimizer: 0.weight"),
+    of_some_layers: (ValueError, r"4 parameter\(s\) of the module are in no optimizer"),
+    plain_optimizer: (TypeError, "needs the model's manyhands.OSS, got SGD"),
+    plain_optimizer_in_a_list: (TypeError, "needs the model's manyhands.OSS, got SGD"),
+    no_optimizer: (ValueError, "at least one optimizer"),
+    another_group: (ValueError, "process group is not the optimizer's"),
+    optimizers_of_different_groups: (ValueError, "group"),
+    another_buffer_size_too_late: (ValueError, "cannot be changed any more"),
+    a_negative_buffer_size: (ValueError, "must not be negative"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_the_module_is_an_error_everywhere(mistake):
+    exception, match = MISTAKES[mistake]
+    raises_on_ranks(2, exception, mistake, match=match, timeout=20)
+
+
+def test_most_mistakes_are_errors_with_one_worker_too():
+    few = (
+        *(around_ddp, around_itself, one_optimizer_for_two_models, of_a_copy, of_some_layers),
+        *(plain_optimizer, plain_optimizer_in_a_list, no_optimizer, a_negative_buffer_size),
+    )
+
+    def run():
+        wrong = []
+        for mistake in few:
+            exception, match = MISTAKES[mistake]
+            try:
+                mistake()
+                wrong.append(f"{mistake.__name__} is none")
+            except exception as error:
+                if not re.search(match, str(error)):
+                    wrong.append(str(error))
+        return wrong
+
+    assert run_ranks(1, run) == [[]]
+
+
+# -- the optimizer -------------------------------------------------------------------------------
+
+
+ARGUMENTS = [
+    ({"kind": Lamb, "layout": "even"}, ValueError, r'Lamb looks at whole ones.*layout="whole"'),
+    ({"kind": Muon, "layout": "even"}, ValueError, r'Muon looks at whole ones.*layout="whole"'),
+    ({"kind": LBFGS}, ValueError, "LBFGS looks at all parameters together"),
+    ({"kind": AdamW, "layout": "flat"}, ValueError, 'must be "even", "whole" or None'),
+    ({"kind": "AdamW"}, TypeError, "must be an optimizer class"),
+    ({"kind": nn.Linear}, TypeError, "must be an optimizer class"),
+    ({"kind": AdamW, "bucket_size": 0}, ValueError, "bucket_size must be at least 1"),
+    ({"kind": AdamW, "rate": 0.1}, TypeError, "rate"),
+]
+
+
+@pytest.mark.parametrize(("options", "exception", "match"), ARGUMENTS)
+def test_arguments_that_make_no_sense(options, exception, match):
+    def run():
+        model = nn.Linear(4, 4, bias=False) if options["kind"] is Muon else make_model()
+        oss(model.parameters(), **options)
+
+    raises_on_ranks(2, exception, run, match=match, timeout=20)
+
+
+def test_an_instance_for_the_class():
+    def run():
+        params = list(make_model().parameters())
+        mh.OSS(params, SGD(params, lr=0.1))
+
+    raises_on_ranks(2, TypeError, run, match="must be an optimizer class")
+
+
+def test_a_parameter_in_two_groups():
+    def run():
+        module = make_model()
+        optimizer = oss(module[0].parameters(), AdamW)
+        optimizer.add_param_group({"params": list(module[0].parameters())})
+
+    raises_on_ranks(2, ValueError, run, match="more than one parameter group", timeout=20)
+
+
+def test_a_failed_add_param_group_leaves_the_optimizer_usable():
+    def run():
+        module = make_model()
+        optimizer = oss(module[0].parameters(), AdamW, lr=0.02)
+        before = len(optimizer.param_groups)
+        layer = module[2] if dist.get_rank() == 0 else module[4]
+        with pytest.raises(ValueError, match="different parameters"):
+            optimizer.add_param_group({"params": list(layer.parameters())})
+        assert len(optimizer.param_groups) == before
+        module(x()).sum().backward()
+        for p in module.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+
+    run_ranks(2, run, timeout=20)
+
+
+@pytest.mark.parametrize("copying", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_pickling_says_what_to_do(copying):
+    with pytest.raises(TypeError, match=r"state_dict\(\) after consolidate_state_dict\(\)"):
+        copying(oss(make_model().parameters()))
