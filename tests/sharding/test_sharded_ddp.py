@@ -272,6 +272,32 @@ def test_a_rank_without_data_joins_in_with_nothing(build, clear_by):
     assert_same(ranks, run(plain, None))
 
 
+def test_a_worker_without_data_notices_what_froze_and_thawed():
+    def run(make, rank):
+        module = make_model()
+        module[0].requires_grad_(False)
+        optimizers = adamw(module, make)
+        model = module
+        if rank is not None:
+            model = mh.ShardedDataParallel(
+                module, optimizers, warn_on_trainable_params_changed=False
+            )
+        for step, (x, y) in enumerate(batches(5)):
+            if step in (1, 3):
+                module[0].requires_grad_(step == 1)
+            clear(optimizers)
+            with_data = [r for r in range(3) if not (r == 0 and step in (1, 3))]
+            if rank is None:
+                (sum(loss_of(model, x[r], y[r]) for r in with_data) / 3).backward()
+            elif rank in with_data:
+                loss_of(model, x[rank], y[rank]).backward()
+            update(optimizers)
+        return copied(module.parameters())
+
+    ranks = run_ranks(3, lambda: run(oss, dist.get_rank()), timeout=10)
+    assert_same(ranks, run(plain, None))
+
+
 def test_a_list_of_optimizers_is_reduced_once_a_step(monkeypatch):
     """Each further step() must not send everything again."""
 

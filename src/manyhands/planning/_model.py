@@ -39,14 +39,21 @@ class Chosen:
 
 
 def built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """The module that is to be wrapped; if it is a function, it is called for a meta module."""
+    """The module that is to be wrapped.
+
+    A function is called for a module on the meta device; or, where it reads values out of tensors,
+    which have none there, for a real one.
+    """
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(
                 "model must be a torch.nn.Module or a function that builds one, "
                 f"got {type(model).__name__}."
             )
-        with torch.device("meta"):
+        try:
+            with torch.device("meta"):
+                made = model()
+        except (RuntimeError, NotImplementedError):
             made = model()
         if not isinstance(made, nn.Module):
             name = getattr(model, "__name__", "the function")

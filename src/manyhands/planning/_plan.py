@@ -175,7 +175,7 @@ def plan(
 
     Args:
         model: a module, on any device, or a function that builds one. A function is called
-            under `torch.device("meta")`, so that no memory is needed.
+            under `torch.device("meta")`, so that no memory is needed (or, if that fails, as it is).
         optimizer: the name or the class of an optimizer, a `functools.partial` of it, or the
             optimizer that you have; a list of them, if there are several.
         workers: how many.

@@ -53,23 +53,43 @@ class _Outgoing:
     def clear(self) -> None:
         self.waiting = self.needed
         self.filling: Tensor | None = None
+        self.copied = False
         self.exchange: Exchange | None = None
         self.slice: Tensor | None = None
 
-    def fill(self, run: Run, grad: Tensor | None, dtype: torch.dtype) -> None:
+    def fill(self, run: Run, grad: Tensor | None, dtype: torch.dtype, buffers: _Buffers) -> None:
         """Take in a run of a gradient, given flat; or of zeros."""
         plan, data = self.flat.plan, self.flat.data
         self.waiting -= 1
         if grad is not None and run.size == plan.size:  # the bucket lies inside it: no copy
             self.filling = grad[run.start : run.stop].to(dtype)
             return
+        self.copied = True
         if self.filling is None:
-            self.filling = torch.empty(plan.size, dtype=dtype, device=data.device)
+            self.filling = buffers.take(plan.size, dtype, data.device)
         place = self.filling[run.offset : run.offset + run.size]
         if grad is None:
             place.zero_()
         else:
             place.copy_(grad[run.start : run.stop])
+
+
+class _Buffers:
+    """Memory for buckets to be sent: the last two live on, for memory that is new costs time."""
+
+    KEPT = 2
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        for place, kept in enumerate(self._kept):
+            if kept.numel() == size and kept.dtype == dtype and kept.device == device:
+                return self._kept.pop(place)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._kept = [buffer, *self._kept][: self.KEPT]
 
 
 class Reducer:
@@ -96,6 +116,7 @@ class Reducer:
         # Ours queues its end once, and so comes before the measurement of the mean gradient.
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
         self._order: list[int] | None = None
+        self._buffers = _Buffers()
         self._fresh: set[Shards] = set()  # whose gradients have been averaged since their step
         self.cover()
 
@@ -164,7 +185,7 @@ class Reducer:
         param.grad = None
         flat = None if grad is None else flattened(grad, param)
         for bucket, run in self._places[number]:
-            bucket.fill(run, flat, self._wire or param.dtype)
+            bucket.fill(run, flat, self._wire or param.dtype, self._buffers)
             if not bucket.waiting:
                 self._finished.append(bucket.place)
 
@@ -200,6 +221,8 @@ class Reducer:
         assert bucket.exchange is not None
         dtype = bucket.flat.data.dtype
         bucket.slice = bucket.exchange.mean(self.workers.size, dtype, _wide(self._wire or dtype))
+        if bucket.copied:
+            self._buffers.give_back(bucket.exchange.sent)
         bucket.exchange = None
 
     # -- the end of a pass ---------------------------------------------------------------------

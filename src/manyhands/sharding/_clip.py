@@ -28,7 +28,10 @@ def clip_grad_norm(
     ]
     values = torch.stack(lengths) if lengths else torch.zeros(1, device=device)
     if math.isinf(norm_type):
-        total = shards.workers.reduced(values.max(), largest=True)
+        unknown = values.isnan().any().to(values.dtype)  # which a maximum may lose
+        both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
+        most = shards.workers.reduced(both, largest=True)
+        total = torch.where(most[1] > 0, torch.nan, most[0])
     else:
         power = values.double() if device.type != "mps" else values
         total = shards.workers.reduced(power.pow(norm_type).sum()).pow(1.0 / norm_type)

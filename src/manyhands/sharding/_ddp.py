@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from manyhands.sharding._buckets import Reducer
 from manyhands.sharding._oss import OSS
+from manyhands.sharding._shards import FlatBucket, Shards
 
 
 class ShardedDataParallel(nn.Module):
@@ -78,11 +80,11 @@ class ShardedDataParallel(nn.Module):
         self._workers = self._optimizers[0]._workers
         self._reducer: Reducer | None = None
         self.register_load_state_dict_pre_hook(_put_prefix)
-        if self._workers.size == 1:
-            return
         if reduce_buffer_size is not None:
             for one in self._optimizers:
                 one._bucket_size(_checked_size(reduce_buffer_size))
+        if self._workers.size == 1:
+            return
         if sync_models_at_startup:
             self._workers.send_first([*module.parameters(), *module.buffers()])
         self._reducer = Reducer(
@@ -98,21 +100,19 @@ class ShardedDataParallel(nn.Module):
             self._wait_in_forward()
 
     def _synchronised(self) -> Callable[[], bool]:
-        settings = vars(self)  # not `self`: the reducer must not keep the module alive
-        return lambda: bool(settings["require_backward_grad_sync"])
+        me = weakref.ref(self)  # the reducer must not keep the module alive
+
+        def synchronised() -> bool:
+            module = me()
+            return module is None or module.require_backward_grad_sync
+
+        return synchronised
 
     def _wait_in_forward(self) -> None:
-        """Let each module wait for its own parameters before it runs."""
+        """Let each module wait for its parameters before it runs."""
+        shards = [one._shards for one in self._optimizers]
         for module in self.module.modules():
-            own = {id(param) for param in module.parameters(recurse=False)}
-            buckets = [
-                bucket
-                for one in self._optimizers
-                for bucket in one._shards.buckets
-                if any(id(one._shards.params[run.param]) in own for run in bucket.plan.runs)
-            ]
-            if buckets:
-                module.register_forward_pre_hook(_waiting(buckets))
+            module.register_forward_pre_hook(_waiting(shards))
 
     # -- training ------------------------------------------------------------------------------
 
@@ -121,8 +121,7 @@ class ShardedDataParallel(nn.Module):
         if self._reducer is not None:
             self._prepare()
         result = self.module(*inputs, **kwargs)
-        for one in self._optimizers:
-            one.wait()
+        self._wait()
         return result
 
     def _prepare(self) -> None:
@@ -199,9 +198,22 @@ class ShardedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state dict."""
+        self._wait()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the wrapped module's state dict."""
+        self._wait()
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """`to`, `half` and the like."""
+        self._wait()
+        return super()._apply(fn, recurse)
+
+    def _wait(self) -> None:
         for one in self._optimizers:
             one.wait()
-        return self.module.state_dict(*args, **kwargs)
 
 
 def _sharded(optimizer: Any) -> OSS:
@@ -233,10 +245,10 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
                 "this OSS belongs to another ShardedDataParallel already. Give each module an "
                 "optimizer of its own."
             )
-        if group is not None and not _same_group(group, one.group):
+        if not _same_group(optimizers[0].group if group is None else group, one.group):
             raise ValueError(
-                "the process group is not the optimizer's. Make both with the same one: "
-                "OSS(..., group=group)."
+                "the process group is not the optimizer's (or not that of each of them). Make "
+                "all with the same one: OSS(..., group=group)."
             )
     held = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
     named = dict(module.named_parameters())
@@ -273,18 +285,35 @@ def _inside_ddp(module: nn.Module) -> bool:
     return active is not None and any(inner is module for inner in active.modules())
 
 
-def _waiting(buckets: Sequence[Any]) -> Callable[..., None]:
-    def wait(*_: Any) -> None:
+def _waiting(shards: Sequence[Shards]) -> Callable[..., None]:
+    """A hook that waits for a module's own parameters, and its children's: some modules use
+    these without calling the child (as torch's MultiheadAttention does)."""
+    version = -1
+    buckets: list[FlatBucket] = []
+
+    def wait(used: nn.Module, _: Any) -> None:
+        nonlocal version, buckets
+        if version != sum(each.version for each in shards):
+            version = sum(each.version for each in shards)
+            near = [p for m in (used, *used.children()) for p in m.parameters(recurse=False)]
+            buckets = [bucket for each in shards for bucket in each.buckets_of(near)]
         for bucket in buckets:
             bucket.wait()
 
     return wait
 
 
-def _put_prefix(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
-) -> Mapping[str, Any] | None:
-    """The plain module's names, as this module has them."""
+def _put_prefix(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    """The plain module's names, as this module has them, where it is part of a larger one."""
+    assert isinstance(module, ShardedDataParallel)
+    module._wait()
+
+    def ours(key: str) -> str:
+        return f"{prefix}module.{key[len(prefix) :]}".rstrip(".")
+
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
-    return None
+        state_dict[ours(key)] = state_dict.pop(key)
+    versions = getattr(state_dict, "_metadata", None) or {}
+    if prefix + "module" not in versions:
+        for key in [key for key in versions if f"{key}.".startswith(prefix)]:
+            versions[ours(f"{key}.")] = versions[key]

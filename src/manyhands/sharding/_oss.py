@@ -130,7 +130,12 @@ class OSS(Optimizer):
         super().add_param_group(param_group)
         if self.optim is None:  # the constructor's groups are taken in together
             return
-        self._check_workers_agree(len(self.param_groups) - 1)
+        try:
+            self._check_workers_agree(len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self.wait()
         self._shards.extend(self.param_groups[-1]["params"])
         self._shards.lay_out()
         self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
@@ -357,10 +362,7 @@ class OSS(Optimizer):
 
     def _check_workers_agree(self, first_group: int = 0) -> None:
         """Raise on every worker where they were not given the same parameters."""
-        groups = self.param_groups[first_group:]
-        described = [
-            [list(p.shape), str(p.dtype), p.requires_grad] for g in groups for p in g["params"]
-        ]
+        described = [_description(group) for group in self.param_groups[first_group:]]
         if self._workers.size == 1 or not any(group["params"] for group in self.param_groups):
             return
         device = next(p.device for g in self.param_groups for p in g["params"])
@@ -396,18 +398,28 @@ def _checked_layout(
     return "even" if cut else "whole"
 
 
+def _description(group: Mapping[str, Any]) -> list[Any]:
+    """What workers must have alike in a parameter group."""
+    options = {k: v for k, v in _options(group).items() if isinstance(v, int | float | str | tuple)}
+    params = [
+        f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for p in group["params"]
+    ]
+    return [params, json.loads(json.dumps(options, default=str))]
+
+
 def _explain_difference(each: list[list[Any]]) -> None:
-    counts = [len(described) for described in each]
-    if len(set(counts)) > 1:
-        listed = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts[:8]))
-        raise ValueError(f"workers have different numbers of parameters: {listed}.")
-    for index, seen in enumerate(zip(*each, strict=True)):
-        if any(one != seen[0] for one in seen):
-            listed = ", ".join(
-                f"rank {rank}: {tuple(shape)} {dtype}{'' if trained else ', frozen'}"
-                for rank, (shape, dtype, trained) in enumerate(seen[:8])
-            )
-            raise ValueError(
-                f"workers have different parameters: number {index} is {listed}. Build the same "
-                "model and optimizer on every worker."
-            )
+    """Raise for the first thing that workers do not have alike."""
+    advice = "Build the same model and optimizer on every worker."
+
+    def differ(values: list[Any], what: str) -> None:
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
+            raise ValueError(f"workers have different {what}: {listed}. {advice}")
+
+    differ([len(groups) for groups in each], "numbers of parameter groups")
+    for index, groups in enumerate(zip(*each, strict=True)):
+        differ([len(params) for params, _ in groups], f"numbers of parameters in group {index}")
+        for number, params in enumerate(zip(*(params for params, _ in groups), strict=True)):
+            differ(list(params), f"parameters in group {index}: number {number} is")
+        differ([options for _, options in groups], f"options in group {index}")

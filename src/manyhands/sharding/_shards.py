@@ -93,6 +93,7 @@ class Shards:
         self.even = even
         self.largest = largest
         self.wire = wire
+        self.version = 0  # grows whenever parameters get new places
         self.params: list[Tensor] = []
         self.pieces: list[list[Piece]] = []
         self._segments: list[_FlatSegment] = []
@@ -116,6 +117,7 @@ class Shards:
     def lay_out(self) -> list[Piece]:
         """Give places to the parameters that need one; returns this worker's new pieces."""
         new = self.missing
+        self.version += bool(new)
         if self.workers.size == 1:
             for i in new:
                 param = self.params[i]
@@ -186,6 +188,15 @@ class Shards:
             for bucket in self.buckets
             for run in bucket.plan.owned(rank)
             if run.param in chosen
+        ]
+
+    def buckets_of(self, params: Iterable[Tensor]) -> list[FlatBucket]:
+        """Those in which any of these parameters lies."""
+        wanted = {id(param) for param in params}
+        return [
+            bucket
+            for bucket in self.buckets
+            if any(id(self.params[run.param]) in wanted for run in bucket.plan.runs)
         ]
 
     def active(self, bucket: FlatBucket) -> bool:
