@@ -149,7 +149,7 @@ class MeanGradient:
         ]
         start = len(local)
         compared = squares[start : start + len(witnesses)]
-        witness = math.fsum(compared) if isinstance(compared, list) else compared.sum()
+        witness = sum(compared, 0.0) if isinstance(compared, list) else compared.sum()
         return self._binned(squares, bins, uncounted + 1)[:uncounted], witness
 
     def _with_gradient(self, indices: Sequence[int]) -> dict[int, Tensor]:
