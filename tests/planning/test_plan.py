@@ -144,6 +144,9 @@ def test_the_plan_is_what_training_holds_and_sends_to_the_byte(name, workers):
         ranks = run_ranks(workers, trained, way, kind, options)
         most = max((everything for everything, _ in ranks), key=sum)
         assert (row.parameters, row.gradients, row.optimizer) == most, way
+        if workers == 1:
+            assert (row.sent, row.collectives) == (0, 0)  # DDP's own are with itself
+            continue
         assert {row.collectives} == {count for _, (count, _) in ranks}, way
         assert row.sent == pytest.approx(sum(sent for _, (_, sent) in ranks) / workers, abs=1), way
 
@@ -380,6 +383,14 @@ def test_a_function_is_built_without_memory_and_tied_weights_count_once():
     assert set(devices) == {"meta"}
     assert found.elements == sum(p.numel() for p in Model().parameters())
     assert [r.total for r in found.rows] == [r.total for r in mh.plan(Model(), workers=2).rows]
+
+
+def test_a_function_that_needs_values_is_built_for_real():
+    def build():
+        widths = [int(width.item()) for width in torch.linspace(4, 8, 2)]
+        return nn.Linear(*widths)
+
+    assert mh.plan(build).elements == 40
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state():

@@ -25,6 +25,10 @@ from manyhands.sharding._gradient import ShardedGradient
 
 SHORT = 4_096
 
+# On a GPU lengths stay there; on a CPU plain floats cost a fraction of what tensors of one do.
+Length = Tensor | float
+Numbers = Tensor | list[float]
+
 
 @dataclass(frozen=True)
 class StepFacts:
@@ -43,6 +47,13 @@ class StepFacts:
     history: float
     usable: bool
 
+    @property
+    def as_measured(self) -> bool:
+        """Whether the norms need no correction."""
+        divided = self.small_batch_divided_by != 1 or self.mean_multiplied_by != 1
+        scaled = isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
+        return self.usable and not divided and not scaled
+
 
 class MeanGradient:
     """Measures the accumulated, averaged gradients of some parameter groups."""
@@ -59,17 +70,30 @@ class MeanGradient:
         self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         self._groups = len(param_groups)
         self._device = self._params[0].device
+        self.on_host = all(param.device.type == "cpu" for param in self._params)
         self._short, self._mine = _shares(self._params, self.workers)
         self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
         self._bins: dict[tuple[int, ...], Tensor] = {}
 
-    def squares_per_group(self, lengths: Mapping[int, Tensor]) -> Tensor:
+    def squares_per_group(self, lengths: Mapping[int, Length]) -> Tensor:
         """Sum of squared lengths by parameter group, in the widest float there is."""
-        squares = _stacked(list(lengths.values()), self._device).square()
-        return self._binned(squares, [self._group_of[i] for i in lengths], self._groups)
+        squares = self._squared(list(lengths.values()))
+        return self._tensor(
+            self._binned(squares, [self._group_of[i] for i in lengths], self._groups)
+        )
 
-    def _binned(self, values: Tensor, bins: Sequence[int], number: int) -> Tensor:
+    def _squared(self, lengths: Sequence[Length]) -> Numbers:
+        if self.on_host:
+            return [length * length for length in map(float, lengths)]
+        return _stacked(lengths, self._device).square()  # type: ignore[arg-type]
+
+    def _binned(self, values: Numbers, bins: Sequence[int], number: int) -> Numbers:
         """The sum of the values in each of a number of bins."""
+        if isinstance(values, list):
+            totals = [0.0] * number
+            for value, place in zip(values, bins, strict=True):
+                totals[place] += value
+            return totals
         sums = torch.zeros(number, dtype=precise(self._device), device=self._device)
         key = tuple(bins)
         if key not in self._bins:
@@ -79,7 +103,7 @@ class MeanGradient:
         return sums.index_add_(0, self._bins[key], values)
 
     def sample(
-        self, squares: Tensor | None, lengths: Mapping[int, Tensor], facts: StepFacts
+        self, squares: Tensor | None, lengths: Mapping[int, Length], facts: StepFacts
     ) -> Sample:
         """Put the step's numbers together and start their way to the other workers.
 
@@ -91,36 +115,38 @@ class MeanGradient:
             return self._single(facts)
         self.difference.previous = []
         numbers, witness = self._squares_and_mean(lengths)
+        if squares is not None or not facts.as_measured:
+            numbers = self._corrected(self._tensor(numbers), squares, facts)
+        return self._sent(numbers, facts, count, witness=witness)
+
+    def _corrected(self, numbers: Tensor, squares: Tensor | None, facts: StepFacts) -> Tensor:
+        """With the passes before, and without what gradients were multiplied with."""
         groups = self._groups
         if squares is not None:
             numbers[:groups] += squares
-        if facts.small_batch_divided_by != 1:
-            numbers[:groups] *= facts.small_batch_divided_by**2
-        if facts.mean_multiplied_by != 1:
-            numbers[groups:] /= facts.mean_multiplied_by**2
-        if isinstance(facts.loss_scale, Tensor) or facts.loss_scale != 1.0:
-            numbers /= facts.loss_scale**2
+        numbers[:groups] *= facts.small_batch_divided_by**2
+        numbers[groups:] /= facts.mean_multiplied_by**2
+        numbers /= facts.loss_scale**2
         if not facts.usable:
             numbers *= torch.nan
-        return self._sent(numbers, facts, count, witness=witness)
+        return numbers
 
-    def _squares_and_mean(self, local: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+    def _squares_and_mean(self, local: Mapping[int, Length]) -> tuple[Numbers, Length]:
         """Per group the local squares, then |G|^2 of this worker's share; and the witness.
 
         All in one go: small tensors cost by the operation.
         """
-        shared = [i for i in self._short if self._is_whole(i)]
-        mine = [i for i in self._mine if self._is_whole(i)]
+        shared = self._with_gradient(self._short)
+        mine = self._with_gradient(self._mine)
         witnesses = shared or self._shortest_with_gradient()
-        measured = [*witnesses, *(i for i in mine if i not in witnesses)]
-        grads = [self._params[i].grad for i in measured]
-        lengths = self._norms.many(measured, grads)  # type: ignore[arg-type]
+        measured = {**witnesses, **mine}
+        lengths = self._norms.many(list(measured), list(measured.values()))
         pieces = self._pieces_held()
         if pieces:
-            lengths += self._norms.pieces(pieces)
-        squares = _stacked([*local.values(), *lengths], self._device).square()
+            lengths = [*lengths, *self._norms.pieces(pieces)]
+        squares = self._squared([*local.values(), *lengths])
         groups, of = self._groups, self._group_of
-        counted = {*mine, *shared} if self.workers.rank == 0 else set(mine)
+        counted = {**shared, **mine} if self.workers.rank == 0 else mine
         uncounted = 2 * groups
         bins = [
             *(of[i] for i in local),
@@ -128,27 +154,30 @@ class MeanGradient:
             *(groups + of[i] for i, _, _ in pieces),
         ]
         start = len(local)
-        witness = squares[start : start + len(witnesses)].sum()
+        compared = squares[start : start + len(witnesses)]
+        witness = sum(compared, 0.0) if isinstance(compared, list) else compared.sum()
         return self._binned(squares, bins, uncounted + 1)[:uncounted], witness
 
-    def _is_whole(self, index: int) -> bool:
-        grad = self._params[index].grad
-        return grad is not None and not isinstance(grad, ShardedGradient)
+    def _with_gradient(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Whole gradients, of those of these parameters that have one."""
+        grads = ((i, self._params[i].grad) for i in indices)
+        return {i: g for i, g in grads if g is not None and type(g) is not ShardedGradient}
 
     def _pieces_held(self) -> list[tuple[int, Tensor, int]]:
         """This worker's parts of sharded gradients: parameter, elements, where they begin."""
         return [
             (i, piece, start)
             for i, param in enumerate(self._params)
-            if isinstance(param.grad, ShardedGradient)
-            for piece, start in zip(param.grad.pieces, param.grad.starts, strict=True)
+            if isinstance(grad := param.grad, ShardedGradient)
+            for piece, start in zip(grad.pieces, grad.starts, strict=True)
         ]
 
-    def _shortest_with_gradient(self) -> list[int]:
+    def _shortest_with_gradient(self) -> dict[int, Tensor]:
         if self.workers.size == 1:
-            return []
-        have = [i for i in range(len(self._params)) if self._is_whole(i)]
-        return [min(have, key=lambda i: self._params[i].numel())] if have else []
+            return {}
+        have = self._with_gradient(range(len(self._params)))
+        shortest = min(have, key=lambda i: self._params[i].numel(), default=None)
+        return {} if shortest is None else {shortest: have[shortest]}
 
     def announce(self, passes: int, scale: float, history: float) -> None:
         """Tell the other workers that steps have so many passes from now on, without waiting.
@@ -157,9 +186,8 @@ class MeanGradient:
         announcement looks like a step's vector, and is taken for one by whoever sends one.
         """
         if self.workers.own_group:
-            beliefs = (1.0, passes, passes, scale, history)
-            nothing = self._nothing()
-            self.announced.append(self.workers.combine(nothing, self._own(beliefs)))
+            row = [0.0] * (2 * self._groups) + [1.0, passes, passes, scale, history, 0.0]
+            self.announced.append(self.workers.combine(self._tensor(row), 2 * self._groups))
 
     def check_announcements(self, patience: float = math.inf) -> None:
         """Raise where the others did not announce the same. Waits for them, but not longer."""
@@ -171,17 +199,11 @@ class MeanGradient:
                 time.sleep(0.001)
             Beliefs.check(Beliefs.table(self.announced.pop(0).read()[2 * self._groups :]))
 
-    def _own(self, beliefs: Sequence[float], witness: Tensor | None = None) -> Tensor:
-        if self.workers.size == 1:
-            return torch.empty(0, dtype=precise(self._device), device=self._device)
-        own = torch.tensor([*beliefs, 0.0], dtype=precise(self._device))
-        own = own.to(self._device, non_blocking=True)
-        if witness is not None:
-            own[Beliefs.SLOTS - 1] = witness
-        return own
-
-    def _nothing(self) -> Tensor:
-        return torch.zeros(2 * self._groups, dtype=precise(self._device), device=self._device)
+    def _tensor(self, numbers: Numbers) -> Tensor:
+        if isinstance(numbers, Tensor):
+            return numbers
+        on_host = torch.tensor(numbers, dtype=precise(self._device))
+        return on_host.to(self._device, non_blocking=True)
 
     def _single(self, facts: StepFacts) -> Sample:
         """One worker, one pass: compare with the gradient before, if it is of any use."""
@@ -190,7 +212,7 @@ class MeanGradient:
             grads = [param.grad for param in self._params]
             measured = self.difference.measure(grads, facts.loss_scale)
         if not measured or not facts.usable:
-            return self._sent(self._nothing(), facts, 1)
+            return self._sent([0.0] * (2 * self._groups), facts, 1)
         groups, of = self._groups, self._group_of
         values = [value for _, squares, mean in measured for value in (squares, mean)]
         bins = [place for i, _, _ in measured for place in (of[i], groups + of[i])]
@@ -199,15 +221,16 @@ class MeanGradient:
 
     def _sent(
         self,
-        numbers: Tensor,
+        numbers: Numbers,
         facts: StepFacts,
         count: int,
         *,
-        witness: Tensor | None = None,
+        witness: Length = 0.0,
         differenced: bool = False,
     ) -> Sample:
         beliefs = (0.0, facts.passes, facts.seen, facts.scale, facts.history)
-        self._last = self.workers.combine(numbers, self._own(beliefs, witness))
+        row = self._row(numbers, beliefs, witness)
+        self._last = self.workers.combine(row, 2 * self._groups)
         return Sample(
             self._last,
             self._groups,
@@ -219,8 +242,18 @@ class MeanGradient:
             self._norms.unit,
         )
 
+    def _row(self, numbers: Numbers, beliefs: Sequence[float], witness: Length) -> Tensor:
+        """What this worker sends."""
+        if self.workers.size == 1:
+            return self._tensor(numbers)
+        if isinstance(numbers, list) and isinstance(witness, float):
+            return self._tensor([*numbers, *beliefs, witness])
+        row = torch.cat([self._tensor(numbers), self._tensor([*beliefs, 0.0])])
+        row[-1] = witness
+        return row
 
-def _stacked(values: list[Tensor], device: torch.device) -> Tensor:
+
+def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Numbers in one tensor of the widest float, wherever and of whatever type each is."""
     dtype = precise(device)
     if not values:
@@ -228,7 +261,7 @@ def _stacked(values: list[Tensor], device: torch.device) -> Tensor:
     first = values[0]
     if any(v.dtype != first.dtype or v.device != device for v in values):
         values = [v.to(device, dtype) for v in values]
-    return torch.stack(values).to(dtype)
+    return torch.stack(list(values)).to(dtype)
 
 
 def _shares(params: Sequence[Tensor], workers: Workers) -> tuple[list[int], list[int]]:

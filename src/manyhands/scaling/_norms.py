@@ -10,6 +10,7 @@ speed, and 1e-7. Half-precision gradients are summed in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -94,19 +95,18 @@ def norm(grad: Tensor) -> Tensor:
 
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """|g| for each: short dense float32 tensors in one call, the others one by one."""
-    result: list[Tensor | None] = [None] * len(grads)
-    together: list[int] = []
-    for i, grad in enumerate(grads):
-        short = grad.numel() <= SHORT or grad.device.type != "cpu"
-        if short and grad.layout == torch.strided and grad.dtype == torch.float32:
-            together.append(i)
-        else:
-            result[i] = norm(grad)
-    if together:
-        lengths = torch._foreach_norm([grads[i] for i in together])
-        for i, length in zip(together, lengths, strict=True):
-            result[i] = length
-    return [length for length in result if length is not None]
+    together = [_is_simple(grad) for grad in grads]
+    lengths = iter(torch._foreach_norm(list(compress(grads, together))) if any(together) else [])
+    return [next(lengths) if simple else norm(g) for g, simple in zip(grads, together, strict=True)]
+
+
+def _is_simple(grad: Tensor) -> bool:
+    """Whether one call of torch's, and no more, gives an exact length."""
+    return (
+        grad.dtype is torch.float32
+        and grad.layout is torch.strided
+        and (grad.numel() <= SHORT or grad.device.type != "cpu")
+    )
 
 
 def flattened(grad: Tensor) -> Tensor:

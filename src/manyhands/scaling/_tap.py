@@ -14,6 +14,7 @@ Tensors we hold, and when
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from manyhands._comm import Workers
-from manyhands.scaling._mean import MeanGradient, StepFacts
+from manyhands.scaling._mean import Length, MeanGradient, StepFacts
 from manyhands.scaling._norms import Norms
 from manyhands.scaling._passes import BackwardPasses, current_task
 from manyhands.scaling._sample import Sample
@@ -151,7 +152,8 @@ class GradientTap:
             piece = self._pieces.get(index)
             self._pieces[index] = grad.clone() if piece is None else piece + grad
         elif index not in self._lengths:
-            self._lengths[index] = self._length(index, grad)
+            length = self._length(index, grad)
+            self._lengths[index] = length.item() if self.mean.on_host else length
         else:
             self._second_part(index, grad)
 
@@ -163,8 +165,9 @@ class GradientTap:
         """
         self._repeated.add(index)
         first = self._params[index].grad
-        length = self._lengths.pop(index)
-        if first is not None and torch.isclose(self.norms.one(index, first), length, rtol=1e-4):
+        known = float(self._lengths.pop(index))
+        length = math.nan if first is None else float(self.norms.one(index, first))
+        if first is not None and math.isclose(length, known, rel_tol=1e-4, abs_tol=1e-8):
             self._pieces[index] = first + grad
         else:
             self._usable = False
@@ -188,7 +191,7 @@ class GradientTap:
         self.mean.difference.forget()
         self.passes = 0
         self.sample: Sample | None = None
-        self._lengths: dict[int, Tensor] = {}
+        self._lengths: dict[int, Length] = {}
         self._pieces: dict[int, Tensor] = {}
         self._squares: Tensor | None = None
         self._usable = True

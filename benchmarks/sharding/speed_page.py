@@ -1,0 +1,142 @@
+"""The table, the page and the figure of `sharding_speed.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peers
+from rounds import Ratio
+
+from sharding.contenders import CONTENDERS, CONTROL, DDP
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURE = ROOT / "docs" / "figures" / "sharding-speed.svg"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender, with one way to compute AdamW."""
+
+    name: str
+    choice: str
+    cpu_ms: float  # of all ranks, all threads
+    wall_ms: float
+    cpu: Ratio  # DDP's over the contender's: above 1 is faster than DDP
+    wall: Ratio
+    sent: int  # bytes, by a rank in a step
+    collectives: int
+
+
+def row(stored: dict[str, Any]) -> Row:
+    return Row(**{**stored, "cpu": Ratio(**stored["cpu"]), "wall": Ratio(**stored["wall"])})
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| AdamW | contender | CPU ms | × DDP's speed | 95 % | wall ms | × tokens/s | 95 % "
+        "| MB sent | collectives |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.choice} | {row.name} | {row.cpu_ms:,.0f} | {_times(row, row.cpu)} "
+            f"| {row.wall_ms:,.0f} | {_times(row, row.wall)} "
+            f"| {row.sent / 1e6:.1f} | {row.collectives} |"
+        )
+    return "\n".join(lines)
+
+
+def _times(row: Row, value: Ratio) -> str:
+    if row.name == DDP:
+        return "1 | "
+    return f"{value.value:.3f} | {value.low:.3f}–{value.high:.3f}"
+
+
+PAGE = """# How fast a sharded step is
+
+A step of `OSS` and `ShardedDataParallel` beside DDP's, torch's ZeroRedundancyOptimizer and
+fairscale 0.4.13: AdamW on a decoder transformer. Measured on {machine}, with {versions}; ranks
+talk through gloo on one machine and have one thread each. Other work on the machine when the run
+began and ended: a load average of {load[0]} and {load[1]} (the second includes the run's own
+processes).
+
+```bash
+python benchmarks/peers.py            # once: an environment with fairscale 0.4.13
+python benchmarks/sharding_speed.py
+```
+
+![Speed over DDP's](../figures/sharding-speed.svg)
+
+"× DDP's speed" is DDP's CPU time of all ranks and threads over the contender's, "× tokens/s" the
+same for wall time: **above 1 is faster than DDP**. Both are ratios of medians over rounds with
+their bootstrap intervals. Every contender has processes of its own; they take turns in an order
+drawn anew in each round. CPU time is the firmer figure: with as many ranks as cores, or
+more, wall time depends on who waits for whom. **The row "again (A/A)" is DDP a second time: what
+it is away from 1 is noise.** (At 100 M it is the same processes once more: there is no room for
+others.) "fused" is `AdamW(fused=True)` on all sides, "default" torch's loop over tensors. Bytes are
+what a rank's sockets have sent in a step, collectives those that a rank starts.
+
+{tables}
+
+Reading the tables:
+
+{reading}
+"""
+
+READING = """- fairscale's default buckets are right only with `zero_grad` setting gradients to zero, and
+  that is how it is measured here; before anything is measured, every contender's parameters are
+  compared with DDP's after {warm_up} steps.
+"""
+
+
+def write(result: dict[str, Any]) -> None:
+    """The page and the figure of a run."""
+    workloads = {title: [row(r) for r in rows] for title, rows in result["workloads"].items()}
+    tables = "\n\n".join(f"## {title}\n\n{table(rows)}" for title, rows in workloads.items())
+    known = {name: result[name] for name in ("machine", "versions", "load")}
+    page = ROOT / "docs" / "benchmarks" / "sharding-speed.md"
+    page.write_text(PAGE.format(tables=tables, reading=READING.strip(), **known))
+    try:
+        draw(workloads, FIGURE)
+    except ModuleNotFoundError:
+        print(f"\nThe figure needs matplotlib, which is in the peers' environment: {peers.HOW}")
+
+
+def draw(workloads: dict[str, list[Row]], path: Path) -> None:
+    """CPU speed over DDP's, a panel for each workload: filled for fused, hollow for default."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "manyhands"
+    from matplotlib import pyplot
+
+    names = [n for n in CONTENDERS if n != DDP][::-1]
+    figure, axes = pyplot.subplots(
+        2, 2, figsize=(9, 0.55 * len(names) + 1.2), sharey=True, sharex=True, layout="constrained"
+    )
+    for axis, (title, rows) in zip(axes.flat, workloads.items(), strict=False):
+        for row in rows:
+            if row.name == DDP:
+                continue
+            fused = row.choice == "fused"
+            y = names.index(row.name) + (0.15 if fused else -0.15)
+            ours = row.name.startswith("manyhands")
+            colour = "#1b7f5c" if ours else "#999999" if row.name == CONTROL else "#c2571a"
+            axis.plot([row.cpu.low, row.cpu.high], [y, y], color=colour, linewidth=1.5)
+            face = colour if fused else "white"
+            axis.plot(row.cpu.value, y, "o", color=colour, markerfacecolor=face, markersize=5)
+        axis.axvline(1, color="#555555", linewidth=0.8)
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_ylim(-0.6, len(names) - 0.4)
+        axis.set_title(title, fontsize=8, loc="left")
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(
+        "DDP's CPU time / the contender's: to the right is faster (filled: AdamW fused; hollow: default)",
+        fontsize=8,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})

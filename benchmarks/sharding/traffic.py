@@ -1,0 +1,60 @@
+"""What a rank sends: bytes through its sockets, and the collectives that it starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+SENT, SENT_AGAIN = 200, 208  # where Linux's struct tcp_info has bytes_sent and bytes_retrans
+
+
+def bytes_sent() -> int:
+    """Payload that this process has sent through its open TCP connections so far."""
+    total = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(entry)))
+        except OSError:
+            continue  # closed meanwhile: it was the listing's own
+        with connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            sent, again = (struct.unpack_from("Q", info, at)[0] for at in (SENT, SENT_AGAIN))
+            total += sent - again
+    return total
+
+
+@contextmanager
+def collectives() -> Iterator[list[tuple[str, int]]]:
+    """Each collective started meanwhile, and the bytes of the tensors given to it to send."""
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "c10d":
+                given = args[1] if _has_input(func) else args[0]
+                size = sum(x.nbytes for x in tree_leaves(given) if isinstance(x, Tensor))
+                seen.append((func.overloadpacket.__name__.rstrip("_"), size))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[tuple[str, int]] = []
+    with Listener():
+        yield seen
+
+
+def _has_input(func: Any) -> bool:
+    """Whether the second argument is what is sent, and the first what is received."""
+    second = func._schema.arguments[1]
+    return "input" in second.name
