@@ -92,14 +92,22 @@ class Workers:
         """Begin to bring every worker its slice of all workers' `bucket`s, to be summed there.
 
         gloo's reduce-scatter moves twice the bytes that are needed, so each slice is sent to its
-        owner, who adds up what comes. With NCCL its own is used, unless slices are uneven or the
-        sum is to be of another type (`wide`) than what is sent: then an all-to-all.
+        owner, who adds up what comes. With NCCL its own is used, or, for uneven slices, a reduction
+        to each owner; and an all-to-all if the sum is to be of another type (`wide`) than what
+        is sent.
         """
         own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
         if self._on_gloo:
             return self._exchange_by_pairs(bucket, own, cuts)
         sizes = [b - a for a, b in pairwise(cuts)]
-        if len(set(sizes)) == 1 and bucket.dtype == wide:
+        if bucket.dtype == wide and len(set(sizes)) > 1:
+            works = [
+                dist.reduce(part, group_dst=rank, group=self.group, async_op=True)
+                for rank, part in enumerate(bucket.split(sizes))
+                if part.numel()
+            ]
+            return Exchange(own, [], works, bucket)
+        if bucket.dtype == wide:
             total = torch.empty_like(own)
             return Exchange(None, [total], [_reduce_scatter(total, bucket, self.group)], bucket)
         rows = bucket.new_empty(self.size * own.numel())
@@ -126,7 +134,7 @@ class Workers:
     def share(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
         """Begin to fill `bucket` on every worker with the slices that each owns of it."""
         own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
-        if not self._on_gloo and own.numel() * self.size == bucket.numel():
+        if not self._on_gloo and len({b - a for a, b in pairwise(cuts)}) == 1:
             return [_all_gather(bucket, own, self.group)]
         return [
             dist.broadcast(bucket[a:b], group_src=rank, group=self.group, async_op=True)
@@ -218,8 +226,9 @@ class Exchange:
         """The mean over the workers, summed in `wide`, as `dtype`."""
         for work in self.works:
             work.wait()
-        if not self.rows:  # no part of the bucket is ours
-            return self.sent[:0].to(dtype)
+        if not self.rows:  # our part was summed up in place, or is empty
+            assert self.own is not None
+            return (self.own / workers).to(dtype)
         first, *others = self.rows
         if self.own is not None:
             others.append(self.own)

@@ -292,6 +292,8 @@ class Reducer:
 
     def reduce(self) -> None:
         """Average what has not been averaged, as at the end of a pass."""
+        if self.trained_changed:
+            self.cover()
         self._passes.forget()
         self._start_over()
         self._close()

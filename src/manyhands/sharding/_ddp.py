@@ -308,12 +308,5 @@ def _put_prefix(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> Non
     assert isinstance(module, ShardedDataParallel)
     module._wait()
 
-    def ours(key: str) -> str:
-        return f"{prefix}module.{key[len(prefix) :]}".rstrip(".")
-
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[ours(key)] = state_dict.pop(key)
-    versions = getattr(state_dict, "_metadata", None) or {}
-    if prefix + "module" not in versions:
-        for key in [key for key in versions if f"{key}.".startswith(prefix)]:
-            versions[ours(f"{key}.")] = versions[key]
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

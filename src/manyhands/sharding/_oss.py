@@ -234,6 +234,7 @@ class OSS(Optimizer):
         `step` does so by itself; with every worker's gradients averaged it does nothing.
         """
         if self._reducer is not None:
+            self.refresh_trainable()
             self._reducer.complete(self._shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,0 +1,133 @@
+"""The bytes of all tensors that a rank holds, and the most it held meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sharding import models, traffic
+from sharding.contenders import Contender
+
+WARM_UP = 2  # steps until the optimizer has its state and DDP its final buckets
+
+
+class Held(TorchDispatchMode):
+    """Knows every tensor's memory that was made or touched while it was active.
+
+    What C++ makes is seen too (DDP's buckets, say), but not gloo's own scratch memory.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := _storage(tensor)) is not None:
+                if storage._cdata not in self._ignored:
+                    self._known[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                del storage
+        self.most = max(self.most, self.now())
+        return result
+
+    def now(self) -> int:
+        """Bytes of the tensors that are alive."""
+        self._known = {k: v for k, v in self._known.items() if not v[0].expired()}
+        return sum(size for _, size in self._known.values())
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a stand-in without memory
+        return None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Bytes on one rank."""
+
+    parameters: int
+    after_backward: int
+    between_steps: int
+    most: int  # during a step
+    resident: int  # what the process has grown by at most during a step, pages of all kinds
+    collectives: list[tuple[str, int]]
+
+
+def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
+    """Train a few steps, and look at the last."""
+    batches = models.batches(size, rank)
+    before = _resident("VmRSS")
+    with Held(batches) as held:
+        model = models.decoder(size)
+        trained = contender.make(model)
+        trained.choose("fused")
+        for number in range(WARM_UP):
+            trained.model(batches[number]).backward()
+            trained.optimizer.step()
+            trained.clear()
+            trained.finish()
+        held.most = 0
+        with traffic.collectives() as collectives:
+            trained.model(batches[WARM_UP]).backward()
+            after_backward = held.now()
+            trained.optimizer.step()
+            trained.finish()
+        trained.clear()
+        between_steps, most = held.now(), held.most
+    Path("/proc/self/clear_refs").write_text("5")  # the most of resident memory counts from here
+    trained.model(batches[WARM_UP]).backward()
+    trained.optimizer.step()
+    trained.finish()
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    resident = _resident("VmHWM") - before
+    return Seen(parameters, after_backward, between_steps, most, resident, collectives)
+
+
+def _resident(what: str) -> int:
+    """A figure of /proc/self/status, in bytes."""
+    for line in Path(f"/proc/{os.getpid()}/status").read_text().splitlines():
+        if line.startswith(what + ":"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(what)
+
+
+def work(contender: Contender, size: models.Size) -> Callable[[int], Callable[..., Any]]:
+    """What a team's ranks do (`team.Work`)."""
+
+    def start(rank: int) -> Callable[[dict[str, Any]], Any]:
+        return lambda _: vars(seen(contender, size, rank))
+
+    return start
+
+
+def simulated(contender: Contender, size: models.Size, ranks: int, as_gloo: bool) -> Seen:
+    """What rank 0 of so many would hold and start, with collectives that do nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    named = dist.get_backend
+    if as_gloo:  # else the library takes the ready-made collectives, as with NCCL
+        dist.get_backend = lambda group=None: "gloo"
+    try:
+        return seen(contender, size, 0)
+    finally:
+        dist.get_backend = named
+        dist.destroy_process_group()
+        torch.set_grad_enabled(True)
