@@ -11,8 +11,8 @@ import torch
 import manyhands as mh
 
 
-def test_all_lists_the_public_names_once_and_in_order():
-    assert sorted(set(mh.__all__)) == list(mh.__all__)
+def test_all_lists_the_public_names_once():
+    assert len(set(mh.__all__)) == len(mh.__all__)
     public = {n for n, v in vars(mh).items() if n[0] != "_" and not inspect.ismodule(v)}
     assert public == set(mh.__all__)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.scaling._norms import norm, norms
+from manyhands._norms import norm, norms
 from manyhands.scaling._preconditioned import Preconditioned
 from oracle import loss_of, make_batches, make_model, preconditioners
 

@@ -9,12 +9,12 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, RMSprop
 
 import manyhands as mh
+from ranks import run_ranks
 
 SIZES = 640  # elements of a bucket: parameters are cut, and share buckets
 SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9}

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharding_oracle import (
+    STEPS,
     WAYS,
     Lamb,
     assert_same,
@@ -536,8 +537,8 @@ def test_ddp_may_come_first_and_keep_gradients_in_its_buckets():
             module = make_model()
             wrapped = DistributedDataParallel(module, gradient_as_bucket_view=views)
             (optimizer,) = two_rates(module, oss)
-            x, y = make_batches(4, 1, workers)
-            for step in range(4):
+            x, y = make_batches(STEPS, 1, workers)
+            for step in range(STEPS):
                 optimizer.zero_grad()
                 loss_of(wrapped, x[step, 0, rank], y[step, 0, rank]).backward()
                 optimizer.step()

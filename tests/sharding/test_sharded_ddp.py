@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharding_oracle import (
-    BUCKET,
+    STEPS,
     Lamb,
     assert_same,
     copied,
@@ -28,6 +28,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
+from manyhands._comm import Workers
 from ranks import run_ranks
 
 adamw = one(AdamW, lr=0.02, weight_decay=0.3)
@@ -300,25 +301,26 @@ def test_a_worker_without_data_notices_what_froze_and_thawed():
 
 def test_a_list_of_optimizers_is_reduced_once_a_step(monkeypatch):
     """Each further step() must not send everything again."""
+    calls = []
+    exchange = Workers.exchange
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return exchange(*args, **kwargs)
+
+    monkeypatch.setattr(Workers, "exchange", counted)
 
     def run():
-        calls = []
-        exchange = dist.all_to_all_single
-
-        def counted(*args, **kwargs):
-            calls.append(1)
-            return exchange(*args, **kwargs)
-
-        monkeypatch.setattr(dist, "all_to_all_single", counted)
+        train(muon_and_adamw, "OSS + ShardedDataParallel", steps=1)
+        once = len(calls)
         train(muon_and_adamw, "OSS + ShardedDataParallel", steps=3)
-        both = len(calls)
-        calls.clear()
-        train(one(SGD), "OSS + ShardedDataParallel", steps=1)
-        _, wrapped = train(muon_and_adamw, "OSS + ShardedDataParallel", steps=0)
-        return both, len(wrapped._reducer._buckets)
+        return once, len(calls) - once, BUCKETS
 
-    for calls, buckets in run_ranks(2, run):
-        assert calls == 3 * buckets
+    BUCKETS = 4  # two of each optimizer, of about 64 elements
+    for once, thrice, buckets in run_ranks(2, run):
+        assert once >= buckets
+        assert thrice == 3 * once
+        assert once < 2 * buckets
 
 
 # -- shapes of a backward ------------------------------------------------------------------------
@@ -956,14 +958,15 @@ def test_it_may_be_part_of_a_larger_module(workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_modules_version_reaches_it(workers):
+def test_a_modules_version_reaches_it_and_the_callers_dict_stays_as_it_is(workers):
     def run():
-        for around in (lambda m: m, lambda m: nn.Sequential(m)):
-            module = inner_module()
-            around(mh.ShardedDataParallel(module, oss(module.parameters()))).load_state_dict(
-                around(inner_module()).state_dict()
-            )
-            assert module[0].seen == 2
+        module = inner_module()
+        given = inner_module().state_dict()
+        keys, versions = list(given), copy.deepcopy(given._metadata)
+        mh.ShardedDataParallel(module, oss(module.parameters())).load_state_dict(given)
+        assert module[0].seen == 2
+        assert list(given) == keys
+        assert given._metadata == versions
 
     run_ranks(workers, run)
 
@@ -974,7 +977,7 @@ def test_training_inside_a_larger_module():
         module = make_model()
         optimizer = oss(module.parameters(), AdamW, lr=0.02)
         larger = nn.Sequential(nn.Identity(), mh.ShardedDataParallel(module, optimizer))
-        for x, y in batches():
+        for x, y in batches(STEPS):
             larger.zero_grad()
             loss_of(larger, x[rank], y[rank]).backward()
             optimizer.step()
@@ -998,7 +1001,6 @@ def test_attributes_are_the_wrapped_modules():
         f"module.{n}" for n, _ in module.named_parameters()
     ]
     assert model.eval().training is module.training is False
-    assert BUCKET > 0
 
 
 def test_inputs_and_outputs_of_any_kind_pass_through():

@@ -20,9 +20,9 @@ from manyhands._comm import Workers
 from manyhands.scaling import _amp
 from manyhands.scaling._average import Average, Debiased, PaperAverage
 from manyhands.scaling._batch import Batch, checked_passes, checked_scale, checked_smoothing
+from manyhands.scaling._measures import Norms, Plain
 from manyhands.scaling._meter import NoiseMeter
 from manyhands.scaling._noise import VAR_FLOOR
-from manyhands.scaling._norms import Norms, Plain
 from manyhands.scaling._patch import OptimizerPatch
 from manyhands.scaling._statistics import NoiseAverage
 from manyhands.scaling._tap import Accumulation, GradientTap

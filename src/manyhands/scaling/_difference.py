@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manyhands.scaling._norms import Norms
+from manyhands.scaling._measures import Norms
 
 
 class Difference:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyhands._comm import Combination, Workers, precise
 from manyhands.scaling._difference import Difference
-from manyhands.scaling._norms import Norms
+from manyhands.scaling._measures import Norms
 from manyhands.scaling._sample import Beliefs, Sample
 from manyhands.sharding._gradient import ShardedGradient
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from manyhands._comm import Workers
 from manyhands.scaling import _amp
 from manyhands.scaling._batch import checked_passes, checked_smoothing
+from manyhands.scaling._measures import Plain
 from manyhands.scaling._noise import estimate
-from manyhands.scaling._norms import Plain
 from manyhands.scaling._sample import Sample
 from manyhands.scaling._statistics import is_finite
 from manyhands.scaling._tap import Accumulation, GradientTap

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
-from manyhands.scaling._norms import flattened, norm
+from manyhands._norms import flattened, norm
 from manyhands.sharding._mirror import StateMirror
 from manyhands.sharding._oss import OSS
 

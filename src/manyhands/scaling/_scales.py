@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from manyhands.scaling._norms import Norms
+from manyhands.scaling._measures import Norms
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._options import RuleOptions
 from manyhands.scaling._preconditioned import Preconditioned

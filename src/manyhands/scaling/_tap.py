@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from manyhands._comm import Workers
+from manyhands._passes import BackwardPasses, current_task
 from manyhands.scaling._mean import Length, MeanGradient, StepFacts
-from manyhands.scaling._norms import Norms
-from manyhands.scaling._passes import BackwardPasses, current_task
+from manyhands.scaling._measures import Norms
 from manyhands.scaling._sample import Sample
 from manyhands.sharding._gradient import ShardedGradient
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from manyhands._comm import Exchange, Workers
-from manyhands.scaling._passes import BackwardPasses, current_task
+from manyhands._passes import BackwardPasses, current_task
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._layout import Run
 from manyhands.sharding._shards import FlatBucket, Shards, flattened

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manyhands.scaling._norms import norm
+from manyhands._norms import norm
 from manyhands.sharding._shards import Shards
 
 

@@ -10,8 +10,6 @@ A step, in order
 from __future__ import annotations
 
 import copy
-import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from manyhands._comm import Workers
 from manyhands.sharding import _state
+from manyhands.sharding._agreement import check_agreement, options_of
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding._elementwise import works_by_element
 from manyhands.sharding._shards import Shards
@@ -117,7 +116,7 @@ class OSS(Optimizer):
         """A parameter group's options, with this worker's pieces of its parameters."""
         members = self._members(index)
         pieces = [piece.data for i in members for piece in self._shards.pieces[i]]
-        return {**_options(self.param_groups[index]), "params": pieces}
+        return {**options_of(self.param_groups[index]), "params": pieces}
 
     def _members(self, index: int) -> range:
         """Which parameters are those of a group, counted through all groups."""
@@ -173,7 +172,7 @@ class OSS(Optimizer):
         """
         return [
             [
-                {**_options(group), "params": self._shards.held_by(rank, self._members(index))}
+                {**options_of(group), "params": self._shards.held_by(rank, self._members(index))}
                 for index, group in enumerate(self.param_groups)
             ]
             for rank in range(self._workers.size)
@@ -359,26 +358,13 @@ class OSS(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
-    # -- checks --------------------------------------------------------------------------------
-
     def _check_workers_agree(self, first_group: int = 0) -> None:
-        """Raise on every worker where they were not given the same parameters."""
-        described = [_description(group) for group in self.param_groups[first_group:]]
-        if self._workers.size == 1 or not any(group["params"] for group in self.param_groups):
-            return
-        device = next(p.device for g in self.param_groups for p in g["params"])
-        text = json.dumps(described)
-        sums = self._workers.gather([float(zlib.crc32(text.encode()))], device)
-        if len({total[0] for total in sums}) > 1:
-            _explain_difference([json.loads(t) for t in self._workers.gather_text(text, device)])
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        if self._workers.size > 1:
+            check_agreement(self._workers, self.param_groups[first_group:])
 
 
 def _copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
-    target.update(_options(source))
+    target.update(options_of(source))
 
 
 def _checked_layout(
@@ -397,30 +383,3 @@ def _checked_layout(
             'its numbers would be wrong. Use layout="whole".'
         )
     return "even" if cut else "whole"
-
-
-def _description(group: Mapping[str, Any]) -> list[Any]:
-    """What workers must have alike in a parameter group."""
-    options = {k: v for k, v in _options(group).items() if isinstance(v, int | float | str | tuple)}
-    params = [
-        f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
-        for p in group["params"]
-    ]
-    return [params, json.loads(json.dumps(options, default=str))]
-
-
-def _explain_difference(each: list[list[Any]]) -> None:
-    """Raise for the first thing that workers do not have alike."""
-    advice = "Build the same model and optimizer on every worker."
-
-    def differ(values: list[Any], what: str) -> None:
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
-            raise ValueError(f"workers have different {what}: {listed}. {advice}")
-
-    differ([len(groups) for groups in each], "numbers of parameter groups")
-    for index, groups in enumerate(zip(*each, strict=True)):
-        differ([len(params) for params, _ in groups], f"numbers of parameters in group {index}")
-        for number, params in enumerate(zip(*(params for params, _ in groups), strict=True)):
-            differ(list(params), f"parameters in group {index}: number {number} is")
-        differ([options for _, options in groups], f"options in group {index}")

@@ -3,77 +3,18 @@
 A CPU adds the squares of a tensor one after the other, so that a float32 norm over ten million
 elements comes out 7e-4 too small. Long tensors are therefore taken in rows of 32,768: the same
 speed, and 1e-7. Half-precision gradients are summed in float32.
-
-`Plain` measures |g|; `_preconditioned.py` has the other way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 ROW = 32_768
 SHORT = 2 * ROW  # elements that can be added up in one go
-
-
-class Norms(Protocol):
-    """Lengths of gradients; `indices` say which parameters they belong to."""
-
-    @property
-    def unit(self) -> str:
-        """What the lengths are of: "plain" or "preconditioned" gradients."""
-
-    def one(self, index: int, grad: Tensor) -> Tensor: ...
-
-    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]: ...
-
-    def pieces(self, pieces: Sequence[tuple[int, Tensor, int]]) -> list[Tensor]:
-        """Of parts of gradients, flat: (parameter, elements, where in it they begin)."""
-
-    def stepped(self) -> None:
-        """The optimizer's state has changed; called on every worker."""
-
-    def refresh(self) -> None:
-        """Look at the optimizer again, after a group was added or its state replaced."""
-
-    def saved(self) -> list[Any]:
-        """What a bitwise continuation needs."""
-
-    def load(self, state: list[Any]) -> None:
-        """Take over what was `saved`."""
-
-
-class Plain:
-    """The Euclidean norm."""
-
-    unit = "plain"
-
-    def refresh(self) -> None:
-        pass
-
-    def saved(self) -> list[Any]:
-        return []
-
-    def load(self, state: list[Any]) -> None:
-        pass
-
-    def one(self, index: int, grad: Tensor) -> Tensor:
-        if grad.numel() <= SHORT and grad.dtype is torch.float32 and grad.layout is torch.strided:
-            return torch.linalg.vector_norm(grad)
-        return norm(grad)
-
-    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        return norms(grads)
-
-    def pieces(self, pieces: Sequence[tuple[int, Tensor, int]]) -> list[Tensor]:
-        return norms([piece for _, piece, _ in pieces])
-
-    def stepped(self) -> None:
-        pass
 
 
 def norm(grad: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Are all workers given the same parameters and options? If not, all of them say where not."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhands._comm import Workers
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def check_agreement(workers: Workers, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise on every worker where they were not given the same parameter groups."""
+    devices = [param.device for group in groups for param in group["params"]]
+    if not devices:
+        return
+    text = json.dumps([_description(group) for group in groups])
+    sums = workers.gather([float(zlib.crc32(text.encode()))], devices[0])
+    if len({total[0] for total in sums}) > 1:
+        _explain([json.loads(one) for one in workers.gather_text(text, devices[0])])
+
+
+def _description(group: Mapping[str, Any]) -> list[Any]:
+    """What workers must have alike in a parameter group."""
+    options = {
+        k: v for k, v in options_of(group).items() if isinstance(v, int | float | str | tuple)
+    }
+    params = [
+        f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for p in group["params"]
+    ]
+    return [params, json.loads(json.dumps(options, default=str))]
+
+
+def _explain(each: list[list[Any]]) -> None:
+    """Raise for the first thing that workers do not have alike."""
+    advice = "Build the same model and optimizer on every worker."
+
+    def differ(values: list[Any], what: str) -> None:
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
+            raise ValueError(f"workers have different {what}: {listed}. {advice}")
+
+    differ([len(groups) for groups in each], "numbers of parameter groups")
+    for index, groups in enumerate(zip(*each, strict=True)):
+        differ([len(params) for params, _ in groups], f"numbers of parameters in group {index}")
+        for number, params in enumerate(zip(*(params for params, _ in groups), strict=True)):
+            differ(list(params), f"parameters in group {index}: number {number} is")
+        differ([options for _, options in groups], f"options in group {index}")
