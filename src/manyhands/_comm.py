@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from manyhands._host import HostExchange, HostMemory
 
 TAG = 28_008  # of our messages between two workers, apart from other people's
 LARGE = 65_536  # elements: a message of its own costs less than a copy
@@ -23,6 +25,7 @@ class Workers:
     rank: int = 0
     group: Any = None
     own_group: bool = False  # which nobody else's collectives go through
+    host: HostMemory | None = None  # that they exchange through, if they are all on one
 
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> Workers:
@@ -86,9 +89,15 @@ class Workers:
     def _on_gloo(self) -> bool:
         return bool(dist.get_backend(self.group) == "gloo")
 
+    def on_one_host(self) -> Workers:
+        """The same workers, who exchange buckets through memory that all can read."""
+        return self if self.size == 1 else replace(self, host=HostMemory(self))
+
     # -- slices of a bucket --------------------------------------------------------------------
 
-    def exchange(self, bucket: torch.Tensor, cuts: Sequence[int], wide: torch.dtype) -> Exchange:
+    def exchange(
+        self, bucket: torch.Tensor, cuts: Sequence[int], wide: torch.dtype
+    ) -> Exchange | HostExchange:
         """Begin to bring every worker its slice of all workers' `bucket`s, to be summed there.
 
         gloo's reduce-scatter moves twice the bytes that are needed, so each slice is sent to its
@@ -96,6 +105,8 @@ class Workers:
         to each owner; and an all-to-all if the sum is to be of another type (`wide`) than what
         is sent.
         """
+        if self.host is not None:
+            return self.host.exchange(bucket, cuts)
         own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
         if self._on_gloo:
             return self._exchange_by_pairs(bucket, own, cuts)
@@ -185,7 +196,7 @@ class Workers:
         """Every worker's `text`, in rank order."""
         if self.size == 1:
             return [text]
-        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
         sizes = [int(size[0]) for size in self.gather([float(own.numel())], device)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: own.numel()] = own

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from manyhands._comm import Exchange, Workers
+from manyhands._host import HostExchange
 from manyhands._passes import BackwardPasses, current_task
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._layout import Run
@@ -54,7 +55,7 @@ class _Outgoing:
         self.waiting = self.needed
         self.filling: Tensor | None = None
         self.copied = False
-        self.exchange: Exchange | None = None
+        self.exchange: Exchange | HostExchange | None = None
         self.slice: Tensor | None = None
 
     def fill(self, run: Run, grad: Tensor | None, dtype: torch.dtype, buffers: _Buffers) -> None:
@@ -137,6 +138,9 @@ class Reducer:
             if param.requires_grad and self._places[number]:
                 hook = _listening(listener, number)
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+        if self.workers.host is not None and self._buckets:
+            largest = max(b.flat.plan.size * b.flat.data.itemsize for b in self._buckets)
+            self.workers.host.make_room(largest, IN_FLIGHT)
         self._order = None
         self._start_over()
 

@@ -50,10 +50,13 @@ class OSS(Optimizer):
         optim: class of the optimizer.
         group: the workers that share the state; all, by default.
         broadcast_fp16: send updated parameters as float16. All workers then train with the
-            rounded values; the exact ones stay with their owners.
+            rounded values; the exact ones stay with their owners. (With `shared_memory` nothing is
+            sent, or rounded.)
         layout: "even" cuts parameters anywhere, into equal shares, for optimizers that work
             element by element; "whole" leaves each with one worker. By default what `optim`
             needs; see `.layout`.
+        shared_memory: for workers of one host, on the CPU: they read gradients and parameters
+            from each other's memory, and nothing is sent. Half the CPU time of sending, or less.
         bucket_size: elements that travel together (`broadcast_buffer_size` is fairscale's name).
         force_broadcast_object: accepted for fairscale's callers; no objects are sent.
         **defaults: the optimizer's own arguments.
@@ -67,6 +70,7 @@ class OSS(Optimizer):
         broadcast_fp16: bool = False,
         *,
         layout: str | None = None,
+        shared_memory: bool = False,
         bucket_size: int | None = None,
         broadcast_buffer_size: int = -1,
         force_broadcast_object: bool = False,
@@ -78,6 +82,8 @@ class OSS(Optimizer):
                 "Its arguments follow by name: OSS(params, optim=AdamW, lr=1e-3)."
             )
         self._workers = Workers.of(group)
+        if shared_memory:
+            self._workers = self._workers.on_one_host()
         self.layout = _checked_layout(layout, optim, defaults, self._workers.size)
         if bucket_size is None and broadcast_buffer_size > 0:
             bucket_size = broadcast_buffer_size
@@ -90,7 +96,7 @@ class OSS(Optimizer):
             self._workers,
             even=self.layout == "even",
             largest=bucket_size or LARGEST,
-            wire=torch.float16 if broadcast_fp16 else None,
+            wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
         )
         self._reducer: Any = None  # of a ShardedDataParallel, if there is one
         self._overlap = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,13 +56,29 @@ class Sharing:
 
 
 @dataclass(eq=False)
+class Reading:
+    """A bucket of parameters whose slices are to be read from their owners' memory."""
+
+    bucket: FlatBucket
+    sources: list[Tensor]
+    rank: int
+    told: Any
+
+    def wait(self) -> None:
+        self.told.wait()
+        for rank, (a, b) in enumerate(pairwise(self.bucket.plan.cuts)):
+            if rank != self.rank:
+                self.bucket.data[a:b].copy_(self.sources[rank][a:b])
+
+
+@dataclass(eq=False)
 class FlatBucket:
     """A bucket of parameters in memory."""
 
     plan: _layout.Bucket
     data: Tensor
     pieces: list[tuple[Piece, Run]] = field(default_factory=list)  # ours, and where in our slice
-    sharing: Sharing | None = None  # since the last step, while its values are on their way
+    sharing: Sharing | Reading | None = None  # of the last step
 
     def wait(self) -> None:
         """Until the values of the last step are there."""
@@ -74,6 +91,7 @@ class FlatBucket:
 class _FlatSegment:
     plan: _layout.Segment
     data: Tensor
+    everyones: list[Tensor]  # every worker's `data`, where workers share a host's memory
     buckets: list[FlatBucket]
 
 
@@ -93,6 +111,7 @@ class Shards:
         self.even = even
         self.largest = largest
         self.wire = wire
+        self._unread = False
         self.version = 0  # grows whenever parameters get new places
         self.params: list[Tensor] = []
         self.pieces: list[list[Piece]] = []
@@ -141,7 +160,7 @@ class Shards:
     @torch.no_grad()
     def _build(self, plan: _layout.Segment, kind: Any) -> None:
         dtype, device = kind
-        data = torch.zeros(plan.size, dtype=dtype, device=device)
+        data, everyones = self._memory(plan.size, dtype, device)
         for index, place in plan.places.items():
             param = self.params[index]
             view = shaped(data[place : place + param.numel()], param)
@@ -149,9 +168,24 @@ class Shards:
             param.data = view
             self._where[index] = (data, place)
         buckets = [FlatBucket(b, data[b.start : b.start + b.size]) for b in plan.buckets]
-        self._segments.append(_FlatSegment(plan, data, buckets))
+        self._segments.append(_FlatSegment(plan, data, everyones, buckets))
         for bucket in buckets:
             self._cut(bucket)
+
+    def _memory(
+        self, size: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Room for a segment: our own, and every worker's if they share a host's memory."""
+        host = self.workers.host
+        if host is None:
+            return torch.zeros(size, dtype=dtype, device=device), []
+        if device.type != "cpu":
+            raise ValueError(
+                f"shared_memory=True is for parameters on the CPU; these are on {device}. Leave it "
+                "out: NCCL finds the fastest way between the GPUs of a host by itself."
+            )
+        everyones = host.empty(size, dtype)
+        return everyones[self.workers.rank], everyones
 
     def _cut(self, bucket: FlatBucket) -> None:
         """Find this worker's pieces of a bucket."""
@@ -239,7 +273,7 @@ class Shards:
                     f"({names}). Move the whole model, or build the optimizer after moving."
                 )
             ((dtype, device),) = kinds
-            data = torch.zeros(segment.plan.size, dtype=dtype, device=device)
+            data, segment.everyones = self._memory(segment.plan.size, dtype, device)
             for index, place in segment.plan.places.items():
                 param = self.params[index]
                 view = shaped(data[place : place + param.numel()], param)
@@ -286,15 +320,31 @@ class Shards:
 
         The buckets that backward finishes last come first: the next forward wants them first.
         """
-        for bucket in reversed([b for b in self.buckets if self._stepped(b)]):
-            sent = bucket.data
+        chosen = [b for b in self.buckets if self._stepped(b)]
+        for bucket in chosen:
             for piece, _ in bucket.pieces:
                 if piece.shown is not None:
                     piece.shown.copy_(piece.data)
+        if self.workers.host is not None:
+            return self._show(chosen)
+        for bucket in reversed(chosen):
+            sent = bucket.data
             if _narrows(self.wire, sent):
                 sent = sent.to(self.wire)
             works = self.workers.share(sent, bucket.plan.cuts)
             bucket.sharing = Sharing(bucket.data, sent, works)
+
+    def _show(self, chosen: list[FlatBucket]) -> None:
+        """As `share`, for workers who read each other's slices where they are."""
+        assert self.workers.host is not None
+        told = self.workers.host.tell()
+        for segment in self._segments:
+            for bucket in segment.buckets:
+                if bucket in chosen:
+                    start, stop = bucket.plan.start, bucket.plan.start + bucket.plan.size
+                    sources = [each[start:stop] for each in segment.everyones]
+                    bucket.sharing = Reading(bucket, sources, self.workers.rank, told)
+                    self._unread = True
 
     @torch.no_grad()
     def collect(
@@ -331,6 +381,9 @@ class Shards:
         """Until all parameters that the last step made are there."""
         for bucket in self.buckets:
             bucket.wait()
+        if self._unread and self.workers.host is not None:
+            self._unread = False
+            self.workers.host.tell().wait()  # nobody changes what another still reads
 
 
 def _narrows(wire: torch.dtype | None, tensor: Tensor) -> bool:

@@ -1,0 +1,114 @@
+"""Workers of one host exchange through memory that all of them can read: no bytes are sent.
+
+Each worker makes a file in memory, and the others map it. What has to be told (a bucket is full,
+a step is made, everything was read) is told by a collective of one number, which also orders the
+memory accesses before it against those after it on another processor.
+
+The *ring* is where each worker puts the buckets that the others are to read. It has two places for
+each bucket that may be under way: a worker that lands bucket q knows that every other had filled
+its q, and had therefore landed all those that were no longer under way then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+class HostMemory:
+    """Memory of each of some workers of one host, readable by all of them.
+
+    `workers` are those that share it; every method is to be called on each.
+    """
+
+    def __init__(self, workers: Any) -> None:
+        self._workers = workers
+        self._ring: list[Tensor] = []  # each worker's, as bytes
+        self._places = 0
+        self._sent = 0
+        hosts = workers.gather_text(_host(), CPU)
+        if len(set(hosts)) > 1:
+            listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
+            raise ValueError(
+                f"shared_memory=True needs all workers on one host, and they are on {listed}. "
+                "Leave it out, or give a process group of the workers of one host."
+            )
+
+    def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        """A new tensor of every worker's, in rank order; write to your own only."""
+        descriptor = os.memfd_create("manyhands")
+        problem, tensors = "", []
+        try:
+            os.ftruncate(descriptor, max(size, 1) * dtype.itemsize)
+            places = self._workers.gather_text(f"/proc/{os.getpid()}/fd/{descriptor}", CPU)
+            try:
+                tensors = [torch.from_file(p, shared=True, size=size, dtype=dtype) for p in places]
+            except (OSError, RuntimeError) as error:
+                problem = str(error).split("\n")[0]
+            problems = self._workers.gather_text(problem, CPU)  # and all have opened them
+        finally:
+            os.close(descriptor)
+        if any(problems):
+            raise RuntimeError(
+                f"workers cannot read each other's memory ({next(filter(None, problems))}). They "
+                "must be of one user and see each other's processes. Leave shared_memory out."
+            )
+        return tensors
+
+    def make_room(self, largest: int, under_way: int) -> None:
+        """A ring for buckets of up to `largest` bytes, of which some may be under way at once."""
+        self._places = 2 * under_way
+        place = -(-largest // 64) * 64
+        if not self._ring or self._ring[0].numel() < place * self._places:
+            self._ring = self.empty(place * self._places, torch.uint8)
+
+    def exchange(self, bucket: Tensor, cuts: Sequence[int]) -> HostExchange:
+        """Show a bucket to the others; its slices are theirs to read when all have done so."""
+        place = self._ring[0].numel() // self._places
+        start = (self._sent % self._places) * place
+        self._sent += 1
+        stop = start + bucket.numel() * bucket.itemsize
+        shown = [ring[start:stop].view(bucket.dtype) for ring in self._ring]
+        rank = self._workers.rank
+        shown[rank].copy_(bucket)
+        slices = [each[cuts[rank] : cuts[rank + 1]] for each in shown]
+        return HostExchange(slices, self.tell(), bucket)
+
+    def tell(self) -> Any:
+        """Begin to wait until every worker has come here."""
+        return self._workers.start_largest(torch.zeros(1))
+
+
+@dataclass
+class HostExchange:
+    """Our slice of a bucket in all workers' memory."""
+
+    slices: list[Tensor]
+    told: Any
+    sent: Tensor
+
+    def mean(self, workers: int, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+        """The mean over the workers, summed in `wide`, as `dtype`."""
+        self.told.wait()
+        first, second, *others = self.slices
+        total = torch.add(first.to(wide), second)
+        for other in others:
+            total.add_(other)
+        return total.div_(workers).to(dtype)
+
+
+def _host() -> str:
+    """What tells this host, as far as processes see each other, from any other."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not (hasattr(os, "memfd_create") and boot.exists()):
+        raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
+    return f"{socket.gethostname()} {boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
