@@ -23,8 +23,8 @@ def clip_grad_norm(
     lengths = [
         _length(grad, norm_type).to(device)
         for i in clipped
-        for number, piece in enumerate(shards.pieces[i])
-        if (grad := shards.gradient(piece, number)) is not None and grad.numel()
+        for piece in shards.pieces[i]
+        if (grad := shards.gradient(piece)) is not None and grad.numel()
     ]
     values = torch.stack(lengths) if lengths else torch.zeros(1, device=device)
     if math.isinf(norm_type):

@@ -22,10 +22,11 @@ from manyhands._comm import Workers
 from manyhands.sharding import _state
 from manyhands.sharding._agreement import check_agreement, options_of
 from manyhands.sharding._clip import clip_grad_norm
-from manyhands.sharding._elementwise import works_by_element
-from manyhands.sharding._shards import Shards
+from manyhands.sharding._elementwise import ELEMENTWISE, works_by_element
+from manyhands.sharding._shards import FlatBucket, Shards
 
 LARGEST = 2**22  # elements of a bucket: 16 MiB of float32
+PARTS = 4  # of a step: the first are on their way while the others are computed
 
 
 class OSS(Optimizer):
@@ -217,11 +218,12 @@ class OSS(Optimizer):
                 with torch.enable_grad():
                     result = closure()
             self.join_in()
-            with self._gradients_on_pieces():
-                self.optim.step(**kwargs)
+            for buckets in self._parts():
+                with self._gradients_on_pieces(buckets):
+                    self.optim.step(**kwargs)
+                self._shards.share(buckets)  # while the next part steps
             if self._reducer is not None:
                 self._reducer.stepped(self._shards)
-            self._shards.share()
             if not self._overlap:
                 self.wait()
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
@@ -260,17 +262,24 @@ class OSS(Optimizer):
             self._follow_moved()
         self._shards.take_changes()
 
+    def _parts(self) -> list[list[FlatBucket]]:
+        """What to step together: all, for an optimizer that might count its calls of `step`."""
+        buckets, optim = self._shards.to_step, self.optim
+        counts = type(optim) not in ELEMENTWISE or optim._optimizer_step_pre_hooks
+        if counts or optim._optimizer_step_post_hooks or self._workers.host is not None:
+            return [buckets]
+        size = max(-(-len(buckets) // PARTS), 1)
+        return [buckets[i : i + size] for i in range(0, len(buckets), size)]
+
     @contextmanager
-    def _gradients_on_pieces(self) -> Iterator[None]:
-        placed = []
+    def _gradients_on_pieces(self, buckets: Iterable[FlatBucket]) -> Iterator[None]:
+        pieces = [piece for bucket in buckets for piece, _ in bucket.pieces]
         try:
-            for pieces in self._shards.pieces:
-                for number, piece in enumerate(pieces):
-                    piece.data.grad = self._shards.gradient(piece, number)
-                    placed.append(piece)
+            for piece in pieces:
+                piece.data.grad = self._shards.gradient(piece)
             yield
         finally:
-            for piece in placed:
+            for piece in pieces:
                 piece.data.grad = None
 
     def clip_grad_norm(

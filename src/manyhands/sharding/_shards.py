@@ -33,6 +33,7 @@ class Piece:
     stop: int
     data: Tensor
     whole: bool  # has the parameter's shape, and not only its elements
+    number: int = 0  # among this worker's pieces of the parameter
     shown: Tensor | None = None  # the parameter's own elements, where `data` is a wider copy
 
     @property
@@ -60,7 +61,6 @@ class Reading:
     """A bucket of parameters whose slices are to be read from their owners' memory."""
 
     bucket: FlatBucket
-    sources: list[Tensor]
     rank: int
     told: Any
 
@@ -68,7 +68,7 @@ class Reading:
         self.told.wait()
         for rank, (a, b) in enumerate(pairwise(self.bucket.plan.cuts)):
             if rank != self.rank:
-                self.bucket.data[a:b].copy_(self.sources[rank][a:b])
+                self.bucket.data[a:b].copy_(self.bucket.everyones[rank][a:b])
 
 
 @dataclass(eq=False)
@@ -77,6 +77,7 @@ class FlatBucket:
 
     plan: _layout.Bucket
     data: Tensor
+    everyones: list[Tensor]  # every worker's `data`, where workers share a host's memory
     pieces: list[tuple[Piece, Run]] = field(default_factory=list)  # ours, and where in our slice
     sharing: Sharing | Reading | None = None  # of the last step
 
@@ -91,7 +92,6 @@ class FlatBucket:
 class _FlatSegment:
     plan: _layout.Segment
     data: Tensor
-    everyones: list[Tensor]  # every worker's `data`, where workers share a host's memory
     buckets: list[FlatBucket]
 
 
@@ -167,8 +167,8 @@ class Shards:
             view.copy_(param)
             param.data = view
             self._where[index] = (data, place)
-        buckets = [FlatBucket(b, data[b.start : b.start + b.size]) for b in plan.buckets]
-        self._segments.append(_FlatSegment(plan, data, everyones, buckets))
+        buckets = [FlatBucket(b, *_part(b, data, everyones)) for b in plan.buckets]
+        self._segments.append(_FlatSegment(plan, data, buckets))
         for bucket in buckets:
             self._cut(bucket)
 
@@ -194,6 +194,7 @@ class Shards:
         for run in bucket.plan.owned(rank):
             piece = Piece(run.param, run.start, run.stop, own, whole=not self.even)
             self._point(piece, own[run.offset : run.offset + run.size])
+            piece.number = len(self.pieces[run.param])
             self.pieces[run.param].append(piece)
             bucket.pieces.append((piece, run))
 
@@ -237,10 +238,15 @@ class Shards:
         """Whether anything in the bucket is being trained."""
         return any(self.params[run.param].requires_grad for run in bucket.plan.runs)
 
-    def _stepped(self, bucket: FlatBucket) -> bool:
-        """Whether a step may have changed anything in the bucket."""
-        params = (self.params[run.param] for run in bucket.plan.runs)
-        return any(param.requires_grad or param.grad is not None for param in params)
+    @property
+    def to_step(self) -> list[FlatBucket]:
+        """The buckets in which a step may change something; first what forward wants first."""
+
+        def may_change(bucket: FlatBucket) -> bool:
+            params = (self.params[run.param] for run in bucket.plan.runs)
+            return any(param.requires_grad or param.grad is not None for param in params)
+
+        return [bucket for bucket in self.buckets if may_change(bucket)][::-1]
 
     def release(self) -> None:
         """Forget all places (before any optimizer state is tied to them)."""
@@ -273,7 +279,7 @@ class Shards:
                     f"({names}). Move the whole model, or build the optimizer after moving."
                 )
             ((dtype, device),) = kinds
-            data, segment.everyones = self._memory(segment.plan.size, dtype, device)
+            data, everyones = self._memory(segment.plan.size, dtype, device)
             for index, place in segment.plan.places.items():
                 param = self.params[index]
                 view = shaped(data[place : place + param.numel()], param)
@@ -282,8 +288,8 @@ class Shards:
                 self._where[index] = (data, place)
             segment.data = data
             for bucket in segment.buckets:
-                start, rank = bucket.plan.start, self.workers.rank
-                bucket.data = data[start : start + bucket.plan.size]
+                rank = self.workers.rank
+                bucket.data, bucket.everyones = _part(bucket.plan, data, everyones)
                 own = bucket.data[bucket.plan.cuts[rank] : bucket.plan.cuts[rank + 1]]
                 for piece, run in bucket.pieces:
                     self._point(piece, own[run.offset : run.offset + run.size])
@@ -292,14 +298,14 @@ class Shards:
 
     # -- between gradients and pieces ----------------------------------------------------------
 
-    def gradient(self, piece: Piece, number: int) -> Tensor | None:
-        """The gradient of the parameter's `number`-th piece here, in the shape of its data."""
+    def gradient(self, piece: Piece) -> Tensor | None:
+        """The gradient of a piece, in the shape of its data."""
         param = self.params[piece.param]
         grad = param.grad
         if grad is None or self.workers.size == 1:
             return grad
         if isinstance(grad, ShardedGradient):
-            flat = grad.pieces[number]
+            flat = grad.pieces[piece.number]
             return shaped(flat, param) if piece.whole else flat
         return grad if piece.whole else flattened(grad, param)[piece.start : piece.stop]
 
@@ -315,36 +321,24 @@ class Shards:
                     piece.data.copy_(torch.where(kept, piece.data, piece.shown))
 
     @torch.no_grad()
-    def share(self) -> None:
-        """Begin to send this worker's slices to the others, and to receive theirs.
-
-        The buckets that backward finishes last come first: the next forward wants them first.
-        """
-        chosen = [b for b in self.buckets if self._stepped(b)]
-        for bucket in chosen:
+    def share(self, buckets: Sequence[FlatBucket]) -> None:
+        """Begin to send this worker's slices to the others, and to receive theirs."""
+        for bucket in buckets:
             for piece, _ in bucket.pieces:
                 if piece.shown is not None:
                     piece.shown.copy_(piece.data)
-        if self.workers.host is not None:
-            return self._show(chosen)
-        for bucket in reversed(chosen):
+        host = self.workers.host
+        told = None if host is None else host.tell()
+        for bucket in buckets:
+            if host is not None:
+                self._unread = True
+                bucket.sharing = Reading(bucket, self.workers.rank, told)
+                continue
             sent = bucket.data
             if _narrows(self.wire, sent):
                 sent = sent.to(self.wire)
             works = self.workers.share(sent, bucket.plan.cuts)
             bucket.sharing = Sharing(bucket.data, sent, works)
-
-    def _show(self, chosen: list[FlatBucket]) -> None:
-        """As `share`, for workers who read each other's slices where they are."""
-        assert self.workers.host is not None
-        told = self.workers.host.tell()
-        for segment in self._segments:
-            for bucket in segment.buckets:
-                if bucket in chosen:
-                    start, stop = bucket.plan.start, bucket.plan.start + bucket.plan.size
-                    sources = [each[start:stop] for each in segment.everyones]
-                    bucket.sharing = Reading(bucket, sources, self.workers.rank, told)
-                    self._unread = True
 
     @torch.no_grad()
     def collect(
@@ -384,6 +378,14 @@ class Shards:
         if self._unread and self.workers.host is not None:
             self._unread = False
             self.workers.host.tell().wait()  # nobody changes what another still reads
+
+
+def _part(
+    plan: _layout.Bucket, data: Tensor, everyones: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """A bucket's part of a segment's memory, and of every worker's."""
+    start, stop = plan.start, plan.start + plan.size
+    return data[start:stop], [each[start:stop] for each in everyones]
 
 
 def _narrows(wire: torch.dtype | None, tensor: Tensor) -> bool:
