@@ -29,7 +29,6 @@ WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python m
 
 import torch  # noqa: E402
 from rounds import ratio, shuffled  # noqa: E402
-from sharding import speed_page  # noqa: E402
 from sharding.contenders import (  # noqa: E402
     CHOICES,
     CONTENDERS,
@@ -43,6 +42,8 @@ from sharding.models import SIZES  # noqa: E402
 from sharding.speed_page import Row  # noqa: E402
 from sharding.team import Team  # noqa: E402
 from sharding.training import training  # noqa: E402
+
+from sharding import speed_page  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "sharding-speed.json"
 WARM_UP = 3
@@ -120,7 +121,9 @@ def measured(workload: Workload, rounds: int) -> list[Row]:
     for group in workload.groups:
         names = [name for name in group if CONTENDERS[name].present]
         known = {(row.name, row.choice) for row in rows}
-        rows += [row for row in _group(workload, names, rounds) if (row.name, row.choice) not in known]
+        rows += [
+            row for row in _group(workload, names, rounds) if (row.name, row.choice) not in known
+        ]
     order = list(CHOICES)
     return sorted(rows, key=lambda row: order.index(row.choice))
 

@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN = {
+    "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     "manyhands": [sys.executable, "-c", "from manyhands.cli import main; main()"],
 }

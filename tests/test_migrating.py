@@ -4,7 +4,9 @@ The originals' half needs fairscale and adaptdl (benchmarks/peers.py makes an en
 both) and is skipped without them.
 """
 
+import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import io
@@ -17,18 +19,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, RMSprop
 
 import manyhands as mh
 from pages import ROOT, RUN, blocks, launch
+from ranks import RanksFailed, run_ranks
 
 PAGE = ROOT / "docs" / "migrating.md"
 ORIGINALS = ("fairscale", "adaptdl")
 
 
 def table_rows():
-    """(originals' names, our names) of each row of the two tables of names."""
+    """(originals' names, our names) of each row of the tables of names."""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if line.startswith("| `") and cells[0].startswith(tuple(f"`{name}." for name in ORIGINALS)):
@@ -109,15 +114,27 @@ def peer(name):
         )
 
 
+def need_peer_of(name):
+    """Import the library that a name is of, or skip."""
+    if name.startswith("adaptdl"):
+        peer("adaptdl.torch.parallel")
+    else:
+        peer("fairscale.optim.grad_scaler")
+        peer("fairscale.nn")
+
+
 @pytest.mark.parametrize("name", THEIRS)
 def test_their_name_exists(name):
-    peer("fairscale.optim" if name.startswith("fairscale") else "adaptdl.torch.parallel")
+    need_peer_of(name)
     check(name)
 
 
 CLASSES = [
     "fairscale.optim.AdaScale",
     "fairscale.optim.AdaScaleWrapper",
+    "fairscale.optim.OSS",
+    "fairscale.nn.ShardedDataParallel",
+    "fairscale.optim.grad_scaler.ShardedGradScaler",
     *(
         f"adaptdl.torch.scaling_rules.{name}"
         for name in (
@@ -132,7 +149,7 @@ CLASSES = [
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_no_public_member_of_theirs_is_missing(name):
-    peer("fairscale.optim" if name.startswith("fairscale") else "adaptdl.torch.parallel")
+    need_peer_of(name)
     cls = resolve(name)
     listed = {}
     for entry in THEIRS:
@@ -152,15 +169,90 @@ def test_no_public_member_of_theirs_is_missing(name):
             assert not missing, f"{dotted}({', '.join(missing)}) is not in {PAGE.name}"
 
 
-@pytest.mark.parametrize("title", ["scheduler_loop.py", "manual_loop.py", "rule_loop.py"])
+BY_TORCHRUN = ["scheduler_loop.py", "manual_loop.py"]
+BY_THEMSELVES = ["rule_loop.py", "oss_loop.py", "amp_loop.py"]
+
+
+@pytest.mark.parametrize("title", [*BY_TORCHRUN, *BY_THEMSELVES])
 def test_the_old_side_of_a_loop_runs_too(title, tmp_path):
     peer("adaptdl.torch" if title == "rule_loop.py" else "fairscale.optim")
     for block in blocks(PAGE):
         if block.title is not None:
             (tmp_path / block.title).write_text(block.side(old=True))
     ranks = [*RUN["torchrun"], "--standalone", "--nproc-per-node", "2"]
-    done = launch([*(ranks if title != "rule_loop.py" else [sys.executable]), title], tmp_path)
+    done = launch([*(ranks if title in BY_TORCHRUN else [sys.executable]), title], tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def documented(title, change=lambda code: code):
+    """The names that a documented loop's script makes, and those that it imports."""
+    scripts = {block.title: block.side() for block in blocks(PAGE) if block.title is not None}
+    names = {"__name__": "a script that is imported"}
+    exec(scripts["problem.py"], names)
+    exec(change(scripts[title].replace("from problem import *", "")), names)
+    return names
+
+
+def with_ddp(code):
+    """The loop as it is documented for OSS under DDP."""
+    before = "    dataloader = mySuperFastDataloader()"
+    code = code.replace(before, f"    model = DDP(model)\n{before}")
+    code = code.replace("    model = ShardedDDP(model, optimizer)\n", "")
+    return f"from torch.nn.parallel import DistributedDataParallel as DDP\n{code}"
+
+
+@pytest.mark.parametrize(
+    ("title", "change", "rtol"),
+    [
+        pytest.param("oss_loop.py", str, 1e-5, id="OSS and ShardedDDP"),
+        pytest.param("oss_loop.py", with_ddp, 1e-5, id="OSS and DDP"),
+        pytest.param("amp_loop.py", str, 5e-2, id="AMP"),  # bfloat16
+    ],
+)
+def test_a_documented_sharding_loop_trains_as_one_process_does(title, change, rtol):
+    names = documented(title, change)
+    rank_of_data, models = [], []
+
+    def my_awesome_model():
+        models.append(made := documented(title)["myAwesomeModel"]())
+        return made
+
+    def train():
+        names.update(
+            dist_init=lambda *_: torch.device("cpu"),  # the ranks are here already
+            myAwesomeModel=my_awesome_model,
+        )
+        with unchanged_group():
+            names["train"](dist.get_rank(), 2, 3)
+        return [p.detach() for p in models[0].parameters()]
+
+    trained = run_ranks(2, train)
+
+    names["dist"] = SimpleNamespace(get_rank=lambda: rank_of_data[-1])
+    data = []
+    for rank in range(2):
+        rank_of_data.append(rank)
+        data.append(names["mySuperFastDataloader"]())
+    alone = names["myAwesomeModel"]()
+    optimizer = SGD(alone.parameters(), lr=1e-2)
+    for _ in range(3):
+        for pair in zip(*data, strict=True):
+            optimizer.zero_grad()
+            x, y = (torch.cat(parts) for parts in zip(*pair, strict=True))
+            nn.functional.mse_loss(alone(x), y).backward()
+            optimizer.step()
+    assert [p.tolist() for p in trained[0]] == [p.tolist() for p in trained[1]]
+    torch.testing.assert_close(trained[0], list(alone.parameters()), rtol=rtol, atol=rtol / 10)
+
+
+@contextlib.contextmanager
+def unchanged_group():
+    """The scripts leave the process group; a forked rank still needs its own."""
+    leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = leave
 
 
 # -- what is corrected ---------------------------------------------------------------------------
@@ -354,6 +446,268 @@ def test_the_wrappers_debias_ewma_is_their_is_scaled_loss():
     options = {"num_gradients_to_accumulate": 2, "debias_ewma": False}
     optimizer = wrapper(Given().parameters(), **options, lr=0.1)
     assert (optimizer._debias_ewma, optimizer._is_scaled_loss) == (True, False)
+
+
+# Sharding: two workers (or three), each with its own samples.
+
+
+def sharding_of(side):
+    """(OSS, ShardedDataParallel): theirs in the mode in which it shards gradients."""
+    if side == "ours":
+        return mh.OSS, mh.ShardedDataParallel
+    need_peer_of("fairscale.nn")
+    data_parallel = resolve("fairscale.nn.ShardedDataParallel")
+    sharded = functools.partial(data_parallel, reduce_buffer_size=0)
+    return resolve("fairscale.optim.OSS"), sharded
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def sharded_model(side, module=None, group=None, **options):
+    """A model, its optimizer, and the module around it, with gradients of norm 8.92."""
+    oss, sharded = sharding_of(side)
+    module = small_model() if module is None else module
+    optimizer = oss(module.parameters(), optim=SGD, lr=0.1, momentum=0.9, group=group)
+    wrapped = sharded(module, optimizer, group, **options)
+    return module, optimizer, wrapped
+
+
+def ranks_or_hang(world_size, fn):
+    """What the ranks return, or "hangs"."""
+    try:
+        return run_ranks(world_size, fn, timeout=5)
+    except RanksFailed as error:
+        if "did not finish" not in str(error) and "still waiting" not in str(error):
+            raise
+        return "hangs"
+
+
+def flat(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+@both_sides(original=0.48, ours=0.0)
+def test_shardedddp_as_it_is_by_default(side, expected):
+    """How far off the parameters are after ten steps, by the distance from plain training."""
+    options = {} if side == "ours" else {"reduce_buffer_size": 2**23}
+    sharding_of(side)
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.randn(10, 2, 4, 8, generator=draw), torch.randn(10, 2, 4, 3, generator=draw)
+
+    def train(model, optimizer, samples):
+        for step in range(10):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(samples(x[step])), samples(y[step]))
+            loss.backward()
+            optimizer.step()
+
+    def ranks():
+        module, optimizer, wrapped = sharded_model(side, **options)
+        train(wrapped, optimizer, lambda both: both[dist.get_rank()])
+        return flat(module)
+
+    alone = small_model()
+    inner = SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    train(alone, inner, lambda both: both.flatten(0, 1))
+    for found in run_ranks(2, ranks):
+        off = (found - flat(alone)).norm() / flat(alone).norm()
+        assert float(off) == pytest.approx(expected, abs=5e-3 if expected else 1e-6)
+
+
+@both_sides(original=[195, 195], ours=[99, 96])
+def test_gradients_held_after_backward(side, expected):
+    options = {} if side == "ours" else {"reduce_buffer_size": 2**23}
+    sharding_of(side)
+
+    def held():
+        module, _, wrapped = sharded_model(side, **options)
+        wrapped(torch.ones(2, 8)).sum().backward()
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        if side == "ours":
+            return sum(piece.numel() for grad in grads for piece in grad.pieces)
+        return sum(grad.numel() for grad in grads)
+
+    assert run_ranks(2, held) == expected
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 1, bias=False) for _ in range(2)])
+
+    def forward(self, x, which):
+        return self.layers[which](x)
+
+
+@both_sides(original="hangs", ours=[[1.0, 1.0], [1.0, 1.0]])
+def test_workers_that_use_different_parameters(side, expected):
+    sharding_of(side)
+
+    def step():
+        module, optimizer, wrapped = sharded_model(side, OneOfTwo())
+        before = [float(layer.weight.detach().sum()) for layer in module.layers]
+        wrapped(torch.full((1, 4), 5.0), dist.get_rank()).sum().backward()
+        optimizer.step()  # each gradient is 5 on one worker: 2.5 in the mean, at rate 0.1
+        after = [float(layer.weight.detach().sum()) for layer in module.layers]
+        return [round(a - b, 3) for a, b in zip(before, after, strict=True)]
+
+    assert ranks_or_hang(2, step) == expected
+
+
+@both_sides(original=[4.49, 7.71], ours=["RuntimeError"] * 2)
+def test_torchs_clipping_of_sharded_gradients(side, expected):
+    sharding_of(side)
+
+    def clip():
+        module, _, wrapped = sharded_model(side)
+        wrapped(torch.ones(2, 8)).sum().backward()
+        return outcome(lambda: round(float(nn.utils.clip_grad_norm_(module.parameters(), 99)), 2))
+
+    assert run_ranks(2, clip) == expected
+
+
+class Growing(nn.Module):
+    """Of whose three layers the first step uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, layers):
+        return sum(layer(x).sum() for layer in self.layers[:layers])
+
+
+@both_sides(original=8.94, ours=15.49)
+def test_clipping_when_more_parameters_have_gradients(side, expected):
+    oss, _ = sharding_of(side)
+
+    def clip():
+        module = Growing()
+        optimizer = oss(module.parameters(), optim=SGD, lr=0.0)
+        model = DistributedDataParallel(module, find_unused_parameters=True)
+        for layers in (1, 3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4), layers).backward()
+            norm = float(optimizer.clip_grad_norm(1e9))
+        return round(norm, 2)
+
+    assert run_ranks(2, clip) == [expected] * 2
+
+
+@both_sides(original="hangs", ours=[8.92, 8.92, None])
+def test_clipping_in_a_group(side, expected):
+    sharding_of(side)
+
+    def clip():
+        group = dist.new_group([0, 1])
+        if dist.get_rank() == 2:
+            return None
+        _, optimizer, wrapped = sharded_model(side, group=group)
+        wrapped(torch.ones(2, 8)).sum().backward()
+        return round(float(optimizer.clip_grad_norm(1e9)), 2)
+
+    assert ranks_or_hang(3, clip) == expected
+
+
+@both_sides(original=1.0, ours=0.99)
+def test_small_updates_with_broadcast_fp16(side, expected):
+    oss, _ = sharding_of(side)
+
+    def train():
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = oss([weight], optim=SGD, lr=1e-4, broadcast_fp16=True)
+        for _ in range(100):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        return weight.item()
+
+    assert run_ranks(2, train) == pytest.approx([expected] * 2, abs=5e-4)
+
+
+@both_sides(original=[1, 3], ours=[4, 4])
+def test_the_dict_that_is_loaded(side, expected):
+    """How many momenta are still in it."""
+    sharding_of(side)
+
+    def load():
+        _, optimizer, wrapped = sharded_model(side)
+        wrapped(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict(all_ranks=True)
+        assert all("momentum_buffer" in entries for entries in state["state"].values())
+        optimizer.load_state_dict(state)
+        return sum("momentum_buffer" in entries for entries in state["state"].values())
+
+    assert run_ranks(2, load) == expected
+
+
+@both_sides(original="AssertionError", ours="stepped")
+def test_types_mixed_in_one_optimizer(side, expected):
+    oss, _ = sharding_of(side)
+
+    def step():
+        module = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double()])
+        optimizer = oss(module.parameters(), optim=SGD, lr=0.1)
+        for layer in module:
+            layer(torch.ones(2, 4, dtype=layer.weight.dtype)).sum().backward()
+        optimizer.step()
+        return "stepped"
+
+    assert run_ranks(2, lambda: outcome(step)) == [expected] * 2
+
+
+@both_sides(original=False, ours=True)
+def test_an_exception_inside_no_sync(side, expected):
+    """Whether the next step, on samples of each worker's own, is the plain one."""
+    sharding_of(side)
+
+    def train(model, optimizer, samples):
+        model(samples).mean().backward()
+        optimizer.step()
+
+    def step():
+        module, optimizer, wrapped = sharded_model(side)
+        with contextlib.suppress(KeyError), wrapped.no_sync():
+            raise KeyError
+        train(wrapped, optimizer, torch.full((1, 8), 1.0 + dist.get_rank()))
+        return flat(module)
+
+    alone = small_model()
+    inner = SGD(alone.parameters(), lr=0.1)
+    train(alone, inner, torch.tensor([[1.0], [2.0]]).expand(2, 8))
+    found = [torch.allclose(params, flat(alone), atol=1e-6) for params in run_ranks(2, step)]
+    assert found == [expected] * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # fairscale's scaler warns
+@both_sides(original=False, ours=True)
+def test_the_scaler_on_a_cpu(side, expected):
+    need = mh.ShardedGradScaler
+    if side == "original":
+        need = peer("fairscale.optim.grad_scaler").ShardedGradScaler
+    assert need().is_enabled() is expected
+
+
+@both_sides(original="hangs", ours=["RuntimeError"] * 2)
+def test_a_plain_scaler(side, expected):
+    sharding_of(side)
+
+    def step():
+        module, optimizer, wrapped = sharded_model(side)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(wrapped(torch.ones(2, 8)).sum()).backward()
+        last = module[2].bias.grad
+        if side == "original" and last is not None:
+            last.fill_(math.inf)
+        return outcome(lambda: scaler.step(optimizer))
+
+    assert ranks_or_hang(2, step) == expected
+
+
+# adaptdl
 
 
 def bind(side, rule, optimizer, noise="GradientNoiseScale", per_pass=1.0):

@@ -67,12 +67,6 @@ def ddp(model: nn.Module) -> Trained:
     return Trained(DistributedDataParallel(model), optimizer, optimizer.zero_grad)
 
 
-def ddp_views(model: nn.Module) -> Trained:
-    optimizer = AdamW(model.parameters(), **OPTIONS)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Trained(wrapped, optimizer, optimizer.zero_grad)
-
-
 def sharded(**options: Any) -> Callable[[nn.Module], Trained]:
     def make(model: nn.Module) -> Trained:
         optimizer = mh.OSS(model.parameters(), optim=AdamW, **OPTIONS)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sharding import models, traffic
-from sharding.contenders import Contender
+from sharding.contenders import Contender, Trained
 
 WARM_UP = 2  # steps until the optimizer has its state and DDP its final buckets
 
@@ -32,9 +32,7 @@ class Held(TorchDispatchMode):
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (storage := _storage(tensor)) is not None:
@@ -116,18 +114,24 @@ def work(contender: Contender, size: models.Size) -> Callable[[int], Callable[..
     return start
 
 
-def simulated(contender: Contender, size: models.Size, ranks: int, as_gloo: bool) -> Seen:
-    """What rank 0 of so many would hold and start, with collectives that do nothing."""
+def simulated(contender: Contender, size: models.Size, ranks: int, ready_made: bool) -> Seen:
+    """What rank 0 of so many would hold and start, with collectives that do nothing.
+
+    The library is told that the backend is gloo; or, with `ready_made`, during the steps, that it
+    is another, whose own reduce-scatter and all-gather it then takes, as with NCCL.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from manyhands._comm import Workers
+
+    def make(model: Any) -> Trained:  # where workers compare notes, which fake sums cannot do
+        with mock.patch.object(Workers, "_on_gloo", True):
+            return contender.make(model)
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    named = dist.get_backend
-    if as_gloo:  # else the library takes the ready-made collectives, as with NCCL
-        dist.get_backend = lambda group=None: "gloo"
     try:
-        return seen(contender, size, 0)
+        with mock.patch.object(Workers, "_on_gloo", not ready_made):
+            return seen(replace(contender, make=make), size, 0)
     finally:
-        dist.get_backend = named
         dist.destroy_process_group()
-        torch.set_grad_enabled(True)

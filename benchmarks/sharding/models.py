@@ -24,6 +24,7 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
+        Size("smallest", 64, 2, 96, batch=2, context=16),  # 0.1 M parameters
         Size("tiny", 128, 2, 512, batch=2, context=16),  # 0.5 M parameters
         Size("25M", 512, 6, 6144, batch=2),
         Size("100M", 768, 12, 10_240, batch=2),
@@ -38,7 +39,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = width // 64
         self.norm1 = nn.LayerNorm(width)
-        self.mixed = nn.Linear(width, 3 * width)
+        self.mixed = nn.Linear(width, 3 * width, bias=False)  # that of keys would have no gradient
         self.joined = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.wide = nn.Linear(width, 4 * width)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from manyhands.sharding._buckets import Reducer
 from manyhands.sharding._oss import OSS
@@ -50,12 +50,13 @@ class ShardedDataParallel(nn.Module):
         overlap_gather: let `step` return while the new parameters are still on their way; each
             module waits for its own in the next forward. Between `step` and the end of that
             forward, parameters read elsewhere (but in `state_dict`) may be old ones.
+        sharded_optimizer: fairscale's name of `optimizer`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer] = (),
         process_group: Any = None,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
@@ -66,8 +67,10 @@ class ShardedDataParallel(nn.Module):
         *,
         reduce_dtype: torch.dtype | None = None,
         overlap_gather: bool = False,
+        sharded_optimizer: Optimizer | Sequence[Optimizer] = (),
     ) -> None:
         super().__init__()
+        optimizer = optimizer or sharded_optimizer
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._optimizers = [_sharded(one) for one in given]
         _check(module, self._optimizers, process_group)
@@ -193,6 +196,12 @@ class ShardedDataParallel(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "a ShardedDataParallel is not copied: it is tied to its optimizer. Copy the model "
+            "inside: copy.deepcopy(model.module)."
+        )
+
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
@@ -240,6 +249,11 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
                 "averaged twice. Wrap the bare module."
             )
     for one in optimizers:
+        if isinstance(one.optim, SparseAdam) and one._workers.size > 1:
+            raise TypeError(
+                "SparseAdam takes sparse gradients only, and sharded gradients are dense. Use Adam "
+                "or Adagrad, or keep SparseAdam in an OSS under DistributedDataParallel."
+            )
         if one._reducer is not None:
             raise RuntimeError(
                 "this OSS belongs to another ShardedDataParallel already. Give each module an "

@@ -82,6 +82,11 @@ class OSS(Optimizer):
                 f"optim must be an optimizer class, such as torch.optim.AdamW, got {optim!r}. "
                 "Its arguments follow by name: OSS(params, optim=AdamW, lr=1e-3)."
             )
+        if not isinstance(broadcast_fp16, bool):
+            raise TypeError(
+                f"broadcast_fp16 must be True or False, got {broadcast_fp16!r}. fairscale's fourth "
+                "argument, broadcast_buffer_size, is given by name here."
+            )
         self._workers = Workers.of(group)
         if shared_memory:
             self._workers = self._workers.on_one_host()
