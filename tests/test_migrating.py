@@ -597,6 +597,7 @@ def test_clipping_when_more_parameters_have_gradients(side, expected):
     assert run_ranks(2, clip) == [expected] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*_get_global_rank:FutureWarning")  # fairscale's
 @both_sides(original="hangs", ours=[8.92, 8.92, None])
 def test_clipping_in_a_group(side, expected):
     sharding_of(side)

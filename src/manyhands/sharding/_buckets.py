@@ -133,6 +133,9 @@ class Reducer:
             for number, run in bucket.runs:
                 self._places[number].append((bucket, run))
         self._trained = [p.requires_grad for p in self.params]
+        self._expected = sum(
+            bool(t and p) for t, p in zip(self._trained, self._places, strict=True)
+        )
         listener = weakref.ref(self)
         for number, param in enumerate(self.params):
             if param.requires_grad and self._places[number]:
@@ -266,18 +269,21 @@ class Reducer:
 
     def _tell_used(self) -> Tensor:
         """Begin to find out which parameters any worker has used."""
-        used = torch.zeros(len(self.params), dtype=torch.uint8)
-        used[list(self._arrived)] = 1
         device = self.params[0].device
-        self._telling = used.to(device, non_blocking=True)
-        self._told = self.workers.start_largest(self._telling)
-        return self._telling
+        if len(self._arrived) == self._expected:
+            used = torch.ones(len(self.params), dtype=torch.uint8, device=device)
+        else:
+            used = torch.zeros(len(self.params), dtype=torch.uint8)
+            used[list(self._arrived)] = 1
+            used = used.to(device)
+        self._told = self.workers.start_largest(used)
+        return used
 
     def _used(self, used: Tensor) -> list[int]:
         """Parameters that have a gradient after this pass. (Asks the device only if needed.)"""
         self._told.wait()
         here = [n for n, trained in enumerate(self._trained) if trained and self._places[n]]
-        if len(self._arrived) == len(here):
+        if len(self._arrived) == self._expected:
             return here
         flags = used.tolist()
         for number in here:  # an earlier pass's gradient, of a parameter that nobody used in this

@@ -16,12 +16,15 @@ A parameter begins at a multiple of `ALIGN` elements, so that kernels find it wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 ALIGN = 16
+BUCKET = 2**22  # elements of a bucket among few workers: 16 MiB of float32
+MANY = 16  # workers, from which on buckets grow, so that slices stay worth a message
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,15 @@ class Segment:
     @property
     def size(self) -> int:
         return sum(bucket.size for bucket in self.buckets)
+
+
+def bucket_size(workers: int) -> int:
+    """How many elements travel together: 4 Mi, and eight times that among 1,024 workers.
+
+    >>> bucket_size(4), bucket_size(1024) // 1024  # elements of a slice among so many
+    (4194304, 32768)
+    """
+    return BUCKET * max(1, math.isqrt(workers // MANY))
 
 
 def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[Segment]:

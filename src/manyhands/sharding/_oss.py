@@ -23,9 +23,9 @@ from manyhands.sharding import _state
 from manyhands.sharding._agreement import check_agreement, options_of
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding._elementwise import ELEMENTWISE, works_by_element
+from manyhands.sharding._layout import bucket_size as default_bucket_size
 from manyhands.sharding._shards import FlatBucket, Shards
 
-LARGEST = 2**22  # elements of a bucket: 16 MiB of float32
 PARTS = 4  # of a step: the first are on their way while the others are computed
 
 
@@ -58,7 +58,8 @@ class OSS(Optimizer):
             needs; see `.layout`.
         shared_memory: for workers of one host, on the CPU: they read gradients and parameters
             from each other's memory, and nothing is sent. Half the CPU time of sending, or less.
-        bucket_size: elements that travel together (`broadcast_buffer_size` is fairscale's name).
+        bucket_size: elements that travel together (`broadcast_buffer_size` is fairscale's name);
+            by default 4 Mi, and more among many workers.
         force_broadcast_object: accepted for fairscale's callers; no objects are sent.
         **defaults: the optimizer's own arguments.
     """
@@ -101,7 +102,7 @@ class OSS(Optimizer):
         self._shards = Shards(
             self._workers,
             even=self.layout == "even",
-            largest=bucket_size or LARGEST,
+            largest=bucket_size or default_bucket_size(self._workers.size),
             wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
         )
         self._reducer: Any = None  # of a ShardedDataParallel, if there is one
@@ -111,6 +112,11 @@ class OSS(Optimizer):
         super().__init__(params, defaults)  # comes to add_param_group
         self._check_workers_agree()
         self._make_inner()
+
+    def __repr__(self) -> str:
+        size = self._workers.size
+        how = f"layout {self.layout!r}, {size} worker{'s' if size > 1 else ''}"
+        return f"OSS of {self._kind.__name__} ({how})" + super().__repr__().removeprefix("OSS")
 
     # -- the inner optimizer -------------------------------------------------------------------
 
