@@ -184,9 +184,8 @@ def _backward(buckets: Sequence[_Sent], ranks: int) -> tuple[list[int], list[int
         present = [*flying, bucket] if bucket else flying
         copied = sum(one.size for one in present if not one.viewed)
         viewed = {i: size for one in present if one.viewed for i, size in one.gradients.items()}
-        arriving = (
-            [size for i, size in bucket.gradients.items() if i not in viewed] if bucket else []
-        )
+        coming = buckets[place : place + 2]  # an operation makes those of weight and bias together
+        arriving = [s for one in coming for i, s in one.gradients.items() if i not in viewed]
         common = copied + sum(viewed.values()) + max(arriving, default=0)
         if place > IN_FLIGHT:
             _add(held, buckets[place - IN_FLIGHT - 1].slices)

@@ -33,7 +33,7 @@ from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._layout import Run
 from manyhands.sharding._shards import FlatBucket, Shards, flattened
 
-IN_FLIGHT = 2  # buckets that may be under way at once; each is memory
+IN_FLIGHT = 1  # buckets under way while the next fills: each is memory, and more did not pay
 
 
 class _Outgoing:
