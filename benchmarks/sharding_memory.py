@@ -27,7 +27,7 @@ import peers
 WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 import torch  # noqa: E402
-from sharding.contenders import CONTENDERS, CONTROL, OURS  # noqa: E402
+from sharding.contenders import CONTENDERS, CONTROL, OURS, SHARED  # noqa: E402
 from sharding.team import Team  # noqa: E402
 
 from sharding import memory, memory_page, models  # noqa: E402
@@ -70,7 +70,7 @@ def measured(size: models.Size) -> list[dict[str, Any]]:
     rows = []
     for ranks in RANKS:
         for contender in CONTENDERS.values():
-            if contender.name == CONTROL or not contender.present:
+            if contender.name in (CONTROL, SHARED) or not contender.present:
                 continue
             with Team(ranks, memory.work(contender, size)) as team:
                 seen = team.ask({})

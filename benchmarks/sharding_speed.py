@@ -36,6 +36,7 @@ from sharding.contenders import (  # noqa: E402
     DDP,
     OURS,
     OVERLAP,
+    SHARED,
     WHOLE_GRADIENTS,
 )
 from sharding.models import SIZES  # noqa: E402
@@ -46,7 +47,7 @@ from sharding.training import training  # noqa: E402
 from sharding import speed_page  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "sharding-speed.json"
-WARM_UP = 3
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Workload:
 
 ALL = tuple(CONTENDERS)
 PEERS = tuple(name for name in ALL if not CONTENDERS[name].ours and name not in (DDP, CONTROL))
-HALVES = ((DDP, CONTROL, OURS, OVERLAP, WHOLE_GRADIENTS), (DDP, OURS, *PEERS))
+HALVES = ((DDP, CONTROL, OURS, OVERLAP, SHARED, WHOLE_GRADIENTS), (DDP, OURS, *PEERS))
 WORKLOADS = (
     Workload("25M", 2, rounds=12, steps=2, groups=(ALL,)),
     Workload("25M", 4, rounds=8, steps=2, groups=(ALL,)),

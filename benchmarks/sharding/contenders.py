@@ -67,9 +67,9 @@ def ddp(model: nn.Module) -> Trained:
     return Trained(DistributedDataParallel(model), optimizer, optimizer.zero_grad)
 
 
-def sharded(**options: Any) -> Callable[[nn.Module], Trained]:
+def sharded(shared_memory: bool = False, **options: Any) -> Callable[[nn.Module], Trained]:
     def make(model: nn.Module) -> Trained:
-        optimizer = mh.OSS(model.parameters(), optim=AdamW, **OPTIONS)
+        optimizer = mh.OSS(model.parameters(), optim=AdamW, shared_memory=shared_memory, **OPTIONS)
         wrapped = mh.ShardedDataParallel(model, optimizer, **options)
         return Trained(wrapped, optimizer, optimizer.zero_grad)
 
@@ -112,6 +112,7 @@ def none(optimizer: Any) -> Callable[[], object]:
 
 OURS = "manyhands OSS + ShardedDataParallel"
 OVERLAP = "manyhands, overlap_gather=True"
+SHARED = "manyhands, shared_memory=True"
 WHOLE_GRADIENTS = "manyhands OSS + DDP"
 CONTENDERS = {
     contender.name: contender
@@ -120,6 +121,7 @@ CONTENDERS = {
         Contender(CONTROL, ddp),
         Contender(OURS, sharded()),
         Contender(OVERLAP, sharded(overlap_gather=True)),
+        Contender(SHARED, sharded(shared_memory=True)),
         Contender(WHOLE_GRADIENTS, oss_and_ddp),
         Contender("torch ZeroRedundancyOptimizer + DDP", zero_redundancy),
         Contender("fairscale, buffer 0", fairscale(reduce_buffer_size=0), "fairscale"),

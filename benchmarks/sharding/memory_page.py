@@ -65,6 +65,23 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     return "Ours are within 5 % and two buckets of the formula everywhere."
 
 
+def behind(rows: Sequence[dict[str, Any]]) -> str:
+    """Where a peer holds less than ours."""
+    places = []
+    for key in ("after_backward", "between_steps", "most"):
+        for ranks in (2, 4):
+            same = {row["name"]: row for row in rows if row["ranks"] == ranks}
+            own = same[OURS][key] / same[OURS]["parameters"]
+            for name, row in same.items():
+                held = row[key] / row["parameters"]
+                if "manyhands" not in name and held < own - 0.005:
+                    when = key.replace("_", " ").replace("most", "at the most")
+                    places.append(f"{name} {when} on {ranks} ranks ({held:.2f}, ours {own:.2f})")
+    if not places:
+        return "- No peer holds less than ours anywhere."
+    return "- Less than ours hold: " + "; ".join(places) + "."
+
+
 def simulated(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "| collectives | ranks | after backward | formula | between steps | formula "
@@ -114,6 +131,7 @@ whoever uses it.
 
 - A bucket has 4 M elements, {bucket:.2f} of these units. What ours hold beyond the formula are
   buffers that are kept from step to step, so that memory is not given back and taken again.
+{behind}
 - On one worker nothing is sharded: `OSS` is the optimizer itself, and no bucket is made.
 - fairscale gives every parameter to one rank whole: its ranks hold unequal shares, and the
   largest counts.
@@ -146,6 +164,7 @@ def write(result: dict[str, Any]) -> None:
             unit=unit / 1e6,
             bucket=BUCKET / unit,
             measured=measured(result["measured"]),
+            behind=behind(result["measured"]),
             verdict=verdict(result["measured"]),
             simulated=simulated(result["simulated"]),
         )
@@ -170,9 +189,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
         rows = [row for row in result["measured"] if row["name"] == name]
         held = [row["after_backward"] / row["parameters"] for row in rows]
         colour = "#1b7f5c" if name == OURS else "#74b89f" if "manyhands" in name else next(others)
-        left.plot(
-            [row["ranks"] for row in rows], held, "o-", color=colour, label=name, ms=4, lw=1.3
-        )
+        order = 3 if name == OURS else 2  # lines that coincide: ours on top, dashed
+        style = "o--" if name == OURS else "o-"
+        worlds = [row["ranks"] for row in rows]
+        left.plot(worlds, held, style, color=colour, label=name, ms=4, lw=1.3, zorder=order)
     left.set_xticks([1, 2, 4])
     left.set_title("after backward, measured", fontsize=9, loc="left")
     rows = [row for row in result["simulated"] if not row["ready_made"]]

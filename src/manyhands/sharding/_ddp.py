@@ -291,7 +291,7 @@ def _checked_size(elements: int) -> int:
             f"reduce_buffer_size must not be negative, got {elements}. It is the number of "
             "elements that travel together; 0 sends each parameter alone."
         )
-    return max(elements, 1)
+    return elements
 
 
 def _inside_ddp(module: nn.Module) -> bool:

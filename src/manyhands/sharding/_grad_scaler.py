@@ -32,7 +32,11 @@ class ShardedGradScaler(GradScaler):
 
     Args:
         device: where losses are, "cuda" or "cpu"; by default the GPU, if there is one.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        init_scale: the loss is multiplied with at first.
+        growth_factor: by which the scale grows,
+        growth_interval: after so many steps without an overflow in a row.
+        backoff_factor: by which it shrinks after an overflow.
+        enabled: whether to scale at all.
         process_group: the workers; by default those of the optimizer, or else all.
     """
 

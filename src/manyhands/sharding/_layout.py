@@ -90,11 +90,11 @@ def bucket_size(workers: int) -> int:
 
 
 def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[Segment]:
-    """Cut parameters, given as (index, elements), into equal shares."""
+    """Cut parameters, given as (index, elements), into equal shares; with 0, each by itself."""
     segments = []
     for members in _stretches(sizes, largest):
         places, total = _placed(members)
-        number = max(1, round(total / largest))
+        number = max(1, round(total / largest)) if largest else 1
         size = _rounded_up(-(-total // number), workers * ALIGN)
         cuts = tuple(range(0, size + 1, size // workers))
         buckets = tuple(
