@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from sharding_oracle import Lamb
 from torch import optim
 
 from manyhands.sharding._elementwise import works_by_element
+from sharding_oracle import Lamb
 
 BY_ELEMENT = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),

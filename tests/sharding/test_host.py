@@ -6,6 +6,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import manyhands as mh
+from manyhands import _host
+from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import (
     OPTIMIZERS,
     WAYS,
@@ -19,11 +24,6 @@ from sharding_oracle import (
     plain,
     train_alone,
 )
-from torch.nn.parallel import DistributedDataParallel
-
-import manyhands as mh
-from manyhands import _host
-from ranks import raises_on_ranks, run_ranks
 
 
 def shared(params, kind, **options):

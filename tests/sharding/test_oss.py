@@ -3,6 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import manyhands as mh
+from ranks import run_ranks
 from sharding_oracle import (
     STEPS,
     WAYS,
@@ -21,12 +27,6 @@ from sharding_oracle import (
     train_averaged,
     wrap,
 )
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
-
-import manyhands as mh
-from ranks import run_ranks
 
 
 def two_rates(model, make):

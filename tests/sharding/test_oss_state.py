@@ -6,6 +6,11 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import manyhands as mh
+from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import (
     OPTIMIZERS,
     WAYS,
@@ -22,11 +27,6 @@ from sharding_oracle import (
     train,
     train_alone,
 )
-from torch import nn
-from torch.optim import SGD, AdamW
-
-import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
 
 
 class WithWide(nn.Module):

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+
+import manyhands as mh
+from manyhands._comm import Workers
+from ranks import run_ranks
 from sharding_oracle import (
     OPTIMIZERS,
     WAYS,
@@ -17,10 +21,6 @@ from sharding_oracle import (
     train_alone,
     train_averaged,
 )
-
-import manyhands as mh
-from manyhands._comm import Workers
-from ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

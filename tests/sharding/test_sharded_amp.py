@@ -6,6 +6,12 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import SGD, AdamW
+
+import manyhands as mh
+from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import (
     WAYS,
     Lamb,
@@ -21,12 +27,6 @@ from sharding_oracle import (
     plain,
     wrap,
 )
-from torch import nn
-from torch.amp import GradScaler
-from torch.optim import SGD, AdamW
-
-import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
 
 STEPS = 6
 OVERFLOWS = {1: 0, 3: 2}  # step: the rank whose loss overflows

@@ -6,6 +6,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+import manyhands as mh
+from manyhands._comm import Workers
+from ranks import run_ranks
 from sharding_oracle import (
     STEPS,
     Lamb,
@@ -23,13 +30,6 @@ from sharding_oracle import (
     train_alone,
     train_averaged,
 )
-from torch import nn
-from torch.optim import SGD, AdamW
-from torch.utils.checkpoint import checkpoint
-
-import manyhands as mh
-from manyhands._comm import Workers
-from ranks import run_ranks
 
 adamw = one(AdamW, lr=0.02, weight_decay=0.3)
 lamb = one(Lamb, lr=0.02, weight_decay=0.3)

@@ -5,6 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW
+
+import manyhands as mh
+from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import (
     WAYS,
     Lamb,
@@ -17,11 +22,6 @@ from sharding_oracle import (
     oss,
     wrap,
 )
-from torch import nn
-from torch.optim import AdamW
-
-import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
 
 
 def after_backward(way=WAYS[1], kind=AdamW, *, model=make_model, passes=1, **options):

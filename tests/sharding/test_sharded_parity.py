@@ -2,6 +2,8 @@
 run's. A new optimizer, or a new way to use one, joins by a line in a list."""
 
 import pytest
+
+from ranks import run_ranks
 from sharding_oracle import (
     OPTIMIZERS,
     WAYS,
@@ -10,8 +12,6 @@ from sharding_oracle import (
     train,
     train_alone,
 )
-
-from ranks import run_ranks
 
 ACCUMULATION = {"none": (1, True), "no_sync": (3, True), "every pass averaged": (3, False)}
 

@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from sharding_oracle import Lamb, make_model, oss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, AdamW, Muon
 
 import manyhands as mh
 from ranks import raises_on_ranks, run_ranks
+from sharding_oracle import Lamb, make_model, oss
 
 
 def x():

@@ -121,7 +121,7 @@ class _Laid:
         return sum(bucket.size for bucket in self.sent)
 
 
-def costs(job: Job, workers: int, bucket_size: int, gloo: bool) -> tuple[Cost, ...]:
+def costs(job: Job, workers: int, bucket_size: int | None, gloo: bool) -> tuple[Cost, ...]:
     """Of the four ways, in the order of the table above."""
     if workers == 1:
         state = sum(weight.state(weight.elements) for weight in job.trained)
@@ -247,7 +247,7 @@ def ddp_buckets(weights: Sequence[Weight]) -> int:
 # -- the library's own layout ------------------------------------------------------------------
 
 
-def _laid_out(job: Job, workers: int, bucket_size: int, gloo: bool) -> _Laid:
+def _laid_out(job: Job, workers: int, bucket_size: int | None, gloo: bool) -> _Laid:
     """Everything in buckets, as `OSS` does it (see `Shards.lay_out`)."""
     laid = _Laid([0] * workers)
     untouched = [weight for part in job.parts for weight in part.weights if not weight.trained]
@@ -259,10 +259,12 @@ def _laid_out(job: Job, workers: int, bucket_size: int, gloo: bool) -> _Laid:
                 kinds.setdefault(weight.kind, []).append((i, weight.elements))
         for sizes in kinds.values():
             itemsize = part.weights[sizes[0][0]].itemsize
+            total = sum(elements for _, elements in sizes)
+            largest = bucket_size or _layout.bucket_size(workers, total)
             if part.even:
-                segments = _layout.even(sizes, workers, bucket_size)
+                segments = _layout.even(sizes, workers, largest)
             else:
-                segments = _layout.whole(sizes, workers, bucket_size, [0] * workers)
+                segments = _layout.whole(sizes, workers, largest, [0] * workers)
             for segment in segments:
                 for bucket in segment.buckets:
                     _count(laid, part, bucket, itemsize, gloo)

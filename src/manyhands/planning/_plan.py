@@ -14,7 +14,6 @@ from manyhands.planning._activations import saved_bytes
 from manyhands.planning._costs import Cost, Job, costs
 from manyhands.planning._model import Chosen, built, chosen, described
 from manyhands.planning._sizes import in_bytes, shown
-from manyhands.sharding import _layout
 
 UNIT = 10**8  # elements that FSDP gathers together, or a 50th of a smaller model
 MOST_WORKERS = 2**13  # that are tried, where none of the ways fits
@@ -202,7 +201,7 @@ def plan(
     names, codes = _ways(optimizers, isinstance(optimizer, list | tuple), bucket_size, unit_size)
 
     def rows(count: int) -> tuple[Row, ...]:
-        found = costs(job, count, bucket_size or _layout.bucket_size(count), backend == "gloo")
+        found = costs(job, count, bucket_size, backend == "gloo")
         return tuple(
             _row(name, cost, job, activations, room, code)
             for name, cost, code in zip(names, found, codes, strict=True)

@@ -24,6 +24,7 @@ from itertools import pairwise
 
 ALIGN = 16
 BUCKET = 2**22  # elements of a bucket among few workers: 16 MiB of float32
+SMALLEST = 2**16
 MANY = 16  # workers, from which on buckets grow, so that slices stay worth a message
 
 
@@ -80,13 +81,18 @@ class Segment:
         return sum(bucket.size for bucket in self.buckets)
 
 
-def bucket_size(workers: int) -> int:
-    """How many elements travel together: 4 Mi, and eight times that among 1,024 workers.
+def bucket_size(workers: int, elements: int) -> int:
+    """How many of a model's elements travel together.
 
-    >>> bucket_size(4), bucket_size(1024) // 1024  # elements of a slice among so many
+    4 Mi, and eight times that among 1,024 workers; but an eighth of a smaller model, whose
+    buckets would otherwise hold more than sharding saves.
+
+    >>> bucket_size(4, 10**9), bucket_size(1024, 10**9) // 1024  # elements of a slice of so many
     (4194304, 32768)
+    >>> bucket_size(4, 10**6)
+    125000
     """
-    return BUCKET * max(1, math.isqrt(workers // MANY))
+    return min(BUCKET * max(1, math.isqrt(workers // MANY)), max(elements // 8, SMALLEST))
 
 
 def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[Segment]:

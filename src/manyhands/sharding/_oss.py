@@ -23,7 +23,6 @@ from manyhands.sharding import _state
 from manyhands.sharding._agreement import check_agreement, options_of
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding._elementwise import ELEMENTWISE, works_by_element
-from manyhands.sharding._layout import bucket_size as default_bucket_size
 from manyhands.sharding._shards import FlatBucket, Shards
 
 PARTS = 4  # of a step: the first are on their way while the others are computed
@@ -59,7 +58,7 @@ class OSS(Optimizer):
         shared_memory: for workers of one host, on the CPU: they read gradients and parameters
             from each other's memory, and nothing is sent. Half the CPU time of sending, or less.
         bucket_size: elements that travel together (`broadcast_buffer_size` is fairscale's name);
-            by default 4 Mi, and more among many workers.
+            by default 4 Mi, more among many workers, and less of a small model.
         force_broadcast_object: accepted for fairscale's callers; no objects are sent.
         **defaults: the optimizer's own arguments.
     """
@@ -102,7 +101,7 @@ class OSS(Optimizer):
         self._shards = Shards(
             self._workers,
             even=self.layout == "even",
-            largest=bucket_size or default_bucket_size(self._workers.size),
+            largest=bucket_size,
             wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
         )
         self._reducer: Any = None  # of a ShardedDataParallel, if there is one

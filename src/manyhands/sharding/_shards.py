@@ -105,7 +105,7 @@ class Shards:
     """
 
     def __init__(
-        self, workers: Workers, *, even: bool, largest: int, wire: torch.dtype | None = None
+        self, workers: Workers, *, even: bool, largest: int | None, wire: torch.dtype | None = None
     ) -> None:
         self.workers = workers
         self.even = even
@@ -152,10 +152,13 @@ class Shards:
 
     def _planned(self, kind: Any, indices: list[int]) -> list[_layout.Segment]:
         sizes = [(i, self.params[i].numel()) for i in indices]
+        largest = self.largest
+        if largest is None:
+            largest = _layout.bucket_size(self.workers.size, sum(size for _, size in sizes))
         if self.even:
-            return _layout.even(sizes, self.workers.size, self.largest)
+            return _layout.even(sizes, self.workers.size, largest)
         load = self._load.setdefault(kind, [0] * self.workers.size)
-        return _layout.whole(sizes, self.workers.size, self.largest, load)
+        return _layout.whole(sizes, self.workers.size, largest, load)
 
     @torch.no_grad()
     def _build(self, plan: _layout.Segment, kind: Any) -> None:
