@@ -48,13 +48,13 @@ class Workers:
             raise ValueError("this process is not a member of the process group that was given.")
         return cls(size, dist.get_rank(group) if ready else 0, group)
 
-    def apart(self) -> Workers:
+    def apart(self, device: torch.device) -> Workers:
         """The same workers, whose collectives cannot be taken for anybody else's.
 
         In a group of their own on gloo, where it costs two connections. With NCCL a group costs
         a communicator's GPU memory, and the one that was given is used.
         """
-        if self.size == 1 or not self._on_gloo:
+        if self.size == 1 or device.type != "cpu" or not self._on_gloo(device):
             return self
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -69,7 +69,7 @@ class Workers:
         """
         if self.size == 1:
             return Combination([row], summed)
-        if self._on_gloo:
+        if self._on_gloo(row.device):
             rows = [torch.empty_like(row) for _ in range(self.size)]
             # the group's own method: dist.all_gather looks it up and checks for 40 microseconds
             work = self._process_group.allgather([rows], [row])
@@ -86,12 +86,20 @@ class Workers:
         return self.group or dist.group.WORLD
 
     @cached_property
-    def _on_gloo(self) -> bool:
-        return bool(dist.get_backend(self.group) == "gloo")
+    def _backends(self) -> dict[str, str]:
+        """By type of device. (A group may have several: "cpu:gloo,cuda:nccl".)"""
+        pairs = dist.get_backend_config(self.group).split(",")
+        return dict(pair.split(":") for pair in pairs if ":" in pair)
+
+    def _on_gloo(self, device: torch.device) -> bool:
+        return self._backends.get(device.type) == "gloo"
 
     def on_one_host(self) -> Workers:
         """The same workers, who exchange buckets through memory that all can read."""
-        return self if self.size == 1 else replace(self, host=HostMemory(self))
+        if self.size == 1:
+            return self
+        workers = self.apart(torch.device("cpu"))
+        return replace(workers, host=HostMemory(workers))
 
     # -- slices of a bucket --------------------------------------------------------------------
 
@@ -108,7 +116,12 @@ class Workers:
         if self.host is not None:
             return self.host.exchange(bucket, cuts)
         own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
-        if self._on_gloo:
+        if self._on_gloo(bucket.device):
+            if bucket.device.type != "cpu":
+                raise RuntimeError(
+                    f"gloo cannot exchange slices of tensors on {bucket.device}. Start the process "
+                    'group with "nccl" (or "cpu:gloo,cuda:nccl").'
+                )
             return self._exchange_by_pairs(bucket, own, cuts)
         sizes = [b - a for a, b in pairwise(cuts)]
         if bucket.dtype == wide and len(set(sizes)) > 1:
@@ -145,7 +158,7 @@ class Workers:
     def share(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
         """Begin to fill `bucket` on every worker with the slices that each owns of it."""
         own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
-        if not self._on_gloo and len({b - a for a, b in pairwise(cuts)}) == 1:
+        if not self._on_gloo(bucket.device) and len({b - a for a, b in pairwise(cuts)}) == 1:
             return [_all_gather(bucket, own, self.group)]
         return [
             dist.broadcast(bucket[a:b], group_src=rank, group=self.group, async_op=True)
@@ -244,8 +257,6 @@ class Exchange:
         if self.own is not None:
             others.append(self.own)
         total = first.to(wide)
-        if others and total.numel() < first.untyped_storage().nbytes() // first.itemsize:
-            total = torch.add(total, others.pop())  # `first` is part of something larger
         for row in others:
             total.add_(row)
         return total.div_(workers).to(dtype)

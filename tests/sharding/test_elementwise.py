@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import optim
 
-from manyhands.sharding._elementwise import works_by_element
+from manyhands.sharding._elementwise import chosen_layout, may_be_cut
 from sharding_oracle import Lamb
 
 BY_ELEMENT = (
@@ -52,6 +52,22 @@ class Centralised(optim.SGD):
         return super().step(closure)
 
 
+class SometimesCentralised(SignSGD):
+    """Looks at whole tensors with an option only."""
+
+    def __init__(self, params, lr=0.1, mean=False):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["mean"] = mean
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["mean"] and p.grad is not None:
+                    p.grad.sub_(p.grad.mean())
+        return super().step(closure)
+
+
 class OnlyMatrices(SignSGD):
     def step(self, closure=None):
         assert all(p.shape == (3, 3) for group in self.param_groups for p in group["params"])
@@ -60,37 +76,53 @@ class OnlyMatrices(SignSGD):
 
 @pytest.mark.parametrize("kind", BY_ELEMENT)
 def test_torchs_optimizers_that_treat_elements_alone(kind):
-    assert works_by_element(kind, {}) is True
+    assert chosen_layout(kind, None, [{}]) == "even"
 
 
 @pytest.mark.parametrize("kind", BY_ELEMENT)
 def test_what_is_known_of_torchs_optimizers_is_what_a_trial_says(kind):
     renamed = type(f"My{kind.__name__}", (kind,), {"__module__": "mine"})
-    assert works_by_element(renamed, {}) is True
+    assert may_be_cut(renamed, [{}])
 
 
 @pytest.mark.parametrize("kind", [optim.Muon, optim.Adafactor, optim.SparseAdam, Lamb])
 def test_optimizers_that_need_whole_tensors(kind):
-    assert works_by_element(kind, {}) is False
+    assert chosen_layout(kind, None, [{}]) == "whole"
+    assert not may_be_cut(kind, [{}])
+    with pytest.raises(ValueError, match=f"{kind.__name__} looks at whole ones"):
+        chosen_layout(kind, "even", [{}])
 
 
-def test_ones_own_optimizer_is_tried():
-    assert works_by_element(SignSGD, {"lr": 0.5}) is True
-    assert works_by_element(MyAdamW, {"lr": 0.1, "weight_decay": 0.1}) is True
-    assert works_by_element(Centralised, {"lr": 0.1}) is False
+def test_ones_own_optimizer_keeps_whole_parameters_and_is_tried_if_they_are_to_be_cut():
+    for kind, options in ((SignSGD, {"lr": 0.5}), (MyAdamW, {"lr": 0.1, "weight_decay": 0.1})):
+        assert chosen_layout(kind, None, [options]) == "whole"
+        assert chosen_layout(kind, "even", [options]) == "even"
+    with pytest.raises(ValueError, match="Centralised looks at whole ones"):
+        chosen_layout(Centralised, "even", [{"lr": 0.1}])
+
+
+def test_a_learning_rate_of_zero_hides_nothing():
+    assert not may_be_cut(Lamb, [{"lr": 0.0}])
+
+
+def test_the_options_of_every_group_are_tried():
+    plain, decayed = {"lr": 0.1}, {"lr": 0.1, "mean": True}
+    assert may_be_cut(SometimesCentralised, [plain])
+    assert not may_be_cut(SometimesCentralised, [plain, decayed])
 
 
 def test_an_optimizer_that_takes_no_toys_leaves_parameters_whole():
-    assert works_by_element(OnlyMatrices, {}) is False
+    assert chosen_layout(OnlyMatrices, None, [{}]) == "whole"
+    assert not may_be_cut(OnlyMatrices, [{}])
 
 
 @pytest.mark.parametrize("kind", [optim.LBFGS, NormalisedTogether])
 def test_an_optimizer_that_couples_parameters_is_an_error(kind):
     with pytest.raises(ValueError, match=f"{kind.__name__} looks at all parameters together"):
-        works_by_element(kind, {})
+        chosen_layout(kind, None, [{}])
 
 
 def test_the_trial_leaves_the_random_numbers_alone():
     before = torch.get_rng_state()
-    works_by_element(Centralised, {"lr": 0.1})
+    chosen_layout(Centralised, None, [{"lr": 0.1}])
     assert torch.equal(torch.get_rng_state(), before)

@@ -60,13 +60,12 @@ def test_the_numbers_are_those_of_the_plain_run(name, way):
     assert_same(run_ranks(3, train, OPTIMIZERS[name], way), list(expected.parameters()))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_no_worker_reads_what_another_is_not_done_with(overlap):
+def test_no_worker_reads_what_another_is_not_done_with():
     """Workers that come late at random, more buckets than places in the ring, many steps."""
 
     def late():
         delays = random.Random(dist.get_rank())
-        return train(OPTIMIZERS["AdamW"], steps=12, delays=delays, overlap_gather=overlap)
+        return train(OPTIMIZERS["AdamW"], steps=12, delays=delays)
 
     _, expected = train_alone(OPTIMIZERS["AdamW"], 4, steps=12)
     assert_same(run_ranks(4, late), list(expected.parameters()))
@@ -181,3 +180,25 @@ def test_workers_that_cannot_read_each_others_memory_all_say_so(monkeypatch):
         raise RuntimeError("permission denied")
 
     raises_on_ranks(2, RuntimeError, run, match="cannot read each other's memory.*permission")
+
+
+def test_overlapping_what_does_not_travel_is_an_error():
+    def run():
+        train(OPTIMIZERS["SGD"], overlap_gather=True)
+
+    raises_on_ranks(2, ValueError, run, match="nothing to overlap with shared_memory")
+
+
+def test_gradients_may_be_wider_than_parameters_in_the_ring():
+    def run():
+        module = make_model(torch.bfloat16)
+        optimizer = shared(module.parameters(), torch.optim.SGD, lr=0.1)
+        model = mh.ShardedDataParallel(module, optimizer, reduce_dtype=torch.float32)
+        x, y = make_batches(1, 1, 2, dtype=torch.bfloat16)
+        loss_of(model, x[0, 0, dist.get_rank()], y[0, 0, dist.get_rank()]).backward()
+        optimizer.step()
+        return copied(module.parameters())
+
+    first, second = run_ranks(2, run)
+    assert_same([first, second], first)
+    assert all(torch.isfinite(p).all() for p in first)

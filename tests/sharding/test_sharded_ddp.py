@@ -556,8 +556,8 @@ def test_batch_norm_is_ddps():
             result.append([t.detach().clone() for t in module.state_dict().values()])
         return result
 
-    for ours, ddps in run_ranks(3, run):
-        assert_same([ours], ddps)
+    ranks = run_ranks(3, run)  # DDP's other ranks take rank 0's buffers in the next forward only
+    assert_same([ours for ours, _ in ranks], ranks[0][1])
 
 
 # -- no_sync -------------------------------------------------------------------------------------

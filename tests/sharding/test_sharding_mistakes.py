@@ -118,8 +118,8 @@ def around_itself():
 def one_optimizer_twice():
     module = make_model()
     optimizer = oss(module.parameters())
-    mh.ShardedDataParallel(module, optimizer)
-    mh.ShardedDataParallel(module, optimizer)
+    first = mh.ShardedDataParallel(module, optimizer)
+    mh.ShardedDataParallel(first.module, optimizer)
 
 
 def one_optimizer_for_two_models():

@@ -20,7 +20,7 @@ from manyhands.planning._costs import Job, Part, Weight
 from manyhands.planning._state import States
 from manyhands.scaling._binding import BoundOptimizer
 from manyhands.sharding._ddp import ShardedDataParallel
-from manyhands.sharding._elementwise import works_by_element
+from manyhands.sharding._elementwise import chosen_layout
 from manyhands.sharding._oss import OSS
 
 
@@ -35,7 +35,8 @@ class Chosen:
 
     @cached_property
     def even(self) -> bool:
-        return works_by_element(self.kind, self.given)
+        options = [{**self.given, **options} for options, _ in self.groups] or [self.given]
+        return chosen_layout(self.kind, None, options) == "even"
 
 
 def built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

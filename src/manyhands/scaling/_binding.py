@@ -117,7 +117,8 @@ class BoundOptimizer(Optimizer):
                 "Use that one, or call its unhook() first."
             )
         norms = self._norms(optimizer)
-        self._workers = Workers.of(self._process_group, self._world_size)
+        group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
+        self._workers = Workers.of(group, self._world_size)
         self._batch.workers = self._workers.size
         self._inner = optimizer
         self._step_inner: Callable[..., Any] = optimizer.step
@@ -143,9 +144,10 @@ class BoundOptimizer(Optimizer):
     def _listen(self, norms: Norms, average: NoiseAverage) -> None:
         scaler, batch = self._grad_scaler, self._batch
         rule = weakref.proxy(self)  # the tap must not keep `self` alive
+        device = next(p.device for g in self._optimizer.param_groups for p in g["params"])
         tap = GradientTap(
             self._optimizer.param_groups,
-            self._workers.apart(),
+            self._workers.apart(device),
             norms,
             self._accumulation,
             scale=batch.scale_of,

@@ -113,13 +113,13 @@ class NoiseScale:
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
-        workers = Workers.of(process_group)
+        workers = Workers.of(process_group or getattr(optimizer, "group", None))
         mine = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         workers.check_agreement("NoiseScale", mine, params[0].device)
         me, watched = weakref.proxy(self), optimizer is not None
         self._tap = GradientTap(
             groups,
-            workers.apart(),
+            workers.apart(params[0].device),
             Plain(),
             Accumulation(passes, is_scaled_loss),
             scale=lambda passes: float(passes * workers.size),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
 
 from manyhands._comm import Workers
+
+Made = TypeVar("Made")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -15,15 +19,39 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def check_agreement(workers: Workers, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise on every worker where they were not given the same parameter groups."""
+def check_agreement(
+    workers: Workers, groups: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
+) -> None:
+    """Raise on every worker where they were not given the same parameter groups and `facts`."""
     devices = [param.device for group in groups for param in group["params"]]
     if not devices:
         return
-    text = json.dumps([_description(group) for group in groups])
+    text = json.dumps([facts, [_description(group) for group in groups]])
     sums = workers.gather([float(zlib.crc32(text.encode()))], devices[0])
     if len({total[0] for total in sums}) > 1:
         _explain([json.loads(one) for one in workers.gather_text(text, devices[0])])
+
+
+def all_or_none(
+    workers: Workers, devices: Sequence[torch.device], make: Callable[[], Made]
+) -> Made:
+    """Make something on every worker; where one cannot, all raise. (`devices`: of parameters.)"""
+    try:
+        made, problem = make(), None
+    except Exception as error:
+        made, problem = None, error
+    if workers.size > 1 and devices:
+        failed = workers.gather([float(problem is not None)], devices[0])
+        ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag[0])
+        if ranks and problem is None:
+            raise ValueError(
+                f"the optimizer does not take the parameters that rank(s) {ranks} would keep: see "
+                "the error there."
+            )
+    if problem is not None:
+        raise problem
+    assert made is not None
+    return made
 
 
 def _description(group: Mapping[str, Any]) -> list[Any]:
@@ -47,8 +75,10 @@ def _explain(each: list[list[Any]]) -> None:
             listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
             raise ValueError(f"workers have different {what}: {listed}. {advice}")
 
-    differ([len(groups) for groups in each], "numbers of parameter groups")
-    for index, groups in enumerate(zip(*each, strict=True)):
+    for name in each[0][0]:
+        differ([facts[name] for facts, _ in each], f"values of {name}")
+    differ([len(groups) for _, groups in each], "numbers of parameter groups")
+    for index, groups in enumerate(zip(*(groups for _, groups in each), strict=True)):
         differ([len(params) for params, _ in groups], f"numbers of parameters in group {index}")
         for number, params in enumerate(zip(*(params for params, _ in groups), strict=True)):
             differ(list(params), f"parameters in group {index}: number {number} is")

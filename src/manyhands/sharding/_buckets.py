@@ -18,6 +18,7 @@ sharded gradient already, in its `local`. The next pass outside sends the sum.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,9 +30,10 @@ from torch import Tensor
 from manyhands._comm import Exchange, Workers
 from manyhands._host import HostExchange
 from manyhands._passes import BackwardPasses, current_task
+from manyhands.sharding._flat import flattened
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._layout import Run
-from manyhands.sharding._shards import FlatBucket, Shards, flattened
+from manyhands.sharding._shards import FlatBucket, Shards
 
 IN_FLIGHT = 1  # buckets under way while the next fills: each is memory, and more did not pay
 
@@ -97,7 +99,8 @@ class Reducer:
     """Averages the gradients of some optimizers' parameters during backward.
 
     `synchronised()` is asked whether a pass is to be averaged; `wire` is the type in which
-    gradients travel, by default their own.
+    gradients travel, by default their own. `finish` is called at the end of each averaged pass,
+    by workers that only joined in, too.
     """
 
     def __init__(
@@ -106,11 +109,13 @@ class Reducer:
         workers: Workers,
         synchronised: Callable[[], bool],
         wire: torch.dtype | None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers = workers
         self._all_shards = list(shards)
         self._synchronised = synchronised
         self._wire = wire
+        self._finish = finish
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks)
         me = weakref.proxy(self)  # no cycle: dropping the module drops the hooks
@@ -118,6 +123,7 @@ class Reducer:
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
         self._order: list[int] | None = None
         self._buffers = _Buffers()
+        self._one_at_a_time = threading.Lock()
         self._fresh: set[Shards] = set()  # whose gradients have been averaged since their step
         self.cover()
 
@@ -142,7 +148,8 @@ class Reducer:
                 hook = _listening(listener, number)
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
         if self.workers.host is not None and self._buckets:
-            largest = max(b.flat.plan.size * b.flat.data.itemsize for b in self._buckets)
+            sizes = ((b.flat.plan.size, self._wire or b.flat.data.dtype) for b in self._buckets)
+            largest = max(size * dtype.itemsize for size, dtype in sizes)
             self.workers.host.make_room(largest, IN_FLIGHT)
         self._order = None
         self._start_over()
@@ -168,9 +175,12 @@ class Reducer:
         task = current_task()
         if task != self._passes.task:
             self._passes.enter(task)
-        if self._averaging and not self._passes.nested:
-            self._take(number)
-            self._launch_full()
+        with self._one_at_a_time:  # a module on several devices has several autograd threads
+            if self._averaging and not self._passes.nested:
+                self._take(number)
+                self._launch_full()
+            elif self._averaging and number in self._arrived:
+                self._note_arrival(number)  # raises
 
     def _begin(self) -> None:
         self._averaging = self._synchronised()
@@ -256,6 +266,7 @@ class Reducer:
             self._hand_out(number, pieces[number])
         if self._order is None:
             self._agree_on_order()
+        self._finish()
         self._fresh.update(self._all_shards)
         self._start_over()
 
@@ -315,9 +326,10 @@ class Reducer:
             self.reduce()
         if unaveraged:
             raise RuntimeError(
-                "step() after a backward inside no_sync(): these gradients are this worker's and "
-                "have not been averaged. Run the step's last backward outside no_sync(), or call "
-                "reduce() on the ShardedDataParallel module, on every worker."
+                "step() after a backward inside no_sync() (or after something was added to a "
+                "gradient): this is this worker's alone and has not been averaged. Run the step's "
+                "last backward outside no_sync(), or call reduce() on the ShardedDataParallel "
+                "module, on every worker."
             )
 
     def stepped(self, *shards: Shards) -> None:

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SparseAdam
 
+from manyhands._comm import Workers
+from manyhands.sharding._agreement import check_agreement
 from manyhands.sharding._buckets import Reducer
+from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._oss import OSS
 from manyhands.sharding._shards import FlatBucket, Shards
 
@@ -38,7 +41,8 @@ class ShardedDataParallel(nn.Module):
         module: the model, on its device.
         optimizer: the `OSS` of its parameters, or several, perhaps with a scaling rule around.
         process_group: the workers; those of the optimizer, by default.
-        broadcast_buffers: take rank 0's buffers before each forward in training.
+        broadcast_buffers: take rank 0's buffers whenever gradients are averaged, so that they
+            are the same at the next forward.
         sync_models_at_startup: take rank 0's parameters and buffers now.
         reduce_buffer_size: elements that travel together; by default what the optimizer says.
         auto_refresh_trainable: look before each forward whether parameters were frozen or
@@ -83,21 +87,30 @@ class ShardedDataParallel(nn.Module):
         self._workers = self._optimizers[0]._workers
         self._reducer: Reducer | None = None
         self.register_load_state_dict_pre_hook(_put_prefix)
+        wire = torch.float16 if reduce_fp16 else reduce_dtype
+        if overlap_gather and self._workers.host is not None:
+            raise ValueError(
+                "overlap_gather=True has nothing to overlap with shared_memory=True: nothing "
+                "travels. Leave one of them out."
+            )
         if reduce_buffer_size is not None:
             for one in self._optimizers:
                 one._bucket_size(_checked_size(reduce_buffer_size))
         if self._workers.size == 1:
             return
+        facts = {"reduce_dtype": str(wire), "reduce_buffer_size": reduce_buffer_size}
+        check_agreement(self._workers, self._optimizers[0].param_groups, facts)
         if sync_models_at_startup:
             self._workers.send_first([*module.parameters(), *module.buffers()])
         self._reducer = Reducer(
             [one._shards for one in self._optimizers],
-            self._workers,
+            _apart(self._workers, module),
             self._synchronised(),
-            torch.float16 if reduce_fp16 else reduce_dtype,
+            wire,
+            self._finish(),
         )
         for one in self._optimizers:
-            one._reducer = self._reducer
+            one._listener = weakref.ref(self._reducer)
             one._overlap = overlap_gather
         if overlap_gather:
             self._wait_in_forward()
@@ -111,11 +124,23 @@ class ShardedDataParallel(nn.Module):
 
         return synchronised
 
+    def _finish(self) -> Callable[[], None]:
+        me = weakref.ref(self)
+
+        def finish() -> None:
+            module = me()
+            if module is not None and module.broadcast_buffers:
+                module.sync_buffers()
+
+        return finish
+
     def _wait_in_forward(self) -> None:
         """Let each module wait for its parameters before it runs."""
         shards = [one._shards for one in self._optimizers]
         for module in self.module.modules():
             module.register_forward_pre_hook(_waiting(shards))
+        me = weakref.ref(self)
+        self.module.register_state_dict_pre_hook(lambda *_: _wait_for(me()))
 
     # -- training ------------------------------------------------------------------------------
 
@@ -147,8 +172,6 @@ class ShardedDataParallel(nn.Module):
                     stacklevel=3,
                 )
             self.refresh_trainable()
-        if self.broadcast_buffers and self.require_backward_grad_sync:
-            self.sync_buffers()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,9 +239,17 @@ class ShardedDataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """`to`, `half` and the like."""
+        """`to`, `half` and the like: sharded gradients go along."""
         self._wait()
-        return super()._apply(fn, recurse)
+        sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
+        with torch.no_grad():
+            grads = [cast(ShardedGradient, fn(p.grad)) for p in sharded]
+        for param in sharded:
+            param.grad = None
+        super()._apply(fn, recurse)
+        for param, grad in zip(sharded, grads, strict=True):
+            param.grad = grad
+        return self
 
     def _wait(self) -> None:
         for one in self._optimizers:
@@ -297,6 +328,17 @@ def _checked_size(elements: int) -> int:
 def _inside_ddp(module: nn.Module) -> bool:
     active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
     return active is not None and any(inner is module for inner in active.modules())
+
+
+def _apart(workers: Workers, module: nn.Module) -> Workers:
+    """So that two modules' buckets are not taken for each other's in one backward."""
+    device = next(module.parameters()).device
+    return workers if workers.host is not None else workers.apart(device)
+
+
+def _wait_for(module: ShardedDataParallel | None) -> None:
+    if module is not None:
+        module._wait()
 
 
 def _waiting(shards: Sequence[Shards]) -> Callable[..., None]:

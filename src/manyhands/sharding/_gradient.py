@@ -34,12 +34,20 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def __new__(
-        cls, param: Tensor, pieces: Sequence[Tensor], starts: Sequence[int]
+        cls,
+        param: Tensor,
+        pieces: Sequence[Tensor],
+        starts: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> ShardedGradient:
         # A wrapper has a type, a shape and a version, and no storage.
-        kind = pieces[0] if pieces else param
         shell: ShardedGradient = Tensor._make_wrapper_subclass(
-            cls, param.size(), strides=param.stride(), dtype=kind.dtype, device=kind.device
+            cls,
+            param.size(),
+            strides=param.stride(),
+            dtype=dtype or param.dtype,
+            device=device or param.device,
         )
         shell.pieces, shell.starts = tuple(pieces), tuple(starts)
         shell.local, shell.zeroed = None, False
@@ -49,9 +57,15 @@ class ShardedGradient(Tensor):
         """Everything of it that this worker holds."""
         return [*self.pieces, *([] if self.local is None else [self.local])]
 
-    def twin(self, change: Callable[[Tensor], Tensor]) -> ShardedGradient:
-        """The like, with each part changed."""
-        other = ShardedGradient(self, [change(piece) for piece in self.pieces], self.starts)
+    def twin(
+        self,
+        change: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> ShardedGradient:
+        """The like, with each part changed, perhaps to another type and device."""
+        pieces = [change(piece) for piece in self.pieces]
+        other = ShardedGradient(self, pieces, self.starts, dtype, device)
         other.local = None if self.local is None else change(self.local)
         return other
 
@@ -80,6 +94,9 @@ class ShardedGradient(Tensor):
                 return first
             if packet in COPYING:
                 return first.twin(lambda part: func(part, **kwargs))
+            if packet is aten._to_copy:
+                to = kwargs.get("dtype"), kwargs.get("device")
+                return first.twin(lambda part: func(part, **kwargs), *to)
         if packet in FOREACH and not any(map(_is_large, args[1:])):
             return _each(func, args, kwargs)
         raise RuntimeError(
@@ -111,7 +128,7 @@ ELEMENTWISE = {
     *(aten.mul_, aten.div_, aten.zero_, aten.neg_, aten.nan_to_num_),
     *(aten.clamp_, aten.clamp_min_, aten.clamp_max_),
 }
-COPYING = {aten.detach, aten.clone, aten.alias, aten._to_copy}
+COPYING = {aten.detach, aten.clone, aten.alias}
 FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_}
 
 

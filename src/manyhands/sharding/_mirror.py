@@ -2,7 +2,8 @@
 
 AdamScale measures each worker's own gradient, before any averaging, in units of the second moments
 of all parameters. Of these a worker has 1/N. The mirror collects them after each step: one more
-tensor of the model's size on every worker, and as many bytes as the parameters' own gathering.
+tensor of the model's size on every worker, as many bytes as the parameters' own gathering, and
+the step counts, which are read on the host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.sharding._flat import flattened, shaped
 from manyhands.sharding._oss import OSS
+from manyhands.sharding._shards import FlatSegment
 
 
 class StateMirror:
@@ -22,9 +25,10 @@ class StateMirror:
     def __init__(self, optimizer: OSS, names: Sequence[str]) -> None:
         self._optimizer = optimizer
         self._names = list(names)
-        self._buffers: dict[tuple[int, str], Tensor] = {}
+        self._memory: dict[tuple[int, str], Tensor] = {}  # of a segment and an entry
         self.state: dict[Tensor, dict[str, Any]] = {}
 
+    @torch.no_grad()
     def update(self) -> None:
         """Collect it as it is now; on every worker."""
         shards, state = self._optimizer._shards, self._optimizer.optim.state
@@ -40,7 +44,33 @@ class StateMirror:
         }
         if not self.state:
             return
-        for name in self._names:
-            for index, value in shards.collect(name, state, self._buffers).items():
-                if shards.params[index] in self.state:
-                    self.state[shards.params[index]][name] = value
+        works = [
+            work
+            for number, segment in enumerate(shards.segments)
+            for name in self._names
+            for work in self._collect(number, segment, name)
+        ]
+        for work in works:
+            work.wait()
+
+    def _collect(self, number: int, segment: FlatSegment, name: str) -> list[Any]:
+        """Begin to put an entry of the state together, for the parameters of a segment."""
+        shards, state = self._optimizer._shards, self._optimizer.optim.state
+        rank, like, works = shards.workers.rank, segment.data, list[Any]()
+        data = self._memory.get((number, name))
+        if data is None or (data.device, data.dtype) != (like.device, like.dtype):
+            data = self._memory[number, name] = torch.zeros_like(like)
+        for bucket in segment.buckets:
+            cuts, start = bucket.plan.cuts, bucket.plan.start
+            part = data[start : start + bucket.plan.size]
+            own = part[cuts[rank] : cuts[rank + 1]]
+            for piece, run in bucket.pieces:
+                if piece.data in state:
+                    value = flattened(state[piece.data][name], piece.data)
+                    own[run.offset : run.offset + run.size].copy_(value)
+            works += shards.workers.share(part, cuts)
+        for index, place in segment.plan.places.items():
+            param = shards.params[index]
+            if param in self.state:
+                self.state[param][name] = shaped(data[place : place + param.numel()], param)
+        return works

@@ -10,20 +10,21 @@ A step, in order
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from manyhands._comm import Workers
 from manyhands.sharding import _state
-from manyhands.sharding._agreement import check_agreement, options_of
+from manyhands.sharding._agreement import all_or_none, check_agreement, options_of
 from manyhands.sharding._clip import clip_grad_norm
-from manyhands.sharding._elementwise import ELEMENTWISE, works_by_element
-from manyhands.sharding._shards import FlatBucket, Shards
+from manyhands.sharding._elementwise import ELEMENTWISE, chosen_layout
+from manyhands.sharding._shards import FlatBucket, Piece, Shards
 
 PARTS = 4  # of a step: the first are on their way while the others are computed
 
@@ -51,7 +52,7 @@ class OSS(Optimizer):
         group: the workers that share the state; all, by default.
         broadcast_fp16: send updated parameters as float16. All workers then train with the
             rounded values; the exact ones stay with their owners. (With `shared_memory` nothing is
-            sent, or rounded.)
+            sent, or rounded.) They are not in state dicts: a resumed run begins with the rounded.
         layout: "even" cuts parameters anywhere, into equal shares, for optimizers that work
             element by element; "whole" leaves each with one worker. By default what `optim`
             needs; see `.layout`.
@@ -87,10 +88,14 @@ class OSS(Optimizer):
                 f"broadcast_fp16 must be True or False, got {broadcast_fp16!r}. fairscale's fourth "
                 "argument, broadcast_buffer_size, is given by name here."
             )
+        if isinstance(group, float | str | Tensor):
+            raise TypeError(
+                f"group must be a process group, got {group!r}. The optimizer's own arguments are "
+                "given by name: OSS(params, optim=SGD, lr=0.1)."
+            )
         self._workers = Workers.of(group)
         if shared_memory:
             self._workers = self._workers.on_one_host()
-        self.layout = _checked_layout(layout, optim, defaults, self._workers.size)
         if bucket_size is None and broadcast_buffer_size > 0:
             bucket_size = broadcast_buffer_size
         if bucket_size is not None and bucket_size < 1:
@@ -98,19 +103,36 @@ class OSS(Optimizer):
         self._kind = optim
         self._given = dict(defaults)
         self.group = group
+        self._listener: Callable[[], Any] = lambda: None
+        self._overlap = False
+        self._begun = False  # whether there is state that pieces are tied to
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._for_later: dict[int, dict[str, Any]] = {}  # loaded state of frozen parameters
+        self.optim: Any = None
+        super().__init__(params, defaults)  # comes to add_param_group
+        options = [{**defaults, **options_of(params)} for params in self.param_groups]
+        alone = self._workers.size == 1
+        self.layout = layout or "whole" if alone else chosen_layout(optim, layout, options)
         self._shards = Shards(
             self._workers,
             even=self.layout == "even",
             largest=bucket_size,
             wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
         )
-        self._reducer: Any = None  # of a ShardedDataParallel, if there is one
-        self._overlap = False
-        self._consolidated: dict[int, dict[str, Any]] | None = None
-        self.optim: Any = None
-        super().__init__(params, defaults)  # comes to add_param_group
-        self._check_workers_agree()
-        self._make_inner()
+        facts = {"layout": self.layout, "bucket_size": bucket_size, "optim": optim.__name__}
+        self._check_workers_agree(facts={**facts, "broadcast_fp16": broadcast_fp16})
+        for group_of_params in self.param_groups:
+            self._shards.extend(group_of_params["params"])
+        self._shards.lay_out()
+        self.optim = self._made()
+        self.defaults = self.optim.defaults
+        for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            _copy_options(inner, outer)
+
+    @property
+    def _reducer(self) -> Any:
+        """Of a ShardedDataParallel, while there is one."""
+        return self._listener()
 
     def __repr__(self) -> str:
         size = self._workers.size
@@ -119,15 +141,11 @@ class OSS(Optimizer):
 
     # -- the inner optimizer -------------------------------------------------------------------
 
-    def _make_inner(self) -> None:
-        for group in self.param_groups:
-            self._shards.extend(group["params"])
-        self._shards.lay_out()
+    def _made(self) -> Optimizer:
+        """The inner optimizer, new."""
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
-        self.optim = self._kind(groups, **self._given)
-        self.defaults = self.optim.defaults
-        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            _copy_options(inner, group)
+        devices = [param.device for param in self._shards.params[:1]]
+        return all_or_none(self._workers, devices, lambda: self._kind(groups, **self._given))
 
     def _inner_group(self, index: int) -> dict[str, Any]:
         """A parameter group's options, with this worker's pieces of its parameters."""
@@ -161,8 +179,25 @@ class OSS(Optimizer):
     def refresh_trainable(self) -> None:
         """Take in parameters that have thawed since. `step` does so by itself."""
         if self._shards.missing:
-            self._shards.lay_out()
+            new = self._shards.lay_out()
             self._replace_pieces()
+            self._begin_state_of(new)
+
+    def _begin_state_of(self, pieces: Sequence[Piece]) -> None:
+        """State of parameters that thaw: what was loaded, or what the optimizer begins with."""
+        begun = self._made().state  # some optimizers make theirs when they are made
+        for piece in pieces:
+            loaded = self._for_later.get(piece.param)
+            if loaded is not None:
+                param = self._shards.params[piece.param]
+                part = _state.part_of(loaded, piece, param)
+                self.optim.state[piece.data] = {
+                    name: _state.placed(value, value, piece.data) for name, value in part.items()
+                }
+            elif piece.data in begun:
+                self.optim.state[piece.data] = begun[piece.data]
+        for piece in pieces:
+            self._for_later.pop(piece.param, None)
 
     def _replace_pieces(self) -> None:
         """Let the inner optimizer's groups hold the pieces that there are now."""
@@ -199,7 +234,7 @@ class OSS(Optimizer):
         """Lay the parameters out again in buckets of that size; before the first step only."""
         if elements == self._shards.largest or self._workers.size == 1:
             return
-        if self.optim.state:
+        if self._begun:
             raise ValueError(
                 "the size of buckets cannot be changed any more: the optimizer has state. Give "
                 "bucket_size to OSS, or wrap the model before the first step."
@@ -207,7 +242,7 @@ class OSS(Optimizer):
         self._shards.largest = elements
         self._shards.release()
         self._shards.lay_out()
-        self._replace_pieces()
+        self.optim = self._made()
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -216,7 +251,7 @@ class OSS(Optimizer):
 
         A `closure` is run once before, and its loss returned.
         """
-        self._consolidated = None
+        self._consolidated, self._begun = None, True
         self._prepare()
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _copy_options(group, inner)
@@ -232,6 +267,7 @@ class OSS(Optimizer):
                 with self._gradients_on_pieces(buckets):
                     self.optim.step(**kwargs)
                 self._shards.share(buckets)  # while the next part steps
+            self._shards.note_change()
             if self._reducer is not None:
                 self._reducer.stepped(self._shards)
             if not self._overlap:
@@ -275,7 +311,8 @@ class OSS(Optimizer):
     def _parts(self) -> list[list[FlatBucket]]:
         """What to step together: all, for an optimizer that might count its calls of `step`."""
         buckets, optim = self._shards.to_step, self.optim
-        counts = type(optim) not in ELEMENTWISE or optim._optimizer_step_pre_hooks
+        hooks = optim._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+        counts = type(optim) not in ELEMENTWISE or hooks or _global_optimizer_post_hooks
         if counts or optim._optimizer_step_post_hooks or self._workers.host is not None:
             return [buckets]
         size = max(-(-len(buckets) // PARTS), 1)
@@ -324,7 +361,7 @@ class OSS(Optimizer):
             )
         if size > 1:
             self.wait()
-            state = _state.collected(self._shards, self.optim, recipient_rank)
+            state = _state.collected(self._shards, self.optim, self._for_later, recipient_rank)
             here = recipient_rank in (-1, self._workers.rank)
             self._consolidated = state if here else None
 
@@ -365,9 +402,14 @@ class OSS(Optimizer):
             if self._workers.size > 1
             else copy.deepcopy(dict(state_dict))
         )
-        self._consolidated = None
+        self._consolidated, self._begun = None, True
+        self._for_later = {
+            number: copy.deepcopy(state_dict["state"][key])
+            for number, key in enumerate(k for g in state_dict["param_groups"] for k in g["params"])
+            if key in state_dict["state"] and number in self._shards.unplaced
+        }
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            _copy_options(loaded, group)
+            _copy_options(copy.deepcopy(options_of(loaded)), group)
             if "param_names" in loaded:
                 group["param_names"] = list(loaded["param_names"])
 
@@ -383,28 +425,12 @@ class OSS(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
-    def _check_workers_agree(self, first_group: int = 0) -> None:
+    def _check_workers_agree(
+        self, first_group: int = 0, facts: Mapping[str, Any] | None = None
+    ) -> None:
         if self._workers.size > 1:
-            check_agreement(self._workers, self.param_groups[first_group:])
+            check_agreement(self._workers, self.param_groups[first_group:], facts or {})
 
 
 def _copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
     target.update(options_of(source))
-
-
-def _checked_layout(
-    layout: str | None, optim: type[Optimizer], defaults: dict[str, Any], workers: int
-) -> str:
-    if layout not in (None, "even", "whole"):
-        raise ValueError(
-            f'layout must be "even", "whole" or None (what {optim.__name__} needs), got {layout!r}.'
-        )
-    if workers == 1 or layout == "whole":
-        return layout or "whole"
-    cut = works_by_element(optim, defaults)
-    if layout == "even" and not cut:
-        raise ValueError(
-            f'layout="even" cuts parameters anywhere, and {optim.__name__} looks at whole ones: '
-            'its numbers would be wrong. Use layout="whole".'
-        )
-    return "even" if cut else "whole"

@@ -10,7 +10,7 @@ With one worker nothing is moved: its pieces are the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from manyhands._comm import Workers
 from manyhands.sharding import _layout
+from manyhands.sharding._flat import flattened, shaped
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._layout import Run
 
@@ -89,7 +90,7 @@ class FlatBucket:
 
 
 @dataclass(eq=False)
-class _FlatSegment:
+class FlatSegment:
     plan: _layout.Segment
     data: Tensor
     buckets: list[FlatBucket]
@@ -98,7 +99,8 @@ class _FlatSegment:
 class Shards:
     """All parameters of an optimizer, by index, and who holds what of them.
 
-    `even` chooses the layout, `largest` is the number of elements in a bucket. Frozen
+    `even` chooses the layout, `largest` is the number of elements in a bucket (None: a good one;
+    0: each parameter by itself). Frozen
     parameters are left where they are until they thaw; once laid out a parameter stays so.
     With `wire`, parameters travel in that type, and every worker, their owner too, trains with
     what has travelled; the owner keeps the exact values beside them, so that nothing is lost.
@@ -115,7 +117,7 @@ class Shards:
         self.version = 0  # grows whenever parameters get new places
         self.params: list[Tensor] = []
         self.pieces: list[list[Piece]] = []
-        self._segments: list[_FlatSegment] = []
+        self.segments: list[FlatSegment] = []
         self._load: dict[Any, list[int]] = {}
         self._where: dict[int, tuple[Tensor, int]] = {}  # param -> its storage and place in it
 
@@ -127,11 +129,20 @@ class Shards:
     @property
     def missing(self) -> list[int]:
         """Parameters that are to be trained and have no place yet."""
+        return [i for i in self.unplaced if self.params[i].requires_grad or not self._divided]
+
+    @property
+    def unplaced(self) -> list[int]:
+        """Parameters that have no place: frozen ones, and those that `lay_out` is for."""
         return [
             i
             for i, (param, pieces) in enumerate(zip(self.params, self.pieces, strict=True))
-            if param.requires_grad and not pieces and i not in self._where and param.numel()
+            if not pieces and i not in self._where and (param.numel() or not self._divided)
         ]
+
+    @property
+    def _divided(self) -> bool:
+        return self.workers.size > 1
 
     def lay_out(self) -> list[Piece]:
         """Give places to the parameters that need one; returns this worker's new pieces."""
@@ -171,7 +182,7 @@ class Shards:
             param.data = view
             self._where[index] = (data, place)
         buckets = [FlatBucket(b, *_part(b, data, everyones)) for b in plan.buckets]
-        self._segments.append(_FlatSegment(plan, data, buckets))
+        self.segments.append(FlatSegment(plan, data, buckets))
         for bucket in buckets:
             self._cut(bucket)
 
@@ -211,7 +222,7 @@ class Shards:
     @property
     def buckets(self) -> Iterator[FlatBucket]:
         """All buckets, in about the order in which backward finishes them."""
-        for segment in self._segments:
+        for segment in self.segments:
             yield from segment.buckets
 
     def held_by(self, rank: int, members: Iterable[int]) -> list[Tensor]:
@@ -253,7 +264,7 @@ class Shards:
 
     def release(self) -> None:
         """Forget all places (before any optimizer state is tied to them)."""
-        self._segments, self._where, self._load = [], {}, {}
+        self.segments, self._where, self._load = [], {}, {}
         self.pieces = [[] for _ in self.params]
 
     # -- parameters that were moved ------------------------------------------------------------
@@ -273,7 +284,7 @@ class Shards:
         Returns the pieces whose `data` is another tensor now.
         """
         changed: list[Piece] = []
-        for segment in self._segments:
+        for segment in self.segments:
             kinds = {(self.params[i].dtype, self.params[i].device) for i in segment.plan.places}
             if len(kinds) > 1:
                 names = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
@@ -323,6 +334,11 @@ class Shards:
                     kept = piece.data.to(self.wire).to(piece.data.dtype) == piece.shown
                     piece.data.copy_(torch.where(kept, piece.data, piece.shown))
 
+    def note_change(self) -> None:
+        """Let autograd know that a step has changed the parameters, as it does of a plain one."""
+        params = [self.params[run.param] for b in self.to_step for run in b.plan.runs]
+        torch.autograd.graph.increment_version(params)
+
     @torch.no_grad()
     def share(self, buckets: Sequence[FlatBucket]) -> None:
         """Begin to send this worker's slices to the others, and to receive theirs."""
@@ -343,37 +359,6 @@ class Shards:
             works = self.workers.share(sent, bucket.plan.cuts)
             bucket.sharing = Sharing(bucket.data, sent, works)
 
-    @torch.no_grad()
-    def collect(
-        self, name: str, state: Mapping[Tensor, Any], buffers: dict[tuple[int, str], Tensor]
-    ) -> dict[int, Tensor]:
-        """An entry of the pieces' optimizer state, put together for every parameter."""
-        result, works = {}, []
-        for number, segment in enumerate(self._segments):
-            held = [state[p.data] for b in segment.buckets for p, _ in b.pieces if p.data in state]
-            dtype = held[0][name].dtype if held else torch.float32
-            key = (number, name)
-            if key not in buffers or buffers[key].device != segment.data.device:
-                buffers[key] = torch.zeros(
-                    segment.plan.size, dtype=dtype, device=segment.data.device
-                )
-            data = buffers[key]
-            for bucket in segment.buckets:
-                cuts, start = bucket.plan.cuts, bucket.plan.start
-                part = data[start : start + bucket.plan.size]
-                own = part[cuts[self.workers.rank] :]
-                for piece, run in bucket.pieces:
-                    if piece.data in state:
-                        value = flattened(state[piece.data][name], piece.data)
-                        own[run.offset : run.offset + run.size].copy_(value)
-                works += self.workers.share(part, cuts)
-            for index, place in segment.plan.places.items():
-                param = self.params[index]
-                result[index] = shaped(data[place : place + param.numel()], param)
-        for work in works:
-            work.wait()
-        return result
-
     def wait(self) -> None:
         """Until all parameters that the last step made are there."""
         for bucket in self.buckets:
@@ -393,36 +378,3 @@ def _part(
 
 def _narrows(wire: torch.dtype | None, tensor: Tensor) -> bool:
     return wire is not None and tensor.is_floating_point() and tensor.itemsize > wire.itemsize
-
-
-def shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """These elements as a tensor of `like`'s shape, in its order of memory if it is dense."""
-    if like.is_contiguous() or not _dense(like):
-        return flat.view(like.shape)
-    return flat.as_strided(like.size(), like.stride())
-
-
-def flattened(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements in the order in which `shaped(..., like)` has them; a view if it can be."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if like.is_contiguous() or not _dense(like):
-        return tensor.reshape(-1)
-    if tensor.stride() != like.stride():
-        tensor = torch.empty_strided(
-            like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device
-        ).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps."""
-    expected = 1
-    for size, stride in sorted(
-        zip(tensor.size(), tensor.stride(), strict=True), key=lambda dim: dim[1]
-    ):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -12,6 +12,7 @@ the recipient needs room for the whole state and one more tensor.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,13 +21,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.sharding._shards import Piece, Shards, flattened, shaped
+from manyhands.sharding._flat import flattened, shaped
+from manyhands.sharding._shards import Piece, Shards
 
 SMALL = 8
 
 
-def collected(shards: Shards, optim: Optimizer, recipient: int) -> dict[int, dict[str, Any]] | None:
-    """The state of every parameter, by index, on the recipient (-1: on every worker)."""
+def collected(
+    shards: Shards, optim: Optimizer, frozen: Mapping[int, dict[str, Any]], recipient: int
+) -> dict[int, dict[str, Any]] | None:
+    """The state of every parameter, by index, on the recipient (-1: on every worker).
+
+    That of `frozen` parameters, which have no pieces, is on every worker already.
+    """
     workers = shards.workers
     mine = [
         (piece, dict(optim.state[piece.data]))
@@ -37,7 +44,8 @@ def collected(shards: Shards, optim: Optimizer, recipient: int) -> dict[int, dic
     device = shards.params[0].device
     texts = workers.gather_text(json.dumps([_described(*entry) for entry in mine]), device)
     here = recipient in (-1, workers.rank)
-    result: dict[int, dict[str, Any]] = {}
+    result: dict[int, dict[str, Any]] = {i: copy.deepcopy(s) for i, s in frozen.items()}
+    _check_can_travel(texts, type(optim).__name__)
     for rank, text in enumerate(texts):
         for number, (index, start, stop, entries) in enumerate(json.loads(text)):
             state = result.setdefault(index, {})
@@ -98,7 +106,8 @@ def _described(piece: Piece, state: Mapping[str, Any]) -> list[Any]:
     entries: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            entries[name] = {"value": value}
+            plain = value is None or isinstance(value, bool | int | float | str)
+            entries[name] = {"value": value} if plain else {"unknown": type(value).__name__}
             continue
         dtype = str(value.dtype).removeprefix("torch.")
         like = value.shape == piece.data.shape and value.dim() > 0
@@ -109,6 +118,17 @@ def _described(piece: Piece, state: Mapping[str, Any]) -> list[Any]:
         else:
             entries[name] = {"dtype": dtype, "shape": list(value.shape), "like": False}
     return [piece.param, piece.start, piece.stop, entries]
+
+
+def _check_can_travel(texts: Sequence[str], optim: str) -> None:
+    for index, _, _, entries in (held for text in texts for held in json.loads(text)):
+        for name, entry in entries.items():
+            if "unknown" in entry:
+                raise TypeError(
+                    f"{optim} keeps a {entry['unknown']} as {name!r} in the state of parameter "
+                    f"{index}, and only tensors, numbers and strings can be collected. Save each "
+                    "worker's own optimizer.optim.state_dict() instead."
+                )
 
 
 def _from_text(entry: Mapping[str, Any]) -> Any:
@@ -130,14 +150,18 @@ def share_of(
             entries = saved.get(given["params"][number])
             for piece in shards.pieces[first + number]:
                 if entries:
-                    param = shards.params[piece.param]
-                    state[count] = {k: _part(k, v, piece, param) for k, v in entries.items()}
+                    state[count] = part_of(entries, piece, shards.params[piece.param])
                 members.append(count)
                 count += 1
         first += len(group["params"])
         options = {k: v for k, v in given.items() if k not in ("params", "param_names")}
         inner_groups.append({**options, "params": members})
     return {"state": state, "param_groups": inner_groups}
+
+
+def part_of(entries: Mapping[str, Any], piece: Piece, param: Tensor) -> dict[str, Any]:
+    """A piece's part of a parameter's state."""
+    return {name: _part(name, value, piece, param) for name, value in entries.items()}
 
 
 def _part(name: str, value: Any, piece: Piece, param: Tensor) -> Any:
