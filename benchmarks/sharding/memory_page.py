@@ -75,9 +75,9 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     ]
     return (
         "What ours hold is within 5 % and two buckets of the formula everywhere. The most in a "
-        f"step is up to {max(peaks):.1f} buckets above that after backward: one fills, one is under "
-        "way, its slices arrive from each worker, and the layer that backward is in has its own "
-        "gradients."
+        f"step is up to {max(peaks):.1f} buckets above that after backward: one fills, one is "
+        "under way, its slices arrive from each worker, and the layer that backward is in has its "
+        "own gradients."
     )
 
 
