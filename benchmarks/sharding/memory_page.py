@@ -146,7 +146,7 @@ whoever uses it.
 {verdict}
 
 - A bucket is an eighth of so small a model, {bucket:.3f} of these units (and 4 Mi elements at most,
-  16 MiB, on so few workers). What ours hold beyond the formula are two buffers that are kept from
+  16 MiB, on so few workers). What ours hold beyond the formula is a buffer that is kept from
   step to step, so that memory is not given back and taken again.
 {behind}
 - On one worker nothing is sharded: `OSS` is the optimizer itself, and no bucket is made.

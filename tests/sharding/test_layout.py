@@ -131,12 +131,12 @@ def test_one_worker_owns_everything(layout, sizes, largest):
 def test_a_case_worked_out_on_paper():
     """20, 150 and 10 elements for two workers, in buckets of about 64, slices of 16, 32, 48, ...
 
-    The second is 160 elements with padding: two buckets of 80, rounded up to 96, slices of 48."""
+    The second is 160 elements with padding: three buckets of 54, rounded up to 64, slices of 32."""
     first, second, third = even([(0, 20), (1, 150), (2, 10)], 2, 64)
     assert [segment.size for segment in (first, second, third)] == [32, 192, 32]
     assert [run.size for run in first.buckets[0].owned(1)] == [4]
     owned = [[(r.start, r.stop) for r in b.owned(w)] for b in second.buckets for w in (0, 1)]
-    assert owned == [[(0, 48)], [(48, 96)], [(96, 144)], [(144, 150)]]
+    assert owned == [[(0, 32)], [(32, 64)], [(64, 96)], [(96, 128)], [(128, 150)], []]
     (bucket,) = whole([(0, 20), (1, 150), (2, 10)], 2, 999, [0, 0])[0].buckets
     assert [(r.param, r.offset) for r in bucket.runs] == [(1, 0), (0, 160), (2, 192)]
     assert bucket.cuts == (0, 160, 208)

@@ -78,21 +78,19 @@ class _Outgoing:
 
 
 class _Buffers:
-    """Memory for buckets to be sent: the last two live on, for memory that is new costs time."""
-
-    KEPT = 2
+    """Memory for buckets to be sent: the last one lives on, for memory that is new costs time."""
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+        self._kept: Tensor | None = None
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for place, kept in enumerate(self._kept):
-            if kept.numel() == size and kept.dtype == dtype and kept.device == device:
-                return self._kept.pop(place)
+        kept, self._kept = self._kept, None
+        if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
+            return kept
         return torch.empty(size, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        self._kept = [buffer, *self._kept][: self.KEPT]
+        self._kept = buffer
 
 
 class Reducer:
@@ -122,6 +120,7 @@ class Reducer:
         # Ours queues its end once, and so comes before the measurement of the mean gradient.
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
         self._order: list[int] | None = None
+        self._flying: deque[_Outgoing] = deque()
         self._buffers = _Buffers()
         self._one_at_a_time = threading.Lock()
         self._fresh: set[Shards] = set()  # whose gradients have been averaged since their step
@@ -160,9 +159,12 @@ class Reducer:
         return [p.requires_grad for p in self.params] != self._trained
 
     def _start_over(self) -> None:
+        while (
+            self._flying
+        ):  # of a pass that an error ended: it must not be taken for the next one's
+            self._land()
         self._arrived: set[int] = set()
         self._before: dict[int, ShardedGradient] = {}
-        self._flying: deque[_Outgoing] = deque()
         self._next = 0
         self._finished: list[int] = []
         for bucket in self._buckets:

@@ -25,6 +25,7 @@ from itertools import pairwise
 ALIGN = 16
 BUCKET = 2**22  # elements of a bucket among few workers: 16 MiB of float32
 SMALLEST = 2**16
+SPARE = 1.125  # how far a bucket may be above its size before it is cut in two
 MANY = 16  # workers, from which on buckets grow, so that slices stay worth a message
 
 
@@ -100,7 +101,7 @@ def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[S
     segments = []
     for members in _stretches(sizes, largest):
         places, total = _placed(members)
-        number = max(1, round(total / largest)) if largest else 1
+        number = math.ceil(total / (SPARE * largest)) if largest else 1
         size = _rounded_up(-(-total // number), workers * ALIGN)
         cuts = tuple(range(0, size + 1, size // workers))
         buckets = tuple(
