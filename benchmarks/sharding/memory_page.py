@@ -19,7 +19,7 @@ SHARDED = (OURS, OVERLAP, "fairscale, buffer 0")
 
 
 def bucket(row: dict[str, Any]) -> int:
-    """Bytes of a bucket of ours, of which there is an eighth of so small a model's parameters."""
+    """Bytes of a bucket of ours, of which there is a tenth of so small a model's parameters."""
     return 4 * bucket_size(row["ranks"], row["parameters"] // 4)
 
 
@@ -145,7 +145,7 @@ whoever uses it.
 
 {verdict}
 
-- A bucket is an eighth of so small a model, {bucket:.3f} of these units (and 4 Mi elements at most,
+- A bucket is a tenth of so small a model, {bucket:.3f} of these units (and 4 Mi elements at most,
   16 MiB, on so few workers). What ours hold beyond the formula is a buffer that is kept from
   step to step, so that memory is not given back and taken again.
 {behind}

@@ -85,15 +85,15 @@ class Segment:
 def bucket_size(workers: int, elements: int) -> int:
     """How many of a model's elements travel together.
 
-    4 Mi, and eight times that among 1,024 workers; but an eighth of a smaller model, whose
+    4 Mi, and eight times that among 1,024 workers; but a tenth of a smaller model, whose
     buckets would otherwise hold more than sharding saves.
 
     >>> bucket_size(4, 10**9), bucket_size(1024, 10**9) // 1024  # elements of a slice of so many
     (4194304, 32768)
     >>> bucket_size(4, 10**6)
-    125000
+    100000
     """
-    return min(BUCKET * max(1, math.isqrt(workers // MANY)), max(elements // 8, SMALLEST))
+    return min(BUCKET * max(1, math.isqrt(workers // MANY)), max(elements // 10, SMALLEST))
 
 
 def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[Segment]:
