@@ -11,16 +11,21 @@ from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._scales import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 from manyhands.sharding._ddp import ShardedDataParallel
+from manyhands.sharding._fsdp import FullyShardedDataParallel
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding._oss import OSS
+
+FSDP = FullyShardedDataParallel
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FSDP",
     "OSS",
     "AdaScale",
     "AdamScale",
     "AdaptiveDataParallel",
+    "FullyShardedDataParallel",
     "LEGWScale",
     "LinearScale",
     "NoiseScale",

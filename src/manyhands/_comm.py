@@ -54,7 +54,7 @@ class Workers:
         In a group of their own on gloo, where it costs two connections. With NCCL a group costs
         a communicator's GPU memory, and the one that was given is used.
         """
-        if self.size == 1 or device.type != "cpu" or not self._on_gloo(device):
+        if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -69,7 +69,7 @@ class Workers:
         """
         if self.size == 1:
             return Combination([row], summed)
-        if self._on_gloo(row.device):
+        if self.on_gloo(row.device):
             rows = [torch.empty_like(row) for _ in range(self.size)]
             # the group's own method: dist.all_gather looks it up and checks for 40 microseconds
             work = self._process_group.allgather([rows], [row])
@@ -91,8 +91,14 @@ class Workers:
         pairs = dist.get_backend_config(self.group).split(",")
         return dict(pair.split(":") for pair in pairs if ":" in pair)
 
-    def _on_gloo(self, device: torch.device) -> bool:
+    def on_gloo(self, device: torch.device) -> bool:
+        """Whether gloo sends what is on such a device."""
         return self._backends.get(device.type) == "gloo"
+
+    def has_backend(self, device: torch.device) -> bool:
+        """Whether the group is made for tensors on such a device."""
+        backend = self._backends.get(device.type)
+        return backend is not None and (backend != "gloo" or device.type == "cpu")
 
     def on_one_host(self) -> Workers:
         """The same workers, who exchange buckets through memory that all can read."""
@@ -116,7 +122,7 @@ class Workers:
         if self.host is not None:
             return self.host.exchange(bucket, cuts)
         own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
-        if self._on_gloo(bucket.device):
+        if self.on_gloo(bucket.device):
             if bucket.device.type != "cpu":
                 raise RuntimeError(
                     f"gloo cannot exchange slices of tensors on {bucket.device}. Start the process "
@@ -158,13 +164,18 @@ class Workers:
     def share(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
         """Begin to fill `bucket` on every worker with the slices that each owns of it."""
         own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
-        if not self._on_gloo(bucket.device) and len({b - a for a, b in pairwise(cuts)}) == 1:
+        if not self.on_gloo(bucket.device) and len({b - a for a, b in pairwise(cuts)}) == 1:
             return [_all_gather(bucket, own, self.group)]
         return [
             dist.broadcast(bucket[a:b], group_src=rank, group=self.group, async_op=True)
             for rank, (a, b) in enumerate(pairwise(cuts))
             if a < b
         ]
+
+    def scatter(self, total: torch.Tensor, bucket: torch.Tensor, op: Any) -> None:
+        """Fill `total` with this worker's slice of all workers' `bucket`s, reduced."""
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        reduce(total, bucket, op=op, group=self.group)
 
     def send_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give every worker rank 0's values of these tensors; small ones of a type together."""
@@ -246,8 +257,8 @@ class Exchange:
     works: list[Any]
     sent: torch.Tensor  # kept until it has gone
 
-    def mean(self, workers: int, dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
-        """The mean over the workers, summed in `wide`, as `dtype`."""
+    def mean(self, workers: float, dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
+        """The mean over so many workers, summed in `wide`, as `dtype`."""
         for work in self.works:
             work.wait()
         if not self.rows:  # our part was summed up in place, or is empty

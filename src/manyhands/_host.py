@@ -96,7 +96,7 @@ class HostExchange:
     told: Any
     sent: Tensor
 
-    def mean(self, workers: int, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+    def mean(self, workers: float, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
         """The mean over the workers, summed in `wide`, as `dtype`."""
         self.told.wait()
         first, second, *others = self.slices

@@ -281,9 +281,9 @@ def test_an_optimizer_is_free_again_when_its_module_is_gone():
 def test_backends_are_told_apart_by_device():
     def run():
         workers = Workers.of(dist.new_group([0, 1], backend="cpu:gloo"))
-        assert workers._on_gloo(torch.device("cpu"))
-        assert not workers._on_gloo(torch.device("cuda"))
-        assert Workers.of()._on_gloo(torch.device("cpu"))
+        assert workers.on_gloo(torch.device("cpu"))
+        assert not workers.on_gloo(torch.device("cuda"))
+        assert Workers.of().on_gloo(torch.device("cpu"))
 
     run_ranks(2, run)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from manyhands._comm import Workers
 
 Made = TypeVar("Made")
+PATIENCE = 120.0  # seconds that a worker waits for others to do what all must
+
+_calls: dict[str, int] = {}  # how often something was called
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +57,30 @@ def all_or_none(
         raise problem
     assert made is not None
     return made
+
+
+def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
+    """Wait until every worker has called `what`; raise if some have not in so many seconds.
+
+    Through the store, as a collective that some do not join would be taken for another.
+    """
+    if workers.size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    ranks = dist.get_process_group_ranks(workers.group or dist.group.WORLD)
+    key = f"manyhands {what} {ranks}"
+    count = _calls[key] = _calls.get(key, 0) + 1
+    store.set(f"{key} {count} {workers.rank}", "here")
+    try:
+        store.wait([f"{key} {count} {r}" for r in range(workers.size)], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        absent = [r for r in range(workers.size) if not store.check([f"{key} {count} {r}"])]
+        raise RuntimeError(
+            f"{what} must be called on every worker, and rank(s) {absent} have not called it "
+            f"within {seconds:g} seconds."
+        ) from None
+    if count > 2:  # which nobody waits for any more
+        store.delete_key(f"{key} {count - 2} {workers.rank}")
 
 
 def _description(group: Mapping[str, Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from manyhands._comm import Workers
 from manyhands._norms import norm
 from manyhands.sharding._shards import Shards
 
@@ -19,23 +20,13 @@ def clip_grad_norm(
     """Each worker measures its pieces; one number is summed over the workers."""
     chosen = {id(param) for param in params}
     clipped = [i for i, param in enumerate(shards.params) if id(param) in chosen]
-    device = shards.params[0].device
     lengths = [
-        _length(grad, norm_type).to(device)
+        length_of(grad, norm_type)
         for i in clipped
         for piece in shards.pieces[i]
         if (grad := shards.gradient(piece)) is not None and grad.numel()
     ]
-    values = torch.stack(lengths) if lengths else torch.zeros(1, device=device)
-    if math.isinf(norm_type):
-        unknown = values.isnan().any().to(values.dtype)  # which a maximum may lose
-        both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
-        most = shards.workers.reduced(both, largest=True)
-        total = torch.where(most[1] > 0, torch.nan, most[0])
-    else:
-        power = values.double() if device.type != "mps" else values
-        total = shards.workers.reduced(power.pow(norm_type).sum()).pow(1.0 / norm_type)
-    total = total.to(values.dtype)
+    total = norm_of(lengths, norm_type, shards.workers, shards.params[0].device)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for i in clipped:
         grad = shards.params[i].grad
@@ -44,7 +35,23 @@ def clip_grad_norm(
     return total
 
 
-def _length(grad: Tensor, norm_type: float) -> Tensor:
+def norm_of(
+    lengths: Sequence[Tensor], norm_type: float, workers: Workers, device: torch.device
+) -> Tensor:
+    """The norm of gradients of whose parts each worker has the lengths."""
+    there = [length.to(device) for length in lengths]
+    values = torch.stack(there) if there else torch.zeros(1, device=device)
+    if math.isinf(norm_type):
+        unknown = values.isnan().any().to(values.dtype)  # which a maximum may lose
+        both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
+        most = workers.reduced(both, largest=True)
+        return torch.where(most[1] > 0, torch.nan, most[0])
+    power = values.double() if device.type != "mps" else values
+    return workers.reduced(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
+
+
+def length_of(grad: Tensor, norm_type: float) -> Tensor:
+    """The norm of one part."""
     if norm_type == 2.0:
         return norm(grad)
     wide = torch.promote_types(grad.dtype, torch.float32)

@@ -1,0 +1,88 @@
+"""One worker: nothing is sharded, and mixed precision is a cast around each forward.
+
+With several workers torch's engine casts the parameters as it gathers them. With one there is
+nothing to gather, and every module of a wrap gets hooks: whichever runs first puts casts in
+front of the parameters beneath it, and takes them away when it is done. Autograd
+brings the gradients back to the parameters in their own type. As each module has the hooks, the
+recomputation of a checkpointed one, long after the wrap's forward, sees the casts again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Place = tuple[nn.Module, str]  # a module and the name of a parameter of its own
+
+
+def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:
+    """Let `module` compute with casts of the parameters at these places, and of its inputs."""
+    swapped: set[Place] = set()
+    module.register_forward_pre_hook(_inputs_as(dtype), with_kwargs=True)
+    for each in module.modules():
+        beneath = [(m, name) for m, name in places if _holds(each, m)]
+        if beneath:
+            own: list[Place] = []
+            each.register_forward_pre_hook(_swap(beneath, swapped, own, dtype))
+            each.register_forward_hook(_restore(swapped, own), always_call=True)
+
+
+def as_type(dtype: torch.dtype, value: Any) -> Any:
+    """The floating-point tensors in nested lists, tuples and dicts, as this type."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)({k: as_type(dtype, v) for k, v in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(as_type(dtype, v) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(as_type(dtype, v) for v in value)
+    return value
+
+
+def _holds(module: nn.Module, other: nn.Module) -> bool:
+    return any(each is other for each in module.modules())
+
+
+def _inputs_as(dtype: torch.dtype) -> Any:
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return as_type(dtype, args), as_type(dtype, kwargs)
+
+    return cast
+
+
+def _swap(places: list[Place], swapped: set[Place], own: list[Place], dtype: torch.dtype) -> Any:
+    def swap(_: nn.Module, __: Any) -> None:
+        casts: dict[int, Tensor] = {}  # a tied parameter is cast once
+        for module, name in places:
+            param = module._parameters.get(name)
+            if param is None or (module, name) in swapped:
+                continue
+            if id(param) not in casts:
+                casts[id(param)] = param.to(dtype)
+            object.__setattr__(module, name, casts[id(param)])  # seen before the parameter
+            swapped.add((module, name))
+            own.append((module, name))
+        _refresh(own)
+
+    return swap
+
+
+def _restore(swapped: set[Place], own: list[Place]) -> Any:
+    def restore(_: nn.Module, __: Any, ___: Any = None) -> None:
+        for module, name in own:
+            object.__delattr__(module, name)
+            swapped.discard((module, name))
+        _refresh(own)
+        own.clear()
+
+    return restore
+
+
+def _refresh(places: list[Place]) -> None:
+    """Recurrent modules keep a list of their parameters."""
+    for module in {id(m): m for m, _ in places}.values():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

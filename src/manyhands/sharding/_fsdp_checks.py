@@ -1,0 +1,142 @@
+"""What a wrap is made of: where its parameters are, and what is checked before they are sharded."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from manyhands._comm import Workers
+from manyhands.sharding._ddp import ShardedDataParallel
+from manyhands.sharding._fsdp_full import is_sharded
+from manyhands.sharding._fsdp_optimizers import REPLACED
+from manyhands.sharding._fsdp_used import Place
+
+Places = Mapping[str, Place]
+
+
+def places_of(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]:
+    """Where parameters are that no wrap inside has, by name; a tied one has several."""
+    if isinstance(module, wrapper):
+        return {}
+    places = {
+        name: (module, name) for name, param in module._parameters.items() if param is not None
+    }
+    for name, child in module.named_children():
+        places.update({f"{name}.{n}": place for n, place in places_of(child, wrapper).items()})
+    return places
+
+
+def held(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters at these places."""
+    for name, (module, attribute) in places.items():
+        param = module._parameters[attribute]
+        if param is not None:
+            yield name, param
+
+
+def own_buffers(
+    module: nn.Module, wrapper: type[nn.Module], prefix: str = ""
+) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that no wrap inside has, by name."""
+    if isinstance(module, wrapper):
+        return
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield prefix + name, buffer
+    for name, child in module.named_children():
+        yield from own_buffers(child, wrapper, f"{prefix}{name}.")
+
+
+def check_module(module: Any, wrapper: type[nn.Module]) -> None:
+    """Raise where a module cannot be wrapped."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"FullyShardedDataParallel needs a torch.nn.Module, got {type(module).__name__}."
+        )
+    for inside in module.modules():
+        if isinstance(inside, DistributedDataParallel | ShardedDataParallel):
+            raise TypeError(
+                f"the module contains a {type(inside).__name__}, and gradients would be averaged "
+                "twice. Wrap the bare module."
+            )
+    if isinstance(module, wrapper):
+        raise TypeError("the module is wrapped already; wrap it once, or a larger one around it.")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise TypeError(
+            f"a {type(module).__name__} has no forward in which its parameters could be gathered. "
+            "Wrap its members, or the module that runs them."
+        )
+
+
+def check_parameters(places: Places) -> None:
+    """Raise where parameters cannot be sharded together."""
+    trained: dict[torch.dtype, str] = {}
+    for name, param in held(places):
+        if getattr(param, REPLACED, False):
+            raise ValueError(
+                f"parameter {name} is tied to one that a wrap inside has sharded already, and the "
+                "two would go different ways. Wrap the modules that share it together: not each by "
+                "itself, but one around them."
+            )
+        if param.requires_grad:
+            trained.setdefault(param.dtype, name)
+    if len(trained) > 1:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in trained.items())
+        raise ValueError(
+            f"the parameters of one wrap must be of one type, and {listed}. Wrap the modules of "
+            "one type by themselves, or convert the module; mixed_precision=True computes in a "
+            "smaller type and keeps the parameters."
+        )
+
+
+def begin_alike(module: nn.Module, workers: Workers, device: torch.device) -> None:
+    """Take rank 0's values of what is not sharded yet."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return
+    moved = [(t, t.detach().to(device)) for t in tensors if not is_sharded(t)]
+    workers.send_first([there for _, there in moved])
+    with torch.no_grad():
+        for tensor, there in moved:
+            if there.device != tensor.device:
+                tensor.copy_(there)
+
+
+def check_same_model(
+    workers: Workers, facts: Sequence[tuple[Places, Mapping[str, Any]]], device: torch.device
+) -> None:
+    """Raise on every worker where models or options are not the same; `facts` are each wrap's."""
+    text = json.dumps(
+        [
+            [
+                {name: f"{tuple(p.shape)} {p.dtype}" for name, p in held(places)},
+                {name: str(value) for name, value in options.items()},
+            ]
+            for places, options in facts
+        ]
+    )
+    sums = workers.gather([float(zlib.crc32(text.encode()))], device)
+    if len({total[0] for total in sums}) == 1:
+        return
+    texts = [json.loads(one) for one in workers.gather_text(text, device)]
+    for number, each in enumerate(zip(*texts, strict=False)):
+        for part, what in enumerate(("parameters", "options")):
+            values = [facts_of_rank[part] for facts_of_rank in each]
+            for name in values[0]:
+                if any(value.get(name) != values[0][name] for value in values):
+                    listed = ", ".join(f"rank {r}: {v.get(name)}" for r, v in enumerate(values[:8]))
+                    raise ValueError(
+                        f"workers have different {what} in wrap {number}: {name} is {listed}. "
+                        "Build the same model with the same options on every worker."
+                    )
+    raise ValueError(
+        "workers have different models: "
+        + ", ".join(f"rank {r}: {len(t)} wraps" for r, t in enumerate(texts[:8]))
+        + ". Build the same model with the same options on every worker."
+    )

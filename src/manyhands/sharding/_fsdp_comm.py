@@ -1,0 +1,173 @@
+"""How torch's `fully_shard` is made to send: what one wrap's gathering and averaging call.
+
+`fully_shard` lets its two collectives be replaced. gloo's reduce-scatter moves twice the bytes
+that are needed, and gloo's collectives run while everything else waits. Here
+
+    gathering     one broadcast for each worker's slice, awaited when the parameters are needed
+    averaging     each worker's slice straight to it (`Workers.exchange`), awaited when the next
+                  wrap's gradients are ready or the backward pass is over
+
+The engine takes the mean to be there when the call returns, and then only makes views of it,
+unless it has to convert it or to add it to gradients that are there already. Then the call waits.
+With NCCL the engine's own collectives are used, on the streams that it has for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands._comm import Exchange, Workers
+from manyhands._host import HostExchange
+from manyhands._passes import current_task
+
+IN_FLIGHT = 1  # wraps' gradients under way while the next wrap's are computed
+
+_queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
+class _Allocate:
+    """Where the engine puts what is sent and what comes."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Allocate):
+    """Fills a buffer with every worker's slice."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work:
+        size = input_tensor.numel()
+        cuts = range(0, size * (self._workers.size + 1), size) if size else [0, 0]
+        return _Works(self._workers.share(output_tensor, cuts))
+
+
+class _Works(dist.Work):
+    """Several to be awaited as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+
+class Averaging:
+    """The gradients of one backward pass, over all wraps of a root.
+
+    `begin` is called before the first gradients of a pass are sent, `end` when all have come.
+    """
+
+    def __init__(
+        self, workers: Workers, begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        self.workers = workers
+        self._begin, self._end = begin, end
+        self._flying: deque[tuple[Exchange | HostExchange, Tensor, float]] = deque()
+        self._open = False
+
+    def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
+        """Begin to fill `total` with our slice of the workers' summed `grads` / `divisor`."""
+        while len(self._flying) >= IN_FLIGHT:
+            self._land()
+        cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
+        exchange = self.workers.exchange(grads, cuts, _wide(grads.dtype))
+        self._flying.append((exchange, total, divisor))
+        while wait and self._flying:
+            self._land()
+
+    def enter(self) -> None:
+        """Gradients are about to be sent."""
+        if not self._open:
+            self._open = True
+            self._begin()
+            _queue_callback(self._finish)
+
+    def forget(self) -> None:
+        """A pass that has raised an error will never end: wait for what is under way."""
+        if self._open and current_task() == -1:
+            self._open = False
+            while self._flying:
+                self._land()
+
+    def _finish(self) -> None:
+        while self._flying:
+            self._land()
+        self._open = False
+        self._end()
+
+    def _land(self) -> None:
+        exchange, total, divisor = self._flying.popleft()
+        total.copy_(exchange.mean(divisor, total.dtype, _wide(total.dtype)))
+
+
+class Average(_Allocate):
+    """Gives every worker the mean of its slice of all workers' gradients, for one wrap."""
+
+    def __init__(
+        self,
+        averaging: Averaging,
+        params: Callable[[], Sequence[Tensor]],
+        *,
+        divide: Callable[[], tuple[float, float] | None],
+        on_gloo: bool,
+    ) -> None:
+        self._averaging = averaging
+        self._params = params
+        self._divide = divide
+        self._on_gloo = on_gloo
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._averaging.enter()
+        workers = self._averaging.workers
+        meant = op == dist.ReduceOp.AVG  # else the engine divides, before and after
+        divide = self._divide()
+        before, after = divide or (1.0, float(workers.size))
+        if divide is not None and not meant:
+            before, after, meant = before, after / workers.size, True
+        if before != 1:
+            input_tensor.div_(before)
+        if self._on_gloo:
+            wait = op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
+            self._averaging.send(output_tensor, input_tensor, after if meant else 1.0, wait=wait)
+        elif divide is None:
+            workers.scatter(output_tensor, input_tensor, op)
+        else:
+            workers.scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
+            output_tensor.div_(after)
+
+    def _used_at_once(self, total: Tensor) -> bool:
+        """Whether the engine converts the mean, adds it to something, or shows it to a hook."""
+        return any(
+            param.dtype != total.dtype
+            or param.grad is not None
+            or getattr(param, "_post_accumulate_grad_hooks", None)
+            for param in self._params()
+        )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of this one are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,133 @@
+"""One wrap's share of torch's `fully_shard`: the one file that calls it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands._comm import Workers
+from manyhands.sharding._fsdp_comm import Average, Averaging, Gather
+from manyhands.sharding._fsdp_options import Precision
+from manyhands.sharding._fsdp_used import Place, Used
+
+_meshes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+class Engine:
+    """Shards the parameters at these places (each once) of a module, in place."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: Sequence[Place],
+        workers: Workers,
+        device: torch.device,
+        precision: Precision,
+        *,
+        reshard_after_forward: bool | None,
+        offload: bool,
+    ) -> None:
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
+        pinned = offload and torch.accelerator.is_available()
+        self.module: Any = fully_shard(
+            module,
+            mesh=_mesh(workers, device),
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(precision.compute, precision.reduce),
+            offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+        )
+        self.workers = workers
+        self.places = list(places)
+        self.on_gloo = workers.on_gloo(device)
+        self.divide: tuple[float, float] | None = None
+        if hasattr(self.module, "set_reduce_scatter_unused_params"):  # torch 2.12
+            self.module.set_reduce_scatter_unused_params(True, recurse=False)
+        self.remember()
+
+    def remember(self) -> None:
+        """Look up the sharded parameters, after they were made or replaced."""
+        self.params: list[Tensor] = [_held(place) for place in self.places]
+
+    def connect(self, averaging: Averaging, used: Used, first: int) -> None:
+        """Send through `averaging`; our parameters are numbered from `first` in `used`."""
+        me = weakref.ref(self)
+        if self.on_gloo:
+            self.module.set_custom_all_gather(Gather(self.workers))
+        average = Average(
+            averaging, lambda: _of(me).params, divide=lambda: _of(me).divide, on_gloo=self.on_gloo
+        )
+        self.module.set_custom_reduce_scatter(average)
+        places = self.places
+
+        def watch(_: nn.Module, __: Any) -> None:
+            if torch.is_grad_enabled():
+                used.watch(first, places)
+
+        self.module.register_forward_pre_hook(watch)  # after the engine's own
+
+    def synchronise(self, on: bool) -> None:
+        """Whether backward passes average gradients."""
+        self.module.set_requires_gradient_sync(on, recurse=False)
+
+    def reshard(self) -> None:
+        """Let the whole parameters go, if they are there."""
+        self.module.reshard()
+
+    def recover(self) -> None:
+        """Begin anew after an error in a forward or backward. (On a root.)"""
+        if hasattr(self.module, "reset_iter_state"):  # torch 2.13
+            self.module.reset_iter_state()
+
+
+class Team:
+    """What the wraps of a root do together: average gradients, and agree on which there are."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        workers = engines[0].workers
+        members = [weakref.ref(engine) for engine in engines]
+
+        def params() -> list[Tensor]:
+            return [param for member in members for param in _of(member).params]
+
+        self.used = Used(workers, params)
+        self.averaging = Averaging(workers, self.used.begin, self.used.end)
+        first = 0
+        for engine in engines:
+            engine.connect(self.averaging, self.used, first)
+            first += len(engine.places)
+
+
+def _of(reference: Callable[[], Engine | None]) -> Engine:
+    engine = reference()
+    assert engine is not None
+    return engine
+
+
+def _held(place: Place) -> Tensor:
+    module, name = place
+    param = module._parameters[name]
+    assert param is not None
+    return param
+
+
+def _mesh(workers: Workers, device: torch.device) -> Any:
+    """The workers as the engine wants them, made once for each group and kind of device."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = workers.group or dist.group.WORLD
+    assert group is not None
+    known = _meshes.setdefault(group, {})
+    if device.type not in known:
+        known[device.type] = DeviceMesh.from_group(group, device.type)
+    return known[device.type]

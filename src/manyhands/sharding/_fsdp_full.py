@@ -1,0 +1,229 @@
+"""Slices and wholes: tensors of the plain model put together from the workers', and taken apart.
+
+A sharded tensor (a parameter, its gradient, its optimizer state) is a DTensor: it has the shape of
+the whole and holds this worker's slice. Where nothing is sharded all of this leaves tensors as
+they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.sharding._fsdp_used import Place
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a DTensor. (Without importing what takes half a second if none is.)"""
+    return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> Any:
+    """All of a sharded tensor, on every worker; to be called on each."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def local(tensor: Any) -> Any:
+    """This worker's slice of a sharded tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def sliced(tensor: Tensor, like: Any) -> Tensor:
+    """A whole tensor, sharded as another one is; nothing is sent."""
+    if not is_sharded(like) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    there = tensor.detach().to(like.device)
+    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def from_local(tensor: Tensor, like: Any) -> Tensor:
+    """A sharded tensor of which `tensor` is this worker's slice."""
+    if not is_sharded(like) or is_sharded(tensor):
+        return tensor
+    if tensor.shape != like.to_local().shape:
+        raise ValueError(
+            f"a slice of shape {tuple(tensor.shape)} came for a parameter of which this worker "
+            f"holds {tuple(like.to_local().shape)}. local_state_dict() fits the same number of "
+            "workers only; use state_dict() or manyhands.save to change it."
+        )
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        tensor.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+@contextmanager
+def whole_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
+    """Modules hold whole parameters at these places; with `keep`, changes stay afterwards."""
+    held = [(module, name, module._parameters[name]) for module, name in places]
+    wholes: dict[int, nn.Parameter] = {}  # tied ones are one
+    with torch.no_grad():
+        for _, _, param in held:
+            if param is not None and id(param) not in wholes:
+                wholes[id(param)] = nn.Parameter(whole(param).clone(), param.requires_grad)
+    for module, name, param in held:
+        if param is not None:
+            module._parameters[name] = wholes[id(param)]
+    try:
+        yield
+    finally:
+        for module, name, param in held:
+            now, module._parameters[name] = module._parameters[name], param
+            if keep and param is not None and now is not None:
+                with torch.no_grad():
+                    param.copy_(sliced(now.detach(), param))
+
+
+# -- state dicts of models --------------------------------------------------------------------
+
+
+def gathered(state: dict[str, Any], device: torch.device, *, here: bool) -> None:
+    """Replace sharded tensors by whole ones, on the device; or, if not `here`, only help to."""
+    done: dict[int, Any] = {}  # tied ones stay one
+    for key, value in list(state.items()):
+        if is_sharded(value):
+            if id(value) not in done:
+                full = whole(value.detach())
+                done[id(value)] = full.to(device) if here else None
+            state[key] = done[id(value)]
+
+
+def rename(state: dict[str, Any], prefix: str, *, without: str = "", within: str = "") -> None:
+    """Take a name out of, or put one in, all keys that begin with the prefix, in their order."""
+    items = list(state.items())
+    state.clear()
+    for key, value in items:
+        if key.startswith(prefix + without):
+            key = prefix + within + key[len(prefix + without) :]
+        state[key] = value
+
+
+def consolidated(
+    weights: Sequence[Mapping[str, Tensor]],
+    metadata: Sequence[Mapping[str, Any]],
+    with_buffers: bool,
+    strict: bool,
+) -> dict[str, Tensor]:
+    """The plain model's state dict from each worker's slices."""
+    if not weights or len(weights) != len(metadata):
+        raise ValueError(
+            f"{len(weights)} dict(s) of weights and {len(metadata)} of metadata came. Give each "
+            "worker's, in rank order."
+        )
+    result: dict[str, Tensor] = {}
+    for name, facts in metadata[0]["param_metadata"].items():
+        if missing := [rank for rank, each in enumerate(weights) if name not in each]:
+            if strict:
+                raise ValueError(
+                    f"parameter {name} is not in the weights of rank(s) {missing}. Give all, or "
+                    "strict=False to leave it out."
+                )
+            continue
+        if facts["same_as"] != name and facts["same_as"] in result:
+            result[name] = result[facts["same_as"]]
+            continue
+        slices = [each[name] for each in weights]
+        tensor = torch.cat(slices) if facts["sharded"] else slices[0]
+        if list(tensor.shape) != facts["shape"]:
+            raise ValueError(
+                f"the slices of parameter {name} make {tuple(tensor.shape)}, and it is "
+                f"{tuple(facts['shape'])}. Give the slices of all workers, in rank order."
+            )
+        result[name] = tensor
+    if with_buffers:
+        for name in metadata[0]["buffer_names"]:
+            if name in weights[0]:
+                result[name] = weights[0][name]
+    return result
+
+
+# -- the optimizer's state --------------------------------------------------------------------
+
+
+def changed(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The tensors in nested dicts, lists and tuples, changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {k: changed(v, change) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(changed(v, change) for v in value)
+    return copy.copy(value)
+
+
+def full_optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str], *, here: bool
+) -> dict[str, Any] | None:
+    """The plain optimizer's state dict, whole and on the CPU; on workers that are not `here`, None.
+
+    `names` are those of parameters, by id.
+    """
+    state = changed(
+        optimizer.state_dict(), lambda tensor: _to_cpu(whole(tensor.detach()), here=here)
+    )
+    if not here:
+        return None
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state["param_id_map"] = {names[id(p)]: i for i, p in enumerate(params) if id(p) in names}
+    return state
+
+
+def _to_cpu(tensor: Tensor, *, here: bool) -> Tensor | None:
+    return tensor.cpu().clone() if here else None
+
+
+def sharded_optimizer_state(
+    state: Mapping[str, Any], params: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The like, with this worker's slices: what `optimizer.load_state_dict` is to be given.
+
+    `params` are the model's by name, in their order, which a state without names has, too.
+    """
+    named = state.get("param_id_map") or {name: i for i, name in enumerate(params)}
+    of = {index: params[name] for name, index in named.items() if name in params}
+    known = {index for group in state["param_groups"] for index in group["params"]}
+    if missing := sorted(known - of.keys()):
+        raise ValueError(
+            f"the optimizer's state has {len(known)} parameters and the model {len(params)}; "
+            f"there is none for number {missing[0]}. Give the state of the same model."
+        )
+    result = {k: v for k, v in state.items() if k not in ("param_id_map", "state")}
+    result["param_groups"] = copy.deepcopy(state["param_groups"])
+    result["state"] = {i: _sliced_state(i, s, of[i]) for i, s in state["state"].items()}
+    return result
+
+
+def _sliced_state(index: int, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    def change(tensor: Tensor) -> Tensor:
+        if tensor.shape == param.shape:
+            return sliced(tensor, param)
+        if tensor.numel() > 1:
+            raise ValueError(
+                f"the state of parameter {index} has a tensor of shape {tuple(tensor.shape)}, and "
+                f"the parameter is {tuple(param.shape)}. Give the state of the same model."
+            )
+        return tensor.clone()
+
+    return {name: changed(value, change) for name, value in state.items()}
+
+
+# -- names ------------------------------------------------------------------------------------
+
+
+def plain(name: str, inner: str) -> str:
+    """A parameter's name in the plain model."""
+    return name.replace(f"{inner}.", "")

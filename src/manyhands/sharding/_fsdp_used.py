@@ -1,0 +1,73 @@
+"""Which parameters has a backward pass given a gradient, on this worker and on any?
+
+Where workers use different parameters, torch's engine can average zeros for those that one of
+them did not use. It then does so for parameters that nobody used, too, and an optimizer with
+momentum or weight decay would move them, which it does not on one worker. So each worker notes
+which of the whole parameters get a gradient, the workers tell each other, in one small collective
+after each averaged pass, and what nobody used is without a gradient afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from manyhands._comm import Workers
+
+Place = tuple[nn.Module, str]
+
+
+class Used:
+    """Of the parameters of all wraps of a root, numbered in their order."""
+
+    def __init__(self, workers: Workers, params: Callable[[], Sequence[Tensor]]) -> None:
+        self._workers = workers
+        self._params = params
+        self._here: set[int] = set()
+        self._before: list[bool] = []
+        self._watched: dict[int, tuple[Tensor, Any, Any]] = {}
+
+    def watch(self, first: int, places: Sequence[Place]) -> None:
+        """Note the gradients of the whole parameters at these places, numbered from `first`.
+
+        To be called in a forward, when they are there. The engine keeps a whole parameter's
+        tensor object, and changes only its memory, so each is looked for once.
+        """
+        me = weakref.ref(self)
+        for number, (module, name) in enumerate(places, first):
+            param = getattr(module, name)
+            known = self._watched.get(number)
+            if param.requires_grad and (known is None or known[0] is not param):
+                node = get_gradient_edge(param).node
+                handle = node.register_prehook(partial(_note, me, number))
+                self._watched[number] = param, node, handle
+
+    def begin(self) -> None:
+        """The first averaged gradients of a pass are about to come."""
+        self._before = [param.grad is not None for param in self._params()]
+
+    def end(self) -> None:
+        """All averaged gradients of a pass have come."""
+        params = self._params()
+        trained = [n for n, param in enumerate(params) if param.requires_grad]
+        flags = torch.zeros(len(params), dtype=torch.uint8)
+        flags[list(self._here) if len(self._here) < len(params) else slice(None)] = 1
+        flags = flags.to(params[0].device)
+        self._workers.start_largest(flags).wait()
+        if len(self._here) < len(trained):
+            for number, used in zip(trained, flags[trained].tolist(), strict=True):
+                if not used and not self._before[number]:
+                    params[number].grad = None
+        self._here.clear()
+
+
+def _note(me: weakref.ref[Used], number: int, grads: Any) -> None:
+    used = me()
+    if used is not None and grads[0] is not None:
+        used._here.add(number)
