@@ -55,7 +55,7 @@ def split(name):
 def resolve(dotted):
     """What a dotted name stands for; for an attribute that only instances have, True."""
     parts = dotted.split(".")
-    for length in range(len(parts), 0, -1):
+    for length in range(len(parts) - 1, 0, -1):  # the last part is no module
         try:
             found = importlib.import_module(".".join(parts[:length]))
             break
@@ -135,6 +135,7 @@ CLASSES = [
     "fairscale.optim.OSS",
     "fairscale.nn.ShardedDataParallel",
     "fairscale.optim.grad_scaler.ShardedGradScaler",
+    "fairscale.fair_dev.testing.testing.DummyProcessGroup",
     *(
         f"adaptdl.torch.scaling_rules.{name}"
         for name in (
@@ -706,6 +707,69 @@ def test_a_plain_scaler(side, expected):
         return outcome(lambda: scaler.step(optimizer))
 
     assert ranks_or_hang(2, step) == expected
+
+
+class Box(nn.Module):
+    def __init__(self, module, process_group=None):
+        super().__init__()
+        self.module, self.process_group = module, process_group
+
+
+def wrapping_of(side):
+    return mh if side == "ours" else peer("fairscale.nn.wrap")
+
+
+def auto_wrapped(side, model, **options):
+    """With the policy that takes whatever has 100 parameters."""
+    w = wrapping_of(side)
+    policy = functools.partial(w.default_auto_wrap_policy, min_num_params=100)
+    with w.enable_wrap(policy, wrapper_cls=Box):
+        return w.auto_wrap(model, **options)
+
+
+@both_sides(original="NotImplementedError", ours=2)
+def test_a_context_inside_another(side, expected):
+    w = wrapping_of(side)
+
+    def nest():
+        with (
+            w.enable_wrap(wrapper_cls=Box, process_group=1),
+            w.enable_wrap(wrapper_cls=Box, process_group=2),
+        ):
+            return w.wrap(nn.Linear(1, 1)).process_group
+
+    assert outcome(nest) == expected
+
+
+@both_sides(original="TypeError", ours="Linear")
+def test_the_policys_options(side, expected):
+    def build():
+        return type(auto_wrapped(side, nn.Linear(10, 10), min_num_params=111)).__name__
+
+    assert outcome(build) == expected
+
+
+@both_sides(original="AssertionError", ours="Box")
+def test_a_wrapped_module_inside(side, expected):
+    model = nn.Sequential(Box(nn.Linear(1, 1)), nn.Linear(10, 10))
+    assert outcome(lambda: type(auto_wrapped(side, model)[1]).__name__) == expected
+
+
+@both_sides(original=2, ours=1)
+def test_two_layers_with_one_weight(side, expected):
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+    model[1].weight = model[0].weight
+    model = auto_wrapped(side, model)
+    boxes = [module for module in model.modules() if isinstance(module, Box)]
+    assert len(boxes) == expected
+
+
+@both_sides(original=["Box", "Linear"], ours=["Box", "Box"])
+def test_a_module_that_has_two_names(side, expected):
+    layer = nn.Linear(10, 10)
+    model = auto_wrapped(side, nn.Sequential(layer, layer))
+    assert [type(module).__name__ for module in model] == expected
+    assert (model[0] is model[1]) is (side == "ours")
 
 
 # adaptdl

@@ -11,9 +11,12 @@ from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._scales import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 from manyhands.sharding._ddp import ShardedDataParallel
+from manyhands.sharding._dummy_group import DummyProcessGroup
 from manyhands.sharding._fsdp import FullyShardedDataParallel
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding._oss import OSS
+from manyhands.sharding._policies import config_auto_wrap_policy, default_auto_wrap_policy
+from manyhands.sharding._wrap import auto_wrap, auto_wrap_bn, enable_wrap, wrap
 
 FSDP = FullyShardedDataParallel
 
@@ -25,6 +28,7 @@ __all__ = [
     "AdaScale",
     "AdamScale",
     "AdaptiveDataParallel",
+    "DummyProcessGroup",
     "FullyShardedDataParallel",
     "LEGWScale",
     "LinearScale",
@@ -36,8 +40,14 @@ __all__ = [
     "ShardedDataParallel",
     "ShardedGradScaler",
     "SqrtScale",
+    "auto_wrap",
+    "auto_wrap_bn",
+    "config_auto_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
     "plan",
     "read_record",
+    "wrap",
 ]
 
 for _name in __all__:  # tracebacks and help() show manyhands.AdaScale
