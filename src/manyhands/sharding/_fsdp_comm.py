@@ -14,6 +14,7 @@ With NCCL the engine's own collectives are used, on the streams that it has for 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,13 +25,9 @@ from torch import Tensor
 
 from manyhands._comm import Exchange, Workers
 from manyhands._host import HostExchange
-from manyhands._passes import current_task
+from manyhands._passes import BackwardPasses, current_task
 
 IN_FLIGHT = 1  # wraps' gradients under way while the next wrap's are computed
-
-_queue_callback: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
-)
 
 
 class _Allocate:
@@ -77,9 +74,11 @@ class Averaging:
         self, workers: Workers, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
         self.workers = workers
-        self._begin, self._end = begin, end
+        self._end = end
         self._flying: deque[tuple[Exchange | HostExchange, Tensor, float]] = deque()
-        self._open = False
+        me = weakref.proxy(self)
+        # The engine has queued its own end before, and we come before whoever measures the mean.
+        self._passes = BackwardPasses(begin, lambda: me._finish(), early=True)
 
     def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
         """Begin to fill `total` with our slice of the workers' summed `grads` / `divisor`."""
@@ -88,28 +87,28 @@ class Averaging:
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
         exchange = self.workers.exchange(grads, cuts, _wide(grads.dtype))
         self._flying.append((exchange, total, divisor))
-        while wait and self._flying:
-            self._land()
+        if wait:
+            self._land_all()
 
     def enter(self) -> None:
         """Gradients are about to be sent."""
-        if not self._open:
-            self._open = True
-            self._begin()
-            _queue_callback(self._finish)
+        task = current_task()
+        if task != self._passes.task:
+            self._passes.enter(task)
 
     def forget(self) -> None:
         """A pass that has raised an error will never end: wait for what is under way."""
-        if self._open and current_task() == -1:
-            self._open = False
-            while self._flying:
-                self._land()
+        if self._passes.open and current_task() == -1:
+            self._passes.forget()
+            self._land_all()
 
     def _finish(self) -> None:
+        self._land_all()
+        self._end()
+
+    def _land_all(self) -> None:
         while self._flying:
             self._land()
-        self._open = False
-        self._end()
 
     def _land(self) -> None:
         exchange, total, divisor = self._flying.popleft()
