@@ -494,4 +494,3 @@ def test_bytes_are_those_of_two_gatherings_and_one_averaging(monkeypatch):
 def test_without_our_collectives_on_gloo_the_numbers_are_the_same(monkeypatch):
     monkeypatch.setattr(Workers, "on_gloo", lambda self, device: False)
     compare(steps)
-

@@ -73,8 +73,10 @@ def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
     store.set(f"{key} {count} {workers.rank}", "here")
     try:
         store.wait([f"{key} {count} {r}" for r in range(workers.size)], timedelta(seconds=seconds))
-    except dist.DistStoreError:
+    except RuntimeError:
         absent = [r for r in range(workers.size) if not store.check([f"{key} {count} {r}"])]
+        if not absent:
+            raise
         raise RuntimeError(
             f"{what} must be called on every worker, and rank(s) {absent} have not called it "
             f"within {seconds:g} seconds."

@@ -510,7 +510,8 @@ def _to_plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> 
         state.update({key: local(value) for key, value in mine.items()})
         return
     here = not module.state_dict_on_rank_0_only or module.rank == 0
-    gathered(mine, module.state_dict_device, here=here)
+    tied = {prefix + name: id(param) for name, param in held(module._places)}
+    gathered(mine, tied, module.state_dict_device, here=here)
     for key in mine:
         del state[key]
     if here:

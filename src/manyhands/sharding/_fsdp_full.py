@@ -91,15 +91,21 @@ def whole_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
 # -- state dicts of models --------------------------------------------------------------------
 
 
-def gathered(state: dict[str, Any], device: torch.device, *, here: bool) -> None:
-    """Replace sharded tensors by whole ones, on the device; or, if not `here`, only help to."""
-    done: dict[int, Any] = {}  # tied ones stay one
+def gathered(
+    state: dict[str, Any], tied: Mapping[str, int], device: torch.device, *, here: bool
+) -> None:
+    """Replace sharded tensors by whole ones, on the device; or, if not `here`, only help to.
+
+    `tied` says which keys are of one parameter, and stay one tensor.
+    """
+    done: dict[Any, Any] = {}
     for key, value in list(state.items()):
         if is_sharded(value):
-            if id(value) not in done:
+            which = tied.get(key, key)
+            if which not in done:
                 full = whole(value.detach())
-                done[id(value)] = full.to(device) if here else None
-            state[key] = done[id(value)]
+                done[which] = full.to(device) if here else None
+            state[key] = done[which]
 
 
 def rename(state: dict[str, Any], prefix: str, *, without: str = "", within: str = "") -> None:

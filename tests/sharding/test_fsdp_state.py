@@ -1,0 +1,344 @@
+"""State of sharded parameters: whole and in slices, and between sharded runs and plain ones."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import manyhands as mh
+from manyhands.sharding import _agreement
+from ranks import RanksFailed, run_ranks
+from sharding_oracle import make_batches, make_model
+
+from test_fsdp import WAYS, Tied, nested, one_wrap, steps  # isort: skip
+
+
+def trained(wrap=nested, workers=1, kind=AdamW):
+    model = wrap(make_model())
+    optimizer = kind(model.parameters(), lr=0.02, weight_decay=0.1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    steps(model, [optimizer], lambda x: x[rank], workers=workers)
+    return model, optimizer
+
+
+def plainly(steps_=1):
+    model = make_model()
+    optimizer = AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    for _ in range(steps_):
+        steps(model, [optimizer], lambda x: x[0], workers=1)
+    return model, optimizer
+
+
+def file_trip(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_state_dict_is_the_plain_models(workers, way):
+    def run():
+        model, _ = trained(WAYS[way], workers)
+        state = model.state_dict()
+        plain = make_model()
+        plain.load_state_dict(state)
+        other = WAYS[way](make_model())
+        other.load_state_dict(plain.state_dict())
+        again = other.state_dict()
+        assert list(state) == list(plain.state_dict()) == list(again)
+        return [state[k] for k in state], [again[k] for k in state]
+
+    first, *others = run_ranks(workers, run)
+    for saved, again in (first, *others):
+        for one, two, three in zip(first[0], saved, again, strict=True):
+            assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def test_a_state_dict_of_a_larger_module_has_plain_names():
+    def run():
+        inner = nested(make_model())
+        outer = nn.Sequential(nn.Linear(5, 5), inner)
+        other = nn.Sequential(nn.Linear(5, 5), make_model())
+        other.load_state_dict(outer.state_dict())
+        outer.load_state_dict(other.state_dict())
+        return list(outer.state_dict()) == list(other.state_dict())
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_a_tied_parameter_is_one_tensor_in_the_state_dict():
+    def run():
+        model = one_wrap(Tied())
+        state = model.state_dict()
+        return state["first.weight"].data_ptr() == state["last.weight"].data_ptr()
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_the_device_of_a_state_dict_and_only_on_rank_0():
+    def run():
+        model = nested(make_model(), state_dict_on_rank_0_only=True, state_dict_device="cpu")
+        return sorted(model.state_dict())
+
+    assert run_ranks(2, run) == [sorted(make_model().state_dict()), []]
+
+
+def test_a_state_dict_asked_for_by_one_worker_is_an_error_that_names_the_others(monkeypatch):
+    monkeypatch.setattr(_agreement.all_here, "__defaults__", (0.5,))
+
+    def run():
+        model = nested(make_model())
+        if dist.get_rank() == 1:
+            model.state_dict()
+
+    with pytest.raises(RanksFailed, match=r"state_dict\(\) must be called on every worker.*\[0\]"):
+        run_ranks(2, run)
+
+
+def test_a_tensor_of_another_shape_is_an_error_that_names_it():
+    def run():
+        model = nested(make_model())
+        state = model.state_dict()
+        state["2.weight"] = torch.zeros(3, 3)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            return str(error)
+
+    for message in run_ranks(2, run):
+        assert "size mismatch" in message and "2." in message
+
+
+def test_slices_go_round_and_make_the_whole_without_workers():
+    def run():
+        model, _ = trained(nested, 3)
+        weights = model.local_state_dict()
+        other = nested(make_model())
+        other.load_local_state_dict(file_trip(weights))
+        same = [torch.equal(a, b) for a, b in zip(*map(values, (model, other)), strict=True)]
+        return dict(weights), model.local_metadata_dict(), values(model), all(same)
+
+    def values(model):
+        return list(model.state_dict().values())
+
+    ranks = run_ranks(3, run)
+    assert all(same for *_, same in ranks)
+    plain = make_model()
+    weights, metadata = [r[0] for r in ranks], [r[1] for r in ranks]
+    whole = mh.FSDP.consolidate_shard_weights(weights, file_trip(metadata))
+    plain.load_state_dict(whole)
+    for mine, theirs in zip(plain.state_dict().values(), ranks[0][2], strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(ValueError, match="in rank order"):
+        mh.FSDP.consolidate_shard_weights(weights[:2], metadata)
+    with pytest.raises(ValueError, match="make .* and it is"):
+        mh.FSDP.consolidate_shard_weights(weights[:2], metadata[:2])
+    del weights[1]["0.weight"]
+    with pytest.raises(ValueError, match=r"rank\(s\) \[1\]"):
+        mh.FSDP.consolidate_shard_weights(weights, metadata)
+    left = mh.FSDP.consolidate_shard_weights(weights, metadata, strict=False)
+    assert set(whole) - set(left) == {"0.weight"}
+
+
+def test_slices_of_another_number_of_workers_are_refused():
+    def run():
+        model = nested(make_model())
+        state = model.local_state_dict()
+        state["0.weight"] = torch.zeros(1, 5, dtype=torch.float64)
+        try:
+            model.load_local_state_dict(state)
+        except ValueError as error:
+            return str(error)
+
+    assert all("same number of workers" in message for message in run_ranks(2, run))
+
+
+def test_optimizer_state_goes_to_a_plain_run_and_back():
+    """Train sharded, go on in a plain run; and the other way round."""
+    reference, _ = plainly(steps_=2)
+
+    def sharded_then():
+        model = nested(make_model())
+        optimizer = AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+        steps(model, [optimizer], lambda x: x[0], workers=1)
+        return dict(model.state_dict()), model.gather_full_optim_state_dict(optimizer)
+
+    (weights, full), (_, nothing) = run_ranks(2, sharded_then)
+    assert nothing is None
+    full = file_trip(full)
+    plain = make_model()
+    plain.load_state_dict(weights)
+    optimizer = AdamW(plain.parameters(), lr=1.0)
+    optimizer.load_state_dict(full)
+    steps(plain, [optimizer], lambda x: x[0], workers=1)
+    for mine, theirs in zip(plain.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+    def then_sharded():
+        model, optimizer = plainly()
+        wrapped = nested(make_model())
+        wrapped.load_state_dict(model.state_dict())
+        adamw = AdamW(wrapped.parameters(), lr=1.0)
+        adamw.load_state_dict(wrapped.get_shard_from_optim_state_dict(optimizer.state_dict()))
+        steps(wrapped, [adamw], lambda x: x[0], workers=1)
+        return [wrapped.state_dict()[name] for name, _ in wrapped.named_parameters()]
+
+    for rank in run_ranks(3, then_sharded):
+        for mine, theirs in zip(rank, reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_optimizer_state_of_several_groups_finds_its_parameters_by_name():
+    def run():
+        model = nested(make_model())
+        named = dict(model.named_parameters())
+        decayed = [p for n, p in named.items() if n.endswith("weight")]
+        others = [p for n, p in named.items() if n.endswith("bias")]
+        groups = [{"params": others, "lr": 0.01}, {"params": decayed, "weight_decay": 0.3}]
+        optimizer = AdamW(groups, lr=0.02)
+        steps(model, [optimizer], lambda x: x[0], workers=1)
+        kept = [model.gather_full_optim_state_dict(optimizer)]
+        if kept[0] is not None:
+            kept[0] = file_trip(kept[0])
+        dist.broadcast_object_list(kept, 0)
+        other = AdamW([dict(g, params=list(g["params"])) for g in optimizer.param_groups])
+        other.load_state_dict(model.get_shard_from_optim_state_dict(kept[0]))
+        for param in named.values():
+            for key, value in optimizer.state[param].items():
+                mine = other.state[param][key]
+                if value.dim():
+                    mine, value = mine.to_local(), value.to_local()
+                assert torch.equal(mine, value)
+        return [group["lr"] for group in other.param_groups]
+
+    assert run_ranks(2, run) == [[0.01, 0.02]] * 2
+
+
+def test_optimizer_state_of_another_model_is_refused():
+    def run():
+        model = nested(make_model())
+        other = nn.Linear(5, 5)
+        optimizer = AdamW(other.parameters())
+        other(torch.ones(5)).sum().backward()
+        optimizer.step()
+        try:
+            model.get_shard_from_optim_state_dict(optimizer.state_dict())
+        except ValueError as error:
+            return str(error)
+
+    assert all("Give the state of the same model" in message for message in run_ranks(2, run))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_whole_parameters_may_be_read_and_changed(workers):
+    def run():
+        model = nested(make_model())
+        expected = list(make_model().parameters())
+        with model.summon_full_params():
+            inside = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2)
+            try:
+                model(torch.ones(2, 5))
+                refused = False
+            except RuntimeError:
+                refused = True
+        with model.summon_full_params(volatile=True), torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        after = list(model.state_dict().values())
+        assert all(torch.equal(a, b) for a, b in zip(inside, expected, strict=True))
+        doubled = all(torch.equal(a, 2 * b) for a, b in zip(after, expected, strict=True))
+        return refused, doubled or workers == 1, [p.numel() for p in model.parameters()]
+
+    for refused, doubled, sizes in run_ranks(workers, run):
+        assert (
+            refused and doubled and sum(sizes) == sum(p.numel() for p in make_model().parameters())
+        )
+
+
+def test_only_the_wraps_own_parameters_without_recursion():
+    def run():
+        model = nested(make_model())
+        with model.summon_full_params(recurse=False):
+            kinds = {n: hasattr(p, "placements") for n, p in model.named_parameters()}
+        return kinds["0.weight"], kinds["4.weight"]
+
+    assert run_ranks(2, run) == [(True, False)] * 2
+
+
+def test_apply_initialises_whole_parameters():
+    def init(module):
+        if isinstance(module, nn.Linear):
+            torch.nn.init.orthogonal_(module.weight)
+
+    def run():
+        model = nested(make_model())
+        torch.manual_seed(5)
+        assert model.apply(init) is model
+        return list(model.state_dict().values())
+
+    plain = make_model()
+    torch.manual_seed(5)
+    plain.apply(init)
+    for rank in run_ranks(2, run):
+        for mine, theirs in zip(rank, plain.state_dict().values(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_initialisation_of_a_model_made_without_memory():
+    def run():
+        with torch.device("meta"):
+            model = nested(nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3)))
+        model.to_empty(device="cpu")
+        with model.summon_full_params(), torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.5)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        return list(model.state_dict().values())
+
+    plain = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3))
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.fill_(0.5)
+    plain(torch.ones(2, 5)).sum().backward()
+    SGD(plain.parameters(), lr=0.1).step()
+    for workers in (1, 2):
+        for rank in run_ranks(workers, run):
+            for mine, theirs in zip(rank, plain.state_dict().values(), strict=True):
+                torch.testing.assert_close(mine, theirs)
+
+
+def test_reset_parameters_only_if_asked_for():
+    layer = mh.FSDP(nn.Linear(3, 3), allow_reset_parameters=True)
+    before = layer.state_dict()["weight"].clone()
+    layer.reset_parameters()
+    assert not torch.equal(before, layer.state_dict()["weight"])
+    with pytest.raises(RuntimeError, match="allow_reset_parameters=True"):
+        mh.FSDP(nn.Linear(3, 3)).reset_parameters()
+
+
+def test_moving_to_another_type_keeps_training_right():
+    def run():
+        model = nested(make_model()).to(torch.float32)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        x, _ = make_batches(1, 1, 1, dtype=torch.float32)
+        model(x[0, 0, 0]).sum().backward()
+        optimizer.step()
+        return [model.state_dict()[n] for n, _ in model.named_parameters()]
+
+    plain = make_model().float()
+    x, _ = make_batches(1, 1, 1, dtype=torch.float32)
+    plain(x[0, 0, 0]).sum().backward()
+    SGD(plain.parameters(), lr=0.1).step()
+    for rank in run_ranks(2, run):
+        for mine, theirs in zip(rank, plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach())
