@@ -494,3 +494,21 @@ def test_bytes_are_those_of_two_gatherings_and_one_averaging(monkeypatch):
 def test_without_our_collectives_on_gloo_the_numbers_are_the_same(monkeypatch):
     monkeypatch.setattr(Workers, "on_gloo", lambda self, device: False)
     compare(steps)
+
+
+@pytest.mark.parametrize("wrap", [one_wrap, nested])
+def test_outputs_may_be_views_and_changed_in_place(wrap):
+    def build():
+        model = make_model()
+        model.insert(1, nn.Flatten(0, 1))
+        return model
+
+    def loss(model, x, y):
+        out = model(x.unsqueeze(0))
+        out += 1
+        return nn.functional.mse_loss(out, y)
+
+    def loop(model, optimizers, part):
+        steps(model, optimizers, part, loss=loss)
+
+    compare(loop, model=build, wrap=wrap)

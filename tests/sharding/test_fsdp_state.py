@@ -136,7 +136,7 @@ def test_slices_go_round_and_make_the_whole_without_workers():
         assert torch.equal(mine, theirs)
     with pytest.raises(ValueError, match="in rank order"):
         mh.FSDP.consolidate_shard_weights(weights[:2], metadata)
-    with pytest.raises(ValueError, match="make .* and it is"):
+    with pytest.raises(ValueError, match=r"make .* and it is"):
         mh.FSDP.consolidate_shard_weights(weights[:2], metadata[:2])
     del weights[1]["0.weight"]
     with pytest.raises(ValueError, match=r"rank\(s\) \[1\]"):

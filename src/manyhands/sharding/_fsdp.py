@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._nested import as_type
 from manyhands._passes import current_task
 from manyhands.sharding._agreement import all_here
 from manyhands.sharding._clip import length_of, norm_of
-from manyhands.sharding._fsdp_alone import as_type, cast_in_forward
+from manyhands.sharding._fsdp_alone import cast_in_forward
 from manyhands.sharding._fsdp_checks import (
     begin_alike,
     check_module,

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhands._nested import as_type
+
 Place = tuple[nn.Module, str]  # a module and the name of a parameter of its own
 
 
@@ -27,19 +29,6 @@ def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) 
             own: list[Place] = []
             each.register_forward_pre_hook(_swap(beneath, swapped, own, dtype))
             each.register_forward_hook(_restore(swapped, own), always_call=True)
-
-
-def as_type(dtype: torch.dtype, value: Any) -> Any:
-    """The floating-point tensors in nested lists, tuples and dicts, as this type."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return type(value)({k: as_type(dtype, v) for k, v in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(as_type(dtype, v) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(as_type(dtype, v) for v in value)
-    return value
 
 
 def _holds(module: nn.Module, other: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands._comm import Workers
+from manyhands._nested import changed
 from manyhands.sharding._fsdp_comm import Average, Averaging, Gather
 from manyhands.sharding._fsdp_options import Precision
 from manyhands.sharding._fsdp_used import Place, Used
@@ -39,6 +40,7 @@ class Engine:
             fully_shard,
         )
 
+        module.register_forward_hook(_no_views)  # before the engine's own
         pinned = offload and torch.accelerator.is_available()
         self.module: Any = fully_shard(
             module,
@@ -106,6 +108,30 @@ class Team:
         for engine in engines:
             engine.connect(self.averaging, self.used, first)
             first += len(engine.places)
+
+
+class _Whole(torch.autograd.Function):
+    """The same memory as a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _no_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """The engine gathers parameters for backward in a hook on the output, which an in-place
+    operation on a view would take away; of these it warns. A tensor of its own keeps its hooks."""
+
+    def own(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad and tensor._is_view():
+            return _Whole.apply(tensor)
+        return tensor
+
+    return changed(output, own)
 
 
 def _of(reference: Callable[[], Engine | None]) -> Engine:

@@ -8,7 +8,7 @@ they are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._nested import changed
 from manyhands.sharding._fsdp_used import Place
 
 
@@ -158,17 +159,6 @@ def consolidated(
 
 
 # -- the optimizer's state --------------------------------------------------------------------
-
-
-def changed(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The tensors in nested dicts, lists and tuples, changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {k: changed(v, change) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(changed(v, change) for v in value)
-    return copy.copy(value)
 
 
 def full_optimizer_state(

@@ -24,6 +24,7 @@ from manyhands.sharding import _state
 from manyhands.sharding._agreement import all_or_none, check_agreement, options_of
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding._elementwise import ELEMENTWISE, chosen_layout
+from manyhands.sharding._fsdp_full import is_sharded
 from manyhands.sharding._shards import FlatBucket, Piece, Shards
 
 PARTS = 4  # of a step: the first are on their way while the others are computed
@@ -162,6 +163,12 @@ class OSS(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with their own options, as any optimizer does; on every worker."""
         super().add_param_group(param_group)
+        if any(is_sharded(param) for param in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise TypeError(
+                "OSS shards the state of whole parameters, and these are sharded already, as by "
+                "FullyShardedDataParallel. Give them to the optimizer itself, without OSS."
+            )
         if self.optim is None:  # the constructor's groups are taken in together
             return
         try:
