@@ -176,13 +176,43 @@ def test_clipping_is_that_of_the_whole_gradient(norm_type):
     compare(loop)
 
 
-def test_clipping_with_torchs_function_is_right_too():
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
+def test_clipping_with_torchs_function_is_right_and_returns_a_plain_number(norm_type, monkeypatch):
+    def loop(model, optimizers, part):
+        x, y = make_batches(2, 1, 3)
+        norms = []
+        for step in range(2):
+            optimizers[0].zero_grad()
+            loss_of(model, part(x[step, 0]), part(y[step, 0])).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+            assert type(norm) is torch.Tensor and float(f"{norm:.3f}") > 0
+            norms += [norm, nn.utils.get_total_norm([p.grad for p in model.parameters()])]
+            optimizers[0].step()
+        return norms
+
+    compare(loop)
+
+
+def test_clipping_with_torchs_function_takes_one_collective(monkeypatch):
+    def run():
+        model = nested(make_model())
+        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        calls = []
+        with monkeypatch.context() as patch:
+            real = dist.all_reduce
+            patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return len(calls)
+
+    assert run_ranks(2, run) == [1, 1]
+
+
+def test_the_norm_of_one_gradient_is_that_of_the_whole():
     def loop(model, optimizers, part):
         x, y = make_batches(1, 1, 3)
         loss_of(model, part(x[0, 0]), part(y[0, 0])).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizers[0].step()
-        return [torch.tensor(float(norm), dtype=torch.float64)]
+        norms = [torch.linalg.vector_norm(p.grad) for p in model.parameters()]
+        return [norms[0] + 1, norms[1].sqrt(), torch.tensor(norms[2].item()), *norms[3:]]
 
     compare(loop)
 

@@ -54,6 +54,8 @@ class Used:
 
     def end(self) -> None:
         """All averaged gradients of a pass have come."""
+        from manyhands.sharding._fsdp_grad import mark  # which imports torch's DTensor
+
         params = self._params()
         trained = [n for n, param in enumerate(params) if param.requires_grad]
         flags = torch.zeros(len(params), dtype=torch.uint8)
@@ -65,6 +67,8 @@ class Used:
                 if not used and not self._before[number]:
                     params[number].grad = None
         self._here.clear()
+        for number in trained:
+            mark(params[number])
 
 
 def _note(me: weakref.ref[Used], number: int, grads: Any) -> None:
