@@ -150,6 +150,26 @@ def test_accumulated_gradients_without_no_sync_are_sharded_and_add_up():
     compare(loop)
 
 
+@pytest.mark.parametrize("options", [{}, dict(mixed_precision=True, fp32_reduce_scatter=True)])
+def test_zero_grad_clears_what_no_sync_has_left(options):
+    def run():
+        results = []
+        for given_up in (False, True):
+            model = nested(make_model(torch.float32), **options)
+            (optimizer,) = adamw(model, plain)
+            x = torch.ones(2, 5) * (1 + dist.get_rank())
+            if given_up:
+                with model.no_sync():
+                    model(x).sum().backward()
+                model.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            results.append(whole(model))
+        return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+    assert all(all(rank) for rank in run_ranks(2, run))
+
+
 def test_no_sync_is_left_as_it_was_after_an_error():
     model = nested(make_model())
     with contextlib.suppress(RuntimeError), model.no_sync():

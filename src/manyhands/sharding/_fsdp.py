@@ -295,6 +295,13 @@ class FullyShardedDataParallel(nn.Module):
         if self._engine is not None:
             self._engine.synchronise(on)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those of passes in `no_sync` that were not averaged too."""
+        super().zero_grad(set_to_none)
+        for wrap in self._wraps():
+            if wrap._engine is not None:
+                wrap._engine.clear_unaveraged()
+
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by `pre` before they are summed over the workers, by `post` after."""
         for wrap in self._wraps() if recursive else [self]:

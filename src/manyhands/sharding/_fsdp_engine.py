@@ -86,6 +86,16 @@ class Engine:
         """Let the whole parameters go, if they are there."""
         self.module.reshard()
 
+    def clear_unaveraged(self) -> None:
+        """Drop the whole gradients that passes without averaging have left."""
+        state = self.module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.13 has one
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for each in group.fsdp_params if group is not None else ():
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
+
     def recover(self) -> None:
         """Begin anew after an error in a forward or backward. (On a root.)"""
         if hasattr(self.module, "reset_iter_state"):  # torch 2.13
