@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._comm import Workers
+from manyhands._dtensors import check_group, group_of
 from manyhands.scaling import _amp
 from manyhands.scaling._average import Average, Debiased, PaperAverage
 from manyhands.scaling._batch import Batch, checked_passes, checked_scale, checked_smoothing
@@ -51,6 +53,7 @@ class BoundOptimizer(Optimizer):
         delayed: bool = False,
         floor_each_step: bool = False,
         var_floor: float = VAR_FLOOR,
+        model: nn.Module | None = None,
     ) -> None:
         if not var_floor >= 0.0:
             raise ValueError(f"var_floor must not be negative, got {var_floor}.")
@@ -60,6 +63,7 @@ class BoundOptimizer(Optimizer):
         self._world_size = world_size
         self._process_group = process_group
         self._grad_scaler = grad_scaler
+        self._model = model
         self._delayed = delayed
         start: Average = Debiased() if debias_ewma else PaperAverage()
         self._empty = NoiseAverage(
@@ -94,6 +98,7 @@ class BoundOptimizer(Optimizer):
             self._batch.counted = True
             self._empty = replace(self._empty, mix_units=True)  # as adaptdl's averages do
             self._process_group = self._process_group or getattr(adp, "process_group", None)
+            self._model = self._model or adp
         self._bind(optimizer)
         if patch_optimizer:
             self._patch = OptimizerPatch(optimizer, self)
@@ -117,8 +122,7 @@ class BoundOptimizer(Optimizer):
                 "Use that one, or call its unhook() first."
             )
         norms = self._norms(optimizer)
-        group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
-        self._workers = Workers.of(group, self._world_size)
+        self._workers = workers_of(optimizer, self._process_group, self._world_size)
         self._batch.workers = self._workers.size
         self._inner = optimizer
         self._step_inner: Callable[..., Any] = optimizer.step
@@ -155,6 +159,7 @@ class BoundOptimizer(Optimizer):
             loss_scale=lambda: _amp.loss_scale_of(scaler),
             difference_at_scale_1=batch.counted,
             join_in=getattr(self._optimizer, "join_in", lambda: None),
+            model=self._model,
         )
         self._noise_meter = NoiseMeter(
             tap,
@@ -388,6 +393,23 @@ class BoundOptimizer(Optimizer):
 
     def _checked_scale(self, scale: float) -> float:
         return checked_scale(scale, self._smallest_scale, type(self).__name__)
+
+
+def workers_of(
+    optimizer: Optimizer | None,
+    group: Any,
+    world_size: int | None = None,
+    params: Sequence[Tensor] = (),
+) -> Workers:
+    """Who shares these gradients: the group that was given, the one that they are sharded over,
+    or all.
+    """
+    if optimizer is not None:
+        params = [param for g in optimizer.param_groups for param in g["params"]]
+        group = group or getattr(optimizer, "group", None)  # an OSS has one
+    workers = Workers.of(group or group_of(params), world_size)
+    check_group(params, workers.size)
+    return workers
 
 
 def _synchronised(adp: Any) -> Callable[[], bool]:

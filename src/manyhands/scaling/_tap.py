@@ -3,6 +3,7 @@
 A hook on every parameter takes |g|^2 where the gradient is made: before it is added to `.grad`
 and before any reduction over the workers. When the step's last backward pass is over, and the
 gradients have been averaged, |G|^2 is taken once (`_mean.py`). Both leave in one `Sample`.
+Under `fully_shard` gradients are made on other tensors than the optimizer's (`_unsharded.py`).
 
 Tensors we hold, and when
     _lengths     parameter index -> |g| of the running pass
@@ -23,14 +24,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from manyhands._comm import Workers
+from manyhands._dtensors import is_dtensor, local
 from manyhands._passes import BackwardPasses, current_task
 from manyhands.scaling._mean import Length, MeanGradient, StepFacts
 from manyhands.scaling._measures import Norms
 from manyhands.scaling._sample import Sample
+from manyhands.scaling._unsharded import unsharded_parameters
 from manyhands.sharding._gradient import ShardedGradient
 
 PATIENCE = 2.0  # seconds that a step waits for other workers to announce what this one has
@@ -60,12 +63,12 @@ class _Mark:
 
     @classmethod
     def of(cls, param: Tensor) -> _Mark:
-        return cls(param, param.grad, -1 if param.grad is None else param.grad._version)
+        return cls(param, param.grad, -1 if param.grad is None else _version(param.grad))
 
     @property
     def unchanged(self) -> bool:
         grad = self.param.grad
-        return grad is self.grad and (grad is None or grad._version == self.version)
+        return grad is self.grad and (grad is None or _version(grad) == self.version)
 
 
 class GradientTap:
@@ -90,6 +93,7 @@ class GradientTap:
         on_excess: Callable[[str], None] | None = None,
         join_in: Callable[[], None] = lambda: None,
         difference_at_scale_1: bool = True,
+        model: nn.Module | None = None,
     ) -> None:
         self.accumulation = accumulation
         self.mean = MeanGradient(workers, norms, difference_at_scale_1=difference_at_scale_1)
@@ -103,6 +107,7 @@ class GradientTap:
         self._on_sample = on_sample
         self._on_excess = on_excess or _raise
         self._join_in = join_in
+        self._model = model
         me = weakref.proxy(self)  # no cycle: dropping the optimizer drops the hooks at once
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end())
         self._hooks: list[tuple[Any, Any]] = []
@@ -118,8 +123,11 @@ class GradientTap:
         self.unhook()
         self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         self.mean.cover(param_groups)
+        self._unsharded = unsharded_parameters(self._params, self._model)
+        # where gradients are made: the parameters, or what stands in for them
+        self._makers = [self._unsharded.get(i, p) for i, p in enumerate(self._params)]
         listener = weakref.ref(self)  # so that dropping the optimizer drops the hooks
-        for index, param in enumerate(self._params):
+        for index, param in enumerate(self._makers):
             if param.is_floating_point() or param.is_complex():
                 node = _accumulator(param)
                 handle = node.register_prehook(partial(_deliver, listener, index))
@@ -136,7 +144,7 @@ class GradientTap:
     @property
     def moved(self) -> bool:
         """Whether parameters were moved or converted since, which takes their hooks away."""
-        trained = [p for p in self._params if p.is_floating_point() or p.is_complex()]
+        trained = [p for p in self._makers if p.is_floating_point() or p.is_complex()]
         nodes = [node for _, node in self._hooks]
         return any(_accumulator(p) is not n for p, n in zip(trained, nodes, strict=True))
 
@@ -164,7 +172,7 @@ class GradientTap:
         else the step's sample is spoiled, this once, and the parts are kept from now on.
         """
         self._repeated.add(index)
-        first = self._params[index].grad
+        first = self._makers[index].grad
         known = float(self._lengths.pop(index))
         length = math.nan if first is None else float(self.norms.one(index, first))
         if first is not None and math.isclose(length, known, rel_tol=1e-4, abs_tol=1e-8):
@@ -220,6 +228,8 @@ class GradientTap:
             return False
         if mark.param.grad is None:
             return True
+        # (Where gradients are sharded, of a worker's share: without a collective, and the same
+        # on all but for a gradient that is zero on one and was changed, not cleared.)
         grads = (p.grad for p in self._params if p.grad is not None)
         return not any(_has_values(grad) for grad in grads)
 
@@ -294,6 +304,12 @@ class GradientTap:
         """Measure the mean gradient and send the step's numbers to the other workers."""
         declared = self.accumulation.declared
         passes = self.passes if declared is None else declared
+        if any(i in self._unsharded and self._params[i].grad is None for i in self._lengths):
+            self.problem = (
+                "after the step's last backward() there are gradients that fully_shard has not "
+                "averaged. Was that pass inside no_sync(), or after "
+                "set_requires_gradient_sync(False)? Only the passes before it may be."
+            )
         by_user = declared is not None and self.accumulation.loss_is_divided
         self.sample = self.mean.sample(
             self._squares,
@@ -336,7 +352,7 @@ class GradientTap:
         with torch.no_grad():
             for param in self._params:
                 if param.grad is not None:
-                    param.grad.mul_(factor)
+                    local(param.grad).mul_(factor)
 
 
 def _deliver(listener: weakref.ref[GradientTap], index: int, grads: tuple[Tensor | None]) -> None:
@@ -360,7 +376,13 @@ def _accumulator(param: Tensor) -> Any:
     return node
 
 
+def _version(grad: Tensor) -> int:
+    """Changes with every operation in place; on a DTensor, or on what it holds."""
+    return grad._version + (local(grad)._version if is_dtensor(grad) else 0)
+
+
 def _has_values(grad: Tensor) -> bool:
+    grad = local(grad)
     if isinstance(grad, ShardedGradient):  # of which this worker may hold nothing
         return not grad.zeroed
     return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())
