@@ -13,11 +13,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from manyhands._comm import Workers
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -30,7 +33,7 @@ def local(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+        return tensor.to_local()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Share:
         size = tensor.size(dim)
         step = -(-size // workers)  # as torch.chunk: the last parts are shorter, or empty
         starts = [min(rank * step, size) for rank in range(workers + 1)]
-        parts = [Part(dim, a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+        parts = [Part(dim, a, b - a) for a, b in pairwise(starts)]
         return cls(mesh, mesh_dim, tuple(parts), coordinate[mesh_dim], counted)
 
     @property
@@ -88,34 +91,36 @@ class Share:
         return self.parts[self.rank]
 
 
-def group_of(params: Sequence[Tensor]) -> Any:
-    """The process group over which these parameters are sharded (None: that of all processes).
+def workers_of(
+    params: Sequence[Tensor], group: Any = None, world_size: int | None = None
+) -> Workers:
+    """Who shares the gradients of these parameters.
 
-    Raises where they are not all sharded over the same workers.
+    The process group that was given, or that over which the parameters are sharded, or all.
     """
-    meshes = {id(p.device_mesh): p.device_mesh for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
-    everyone = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes.values()}
-    if not everyone:
-        return None
+    meshes = {p.device_mesh for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
+    if not meshes:
+        return Workers.of(group, world_size)
+    everyone = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
     if len(everyone) > 1:
         raise ValueError(
             f"the parameters are sharded over different workers: ranks {sorted(everyone)}. "
             "Give each mesh's parameters an optimizer of their own."
         )
     ranks = list(everyone.pop())
+    workers = Workers.of(group or _group(meshes.pop(), ranks), world_size)
+    if workers.size != len(ranks):
+        raise ValueError(
+            f"the parameters are sharded over {len(ranks)} workers, and the statistics are to be "
+            f"of {workers.size}. Leave process_group and world_size out."
+        )
+    return workers
+
+
+def _group(mesh: Any, ranks: list[int]) -> Any:
+    """The process group of all workers of a mesh; None for that of all processes."""
     if ranks == list(range(dist.get_world_size())):
         return None
-    mesh = next(iter(meshes.values()))
     if mesh.ndim == 1:
         return mesh.get_group()
     return dist.new_group(ranks, use_local_synchronization=True)
-
-
-def check_group(params: Sequence[Tensor], workers: int) -> None:
-    """Raise where statistics over so many workers would not be those of the parameters' mesh."""
-    for mesh in {p.device_mesh for p in params if is_dtensor(p)}:  # type: ignore[attr-defined]
-        if mesh.size() != workers:
-            raise ValueError(
-                f"the parameters are sharded over {mesh.size()} workers, and the statistics are to "
-                f"be of {workers}. Leave process_group and world_size out."
-            )

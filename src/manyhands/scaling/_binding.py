@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._comm import Workers
-from manyhands._dtensors import check_group, group_of
+from manyhands._dtensors import workers_of
 from manyhands.scaling import _amp
 from manyhands.scaling._average import Average, Debiased, PaperAverage
 from manyhands.scaling._batch import Batch, checked_passes, checked_scale, checked_smoothing
@@ -122,7 +122,9 @@ class BoundOptimizer(Optimizer):
                 "Use that one, or call its unhook() first."
             )
         norms = self._norms(optimizer)
-        self._workers = workers_of(optimizer, self._process_group, self._world_size)
+        group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
+        params = [param for g in optimizer.param_groups for param in g["params"]]
+        self._workers = workers_of(params, group, self._world_size)
         self._batch.workers = self._workers.size
         self._inner = optimizer
         self._step_inner: Callable[..., Any] = optimizer.step
@@ -395,22 +397,10 @@ class BoundOptimizer(Optimizer):
         return checked_scale(scale, self._smallest_scale, type(self).__name__)
 
 
-def workers_of(
-    optimizer: Optimizer | None,
-    group: Any,
-    world_size: int | None = None,
-    params: Sequence[Tensor] = (),
-) -> Workers:
-    """Who shares these gradients: the group that was given, the one that they are sharded over,
-    or all.
-    """
-    if optimizer is not None:
-        params = [param for g in optimizer.param_groups for param in g["params"]]
-        group = group or getattr(optimizer, "group", None)  # an OSS has one
-    workers = Workers.of(group or group_of(params), world_size)
-    check_group(params, workers.size)
-    return workers
-
-
 def _synchronised(adp: Any) -> Callable[[], bool]:
+    if not hasattr(adp, "require_backward_grad_sync"):
+        raise TypeError(
+            f"{type(adp).__name__} does not say which passes are inside a no_sync(), by which they "
+            "are counted. Write AdaptiveDataParallel(model, optimizer, rule), which does."
+        )
     return lambda: bool(adp.require_backward_grad_sync)

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._dtensors import workers_of
 from manyhands.scaling import _amp
-from manyhands.scaling._binding import workers_of
 from manyhands.scaling._batch import checked_passes, checked_smoothing
 from manyhands.scaling._measures import Plain
 from manyhands.scaling._noise import estimate
@@ -116,7 +116,7 @@ class NoiseScale:
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
-        workers = workers_of(optimizer, process_group, params=params)
+        workers = workers_of(params, process_group or getattr(optimizer, "group", None))
         mine = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         workers.check_agreement("NoiseScale", mine, params[0].device)
         me, watched = weakref.proxy(self), optimizer is not None

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from manyhands._norms import SHORT, norm, norms
 
-
 Piece = tuple[int, Tensor, Callable[[Tensor], Tensor]]  # see `Norms.pieces`
 
 

@@ -23,6 +23,7 @@ from manyhands.sharding._mirror import StateMirror
 from manyhands.sharding._oss import OSS
 
 CHUNK = 131_072
+SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 NEGLIGIBLE = 5e-3  # eps beside the least root: twice that is the error of its element, at most
 
 
@@ -109,13 +110,16 @@ class Preconditioned:
         whole = second
         if part is not None:
             second = part(second)
+            if grad.is_contiguous():
+                second = second.contiguous()
         if grad.device.type != "cpu" or second.stride() != grad.stride():
             if self._floor:
                 second = second.clamp(min=whole.mean() * self._floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
         least, below = self._bound(index, int(state["step"]), whole)
         pairs = zip(flattened(grad).split(CHUNK), flattened(second).split(CHUNK), strict=True)
-        if grad.dtype == second.dtype == torch.float32 and eps < NEGLIGIBLE * math.sqrt(least):
+        single = second.dtype == torch.float32 and grad.dtype in SINGLE
+        if single and eps < NEGLIGIBLE * math.sqrt(least):
             squares = torch.stack(list(self._squares(pairs, least if below else None)))
             return squares.sum().sqrt() / factor
         parts = [norm(self._divided(g, v, eps, least if below else None)) for g, v in pairs]
@@ -137,7 +141,8 @@ class Preconditioned:
         self, pairs: Iterator[tuple[Tensor, Tensor]], least: float | None
     ) -> Iterator[Tensor]:
         """g . (g / max(v, least)), chunk by chunk."""
-        for grad, second in pairs:
+        for chunk, second in pairs:
+            grad = chunk.float()  # which its mean over the workers may be in
             out = self._buffer(grad.dtype, grad.numel())
             if least is None:
                 torch.div(grad, second, out=out)

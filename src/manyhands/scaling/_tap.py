@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from manyhands._comm import Workers
-from manyhands._dtensors import is_dtensor, local
+from manyhands._dtensors import local
 from manyhands._passes import BackwardPasses, current_task
+from manyhands.scaling._mark import Mark, has_values
 from manyhands.scaling._mean import Length, MeanGradient, StepFacts
 from manyhands.scaling._measures import Norms
 from manyhands.scaling._sample import Sample
 from manyhands.scaling._unsharded import unsharded_parameters
-from manyhands.sharding._gradient import ShardedGradient
 
 PATIENCE = 2.0  # seconds that a step waits for other workers to announce what this one has
 
@@ -51,24 +51,6 @@ class Accumulation:
     declared: int | None = 1
     loss_is_divided: bool = True
     synchronised: Callable[[], bool] = lambda: True
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """A parameter's gradient as it was: the same tensor, at the same version."""
-
-    param: Tensor
-    grad: Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, param: Tensor) -> _Mark:
-        return cls(param, param.grad, -1 if param.grad is None else _version(param.grad))
-
-    @property
-    def unchanged(self) -> bool:
-        grad = self.param.grad
-        return grad is self.grad and (grad is None or _version(grad) == self.version)
 
 
 class GradientTap:
@@ -113,7 +95,9 @@ class GradientTap:
         self._hooks: list[tuple[Any, Any]] = []
         weakref.finalize(self, _remove, self._hooks)
         self._repeated: set[int] = set()
-        self._stepped: _Mark | None = None
+        self.passes = 0
+        self.sample: Sample | None = None
+        self._stepped: Mark | None = None
         self.hook(param_groups)
 
     # -- hooks on parameters -----------------------------------------------------------------
@@ -186,6 +170,9 @@ class GradientTap:
         """Begin a new step: forget what was measured and not used."""
         self._passes.forget()
         self._stepped = None
+        if self._unsharded and self.passes > 0 and self.sample is None:
+            for maker in self._unsharded.values():  # zero_grad() of fully_shard leaves these
+                maker.grad = None
         self._start_over()
 
     def stepped(self) -> None:
@@ -198,13 +185,13 @@ class GradientTap:
     def _start_over(self) -> None:
         self.mean.difference.forget()
         self.passes = 0
-        self.sample: Sample | None = None
+        self.sample = None
         self._lengths: dict[int, Length] = {}
         self._pieces: dict[int, Tensor] = {}
         self._squares: Tensor | None = None
         self._usable = True
         self.problem: str | None = None
-        self._mark: _Mark | None = None
+        self._mark: Mark | None = None
         self._divided_by = 1
 
     @property
@@ -230,8 +217,10 @@ class GradientTap:
             return True
         # (Where gradients are sharded, of a worker's share: without a collective, and the same
         # on all but for a gradient that is zero on one and was changed, not cleared.)
-        grads = (p.grad for p in self._params if p.grad is not None)
-        return not any(_has_values(grad) for grad in grads)
+        return not self._any_values()
+
+    def _any_values(self) -> bool:
+        return any(has_values(p.grad) for p in self._params if p.grad is not None)
 
     def _begin(self) -> None:
         """The first gradient of a backward pass has come, and is in no `.grad` yet."""
@@ -247,6 +236,8 @@ class GradientTap:
             self._divided_by = 1
         if self.passes == 0 and self._stepped is not None:
             uncleared = self._stepped.grad is not None and self._stepped.unchanged
+            if uncleared and self._unsharded:  # foreach operations on DTensors leave no trace
+                uncleared = self._any_values()
             self._stepped = None
             if uncleared:
                 self.problem = (
@@ -297,7 +288,7 @@ class GradientTap:
             squares = self.mean.squares_per_group(self._lengths)
             self._squares = squares if self._squares is None else self._squares + squares
         self._lengths, self._pieces = {}, {}
-        self._mark = _Mark.of(self._params[self._first])
+        self._mark = Mark.of(self._params[self._first])
 
     @torch.no_grad()
     def _complete(self) -> None:
@@ -374,18 +365,6 @@ def _accumulator(param: Tensor) -> Any:
     if frozen:
         param.requires_grad_(False)
     return node
-
-
-def _version(grad: Tensor) -> int:
-    """Changes with every operation in place; on a DTensor, or on what it holds."""
-    return grad._version + (local(grad)._version if is_dtensor(grad) else 0)
-
-
-def _has_values(grad: Tensor) -> bool:
-    grad = local(grad)
-    if isinstance(grad, ShardedGradient):  # of which this worker may hold nothing
-        return not grad.zeroed
-    return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())
 
 
 def _raise(message: str) -> None:

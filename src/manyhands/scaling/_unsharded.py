@@ -20,6 +20,7 @@ their parameters may have been exchanged already.)
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,12 +40,12 @@ def unsharded_parameters(
         Share.of(params[i])  # raises where we cannot measure it
     if not index_of:
         return {}
-    sharders = _sharders(model)
-    owned = _owned(sharders, index_of)
+    found_by = sharders(model)
+    owned = _owned(found_by, index_of)
     if _missing(owned, index_of):  # some may be unsharded at present
-        for module in sharders:
+        for module in found_by:
             module.reshard()
-        owned = _owned(sharders, index_of)
+        owned = _owned(found_by, index_of)
     _check_found(params, _missing(owned, index_of), len(index_of))
     found: dict[int, Tensor] = {}
     # in an order that is the same on every worker, as each is a collective
@@ -58,20 +59,21 @@ def unsharded_parameters(
     return found
 
 
-def _sharders(model: nn.Module | None) -> list[Any]:
-    """The modules that `fully_shard` was called on."""
-    from torch.distributed.fsdp import FSDPModule
-
+def sharders(model: nn.Module | None) -> list[Any]:
+    """The modules that `fully_shard` was called on: inside the model, or anywhere."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has called it
+        return []
     candidates = gc.get_objects() if model is None else model.modules()
     # (type(), because isinstance() asks proxies for their class, and a dead one raises)
-    return [module for module in candidates if issubclass(type(module), FSDPModule)]
+    return [module for module in candidates if issubclass(type(module), fsdp.FSDPModule)]
 
 
-def _owned(sharders: Sequence[Any], index_of: dict[int, int]) -> dict[Any, dict[int, Place]]:
+def _owned(found_by: Sequence[Any], index_of: dict[int, int]) -> dict[Any, dict[int, Place]]:
     """By module that shards: the places of our parameters in it and not in one further inside."""
-    stops = set(map(id, sharders))
+    stops = set(map(id, found_by))
     owned: dict[Any, dict[int, Place]] = {}
-    for sharder in sharders:
+    for sharder in found_by:
         places = {
             index_of[id(param)]: (module, name)
             for module in _inside(sharder, stops)

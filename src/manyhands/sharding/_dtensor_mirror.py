@@ -1,4 +1,4 @@
-"""The optimizer state of `fully_shard`'s parameters on all workers at once: `_mirror.py` for DTensors.
+"""The state of `fully_shard`'s parameters on all workers at once: `_mirror.py` for DTensors.
 
 AdamScale divides each worker's own gradient, which is whole, by second moments of which the
 worker has its part. After each step the parts are collected: one more tensor of the model's size
