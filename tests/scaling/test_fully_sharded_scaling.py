@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # noqa: F401 (here, so that forked ranks have it)
+import torch.distributed.tensor
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
@@ -240,7 +240,7 @@ def test_parameters_come_and_go():
 class Repeated(nn.Module):
     """A module that runs three times, perhaps in checkpoints."""
 
-    def __init__(self, reentrant=None, shard=False):
+    def __init__(self, reentrant=None):
         super().__init__()
         self.inner = nn.Linear(133, 133)
         self.out = nn.Linear(133, 50)
@@ -350,6 +350,7 @@ def test_adaptive_data_parallel_counts_passes(how):
             for part in before:
                 with parallel.no_sync():
                     parallel(part).square().mean().backward()
+                assert how == PLAIN or all(p.grad is None for p in model.parameters())
             parallel(last).square().mean().backward()
             optimizer.step()
             seen += [*numbers(parallel.scaling_rule), parallel.scaling_rule.progress]
@@ -403,7 +404,7 @@ def test_a_model_may_have_run_before():
         optimizer.step()
         return numbers(optimizer)
 
-    assert run_ranks(2, run, NESTED)[1] == pytest.approx(run_ranks(2, run, PLAIN)[0], rel=1e-5)
+    assert run_ranks(2, run, ONE)[1] == pytest.approx(run_ranks(2, run, PLAIN)[0], rel=1e-5)
 
 
 def test_parameter_groups_can_be_added():
