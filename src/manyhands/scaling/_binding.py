@@ -93,6 +93,11 @@ class BoundOptimizer(Optimizer):
         if self._inner is not None:
             raise RuntimeError("this rule is bound to an optimizer already; make another one.")
         if adp is not None:
+            if not hasattr(adp, "require_backward_grad_sync"):
+                raise TypeError(
+                    f"{type(adp).__name__} does not say which passes are inside no_sync(), by "
+                    "which they are counted. Write AdaptiveDataParallel(model, optimizer, rule)."
+                )
             self.adp = adp
             self._accumulation = Accumulation(None, False, _synchronised(adp))
             self._batch.counted = True
@@ -293,6 +298,7 @@ class BoundOptimizer(Optimizer):
         left = {"_inner", "_noise_meter", "_step_inner", "_clear_inner", "step", "adp"}
         vars(twin).update({k: v for k, v in vars(self).items() if k not in left})
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
+        twin._model = twin.adp  # only fully_shard's modules are looked for, and none is copied
         twin._accumulation, twin._batch = copy.copy(self._accumulation), copy.copy(self._batch)
         if twin.adp is not None:
             twin._accumulation.synchronised = _synchronised(twin.adp)
@@ -398,9 +404,4 @@ class BoundOptimizer(Optimizer):
 
 
 def _synchronised(adp: Any) -> Callable[[], bool]:
-    if not hasattr(adp, "require_backward_grad_sync"):
-        raise TypeError(
-            f"{type(adp).__name__} does not say which passes are inside a no_sync(), by which they "
-            "are counted. Write AdaptiveDataParallel(model, optimizer, rule), which does."
-        )
     return lambda: bool(adp.require_backward_grad_sync)
