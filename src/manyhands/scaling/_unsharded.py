@@ -11,10 +11,10 @@ names, and `reshard()` takes them out. That is an all-gather of the parameters, 
 time, when the rule is made, and nothing is left behind in the modules: no forward hooks whose
 order, repetition in checkpoints or effect on torch.compile would matter.
 
-An optimizer does not know its modules. Unless the model is given, Python's garbage collector
-is asked for those that `fully_shard` has changed, which are few and of a class of their own. (A
-global forward hook would see them too, but only those that are called, and when
-their parameters may have been exchanged already.)
+An optimizer does not know its modules. Unless the model is given, Python's garbage collector is
+asked for the instances of the classes that `fully_shard` makes, which are few. (A global
+forward hook would see the modules too, but only those that are called, and when their
+parameters may have been exchanged already.)
 """
 
 from __future__ import annotations
@@ -64,9 +64,14 @@ def sharders(model: nn.Module | None) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # nobody has called it
         return []
-    candidates = gc.get_objects() if model is None else model.modules()
-    # (type(), because isinstance() asks proxies for their class, and a dead one raises)
-    return [module for module in candidates if issubclass(type(module), fsdp.FSDPModule)]
+    if model is not None:
+        return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    kinds = _kinds(fsdp.FSDPModule)
+    return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+
+
+def _kinds(kind: type) -> set[type]:
+    return {kind}.union(*map(_kinds, kind.__subclasses__()))
 
 
 def _owned(found_by: Sequence[Any], index_of: dict[int, int]) -> dict[Any, dict[int, Place]]:
