@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -398,6 +403,37 @@ def test_state_continues_bitwise(rule, optim, options):
     for straight, resumed in run_ranks(2, both):
         assert resumed[:2] == straight[:2]
         torch.testing.assert_close(resumed[2], straight[2], rtol=0, atol=0)
+
+
+def test_the_optimizers_state_may_be_saved_by_torch_and_the_scalings_beside_it():
+    def run():
+        def made():
+            model = distributed(Model(), NESTED)
+            return model, mh.AdamScale(AdamW(model.parameters(), lr=0.01))
+
+        def step(model, optimizer, batch):
+            optimizer.zero_grad()
+            model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+            optimizer.step()
+            return numbers(optimizer)
+
+        model, optimizer = made()
+        *before, last = batches(8)
+        for batch in before:
+            step(model, optimizer, batch)
+        file = io.BytesIO()
+        state = model.state_dict(), get_optimizer_state_dict(model, optimizer.optimizer)
+        torch.save((*state, optimizer.scaling_state_dict()), file)
+        file.seek(0)
+        weights, state, scaling = torch.load(file, weights_only=True)
+        model_2, optimizer_2 = made()
+        model_2.load_state_dict(weights)
+        set_optimizer_state_dict(model_2, optimizer_2.optimizer, state)
+        optimizer_2.load_scaling_state_dict(scaling)
+        return step(model, optimizer, last), step(model_2, optimizer_2, last)
+
+    for straight, resumed in run_ranks(2, run):
+        assert resumed == straight
 
 
 def test_a_model_may_have_run_before():
