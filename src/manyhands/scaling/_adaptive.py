@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._scales import AdamScale, AdaScale
+from manyhands.scaling._unsharded import sharders
 
 
 class AdaptiveDataParallel(nn.Module):
@@ -36,7 +37,7 @@ class AdaptiveDataParallel(nn.Module):
     given. Without a process group the model runs on one worker.
 
     Args:
-        model: the module.
+        model: the module; or one that `fully_shard` was called on, which is then not wrapped.
         optimizer: a bare optimizer of its parameters; `step` and `zero_grad` become the rule's.
         rule: a rule without optimizer; by default `AdamScale()` for Adam and RMSprop,
             `AdaScale()` for others. `scaling_rule=` is the same. (A scheduler in this place, as
@@ -79,7 +80,13 @@ class AdaptiveDataParallel(nn.Module):
         self.lr_scheduler = lr_scheduler
         self.name = name
         self.leading_dimension: int | None = None
-        ready = dist.is_available() and dist.is_initialized()
+        self._sharders = sharders(model)  # modules whose gradients fully_shard averages
+        if self._sharders and ddp_arguments:
+            raise TypeError(
+                f"{', '.join(ddp_arguments)}: DistributedDataParallel's arguments, and fully_shard "
+                "averages this model's gradients instead. Leave them out."
+            )
+        ready = dist.is_available() and dist.is_initialized() and not self._sharders
         # In a list, and so not a submodule: the parameters' names stay `module.*`, as DDP's are.
         self._parallel = [DistributedDataParallel(model, **ddp_arguments)] if ready else []
         self._synchronise = True
@@ -103,9 +110,15 @@ class AdaptiveDataParallel(nn.Module):
             with ExitStack() as stack:
                 for ddp in self._parallel:
                     stack.enter_context(ddp.no_sync())
+                self._average(False)
                 yield
         finally:
             self._synchronise = before
+            self._average(before)
+
+    def _average(self, whether: bool) -> None:
+        for module in self._sharders:
+            module.set_requires_gradient_sync(whether, recurse=False)
 
     def __getattr__(self, name: str) -> Any:
         """What this module lacks is DistributedDataParallel's (`register_comm_hook`, `join`)."""

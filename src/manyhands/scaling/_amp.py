@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._dtensors import local
+
 
 @dataclass(frozen=True)
 class ScalerNews:
@@ -74,4 +76,4 @@ def unscale(param_groups: Sequence[dict[str, Any]], grad_scale: Tensor) -> None:
     for group in param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                param.grad.mul_(inverse.to(param.grad.device))
+                local(param.grad).mul_(inverse.to(param.grad.device))

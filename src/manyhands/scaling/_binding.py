@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._comm import Workers
+from manyhands._dtensors import workers_of
 from manyhands.scaling import _amp
 from manyhands.scaling._average import Average, Debiased, PaperAverage
 from manyhands.scaling._batch import Batch, checked_passes, checked_scale, checked_smoothing
@@ -51,6 +53,7 @@ class BoundOptimizer(Optimizer):
         delayed: bool = False,
         floor_each_step: bool = False,
         var_floor: float = VAR_FLOOR,
+        model: nn.Module | None = None,
     ) -> None:
         if not var_floor >= 0.0:
             raise ValueError(f"var_floor must not be negative, got {var_floor}.")
@@ -60,6 +63,7 @@ class BoundOptimizer(Optimizer):
         self._world_size = world_size
         self._process_group = process_group
         self._grad_scaler = grad_scaler
+        self._model = model
         self._delayed = delayed
         start: Average = Debiased() if debias_ewma else PaperAverage()
         self._empty = NoiseAverage(
@@ -89,11 +93,17 @@ class BoundOptimizer(Optimizer):
         if self._inner is not None:
             raise RuntimeError("this rule is bound to an optimizer already; make another one.")
         if adp is not None:
+            if not hasattr(adp, "require_backward_grad_sync"):
+                raise TypeError(
+                    f"{type(adp).__name__} does not say which passes are inside no_sync(), by "
+                    "which they are counted. Write AdaptiveDataParallel(model, optimizer, rule)."
+                )
             self.adp = adp
             self._accumulation = Accumulation(None, False, _synchronised(adp))
             self._batch.counted = True
             self._empty = replace(self._empty, mix_units=True)  # as adaptdl's averages do
             self._process_group = self._process_group or getattr(adp, "process_group", None)
+            self._model = self._model or adp
         self._bind(optimizer)
         if patch_optimizer:
             self._patch = OptimizerPatch(optimizer, self)
@@ -118,7 +128,8 @@ class BoundOptimizer(Optimizer):
             )
         norms = self._norms(optimizer)
         group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
-        self._workers = Workers.of(group, self._world_size)
+        params = [param for g in optimizer.param_groups for param in g["params"]]
+        self._workers = workers_of(params, group, self._world_size)
         self._batch.workers = self._workers.size
         self._inner = optimizer
         self._step_inner: Callable[..., Any] = optimizer.step
@@ -155,6 +166,7 @@ class BoundOptimizer(Optimizer):
             loss_scale=lambda: _amp.loss_scale_of(scaler),
             difference_at_scale_1=batch.counted,
             join_in=getattr(self._optimizer, "join_in", lambda: None),
+            model=self._model,
         )
         self._noise_meter = NoiseMeter(
             tap,
@@ -286,6 +298,7 @@ class BoundOptimizer(Optimizer):
         left = {"_inner", "_noise_meter", "_step_inner", "_clear_inner", "step", "adp"}
         vars(twin).update({k: v for k, v in vars(self).items() if k not in left})
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
+        twin._model = twin.adp  # only fully_shard's modules are looked for, and none is copied
         twin._accumulation, twin._batch = copy.copy(self._accumulation), copy.copy(self._batch)
         if twin.adp is not None:
             twin._accumulation.synchronised = _synchronised(twin.adp)

@@ -12,14 +12,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from manyhands._comm import Combination, Workers, precise
+from manyhands._dtensors import Share, is_dtensor, local
+from manyhands._norms import flattened
 from manyhands.scaling._difference import Difference
-from manyhands.scaling._measures import Norms
+from manyhands.scaling._measures import Norms, Piece
 from manyhands.scaling._sample import Beliefs, Sample
 from manyhands.sharding._gradient import ShardedGradient
 
@@ -71,6 +74,7 @@ class MeanGradient:
         self._groups = len(param_groups)
         self._device = self._params[0].device
         self.on_host = all(param.device.type == "cpu" for param in self._params)
+        self._shares = {i: Share.of(p) for i, p in enumerate(self._params) if is_dtensor(p)}
         self._short, self._mine = _shares(self._params, self.workers)
         self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
         self._bins: dict[tuple[int, ...], Tensor] = {}
@@ -151,7 +155,7 @@ class MeanGradient:
         bins = [
             *(of[i] for i in local),
             *(groups + of[i] if i in counted else uncounted for i in measured),
-            *(groups + of[i] for i, _, _ in pieces),
+            *(groups + of[i] for i, *_ in pieces),
         ]
         start = len(local)
         compared = squares[start : start + len(witnesses)]
@@ -160,17 +164,22 @@ class MeanGradient:
 
     def _with_gradient(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Whole gradients, of those of these parameters that have one."""
-        grads = ((i, self._params[i].grad) for i in indices)
+        grads = ((i, self._params[i].grad) for i in indices if i not in self._shares)
         return {i: g for i, g in grads if g is not None and type(g) is not ShardedGradient}
 
-    def _pieces_held(self) -> list[tuple[int, Tensor, int]]:
-        """This worker's parts of sharded gradients: parameter, elements, where they begin."""
-        return [
-            (i, piece, start)
+    def _pieces_held(self) -> list[Piece]:
+        """This worker's parts of sharded gradients."""
+        pieces: list[Piece] = [
+            (i, piece, partial(_run, start, piece.numel()))
             for i, param in enumerate(self._params)
             if isinstance(grad := param.grad, ShardedGradient)
             for piece, start in zip(grad.pieces, grad.starts, strict=True)
         ]
+        for i, share in self._shares.items():
+            grad = self._params[i].grad
+            if grad is not None and share.counted and share.mine.length:
+                pieces.append((i, local(grad), share.mine.of))
+        return pieces
 
     def _shortest_with_gradient(self) -> dict[int, Tensor]:
         if self.workers.size == 1:
@@ -209,7 +218,7 @@ class MeanGradient:
         """One worker, one pass: compare with the gradient before, if it is of any use."""
         measured = []
         if facts.scale != 1.0 or self._difference_at_scale_1:
-            grads = [param.grad for param in self._params]
+            grads = [None if p.grad is None else local(p.grad) for p in self._params]
             measured = self.difference.measure(grads, facts.loss_scale)
         if not measured or not facts.usable:
             return self._sent([0.0] * (2 * self._groups), facts, 1)
@@ -262,6 +271,10 @@ def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     if any(v.dtype != first.dtype or v.device != device for v in values):
         values = [v.to(device, dtype) for v in values]
     return torch.stack(list(values)).to(dtype)
+
+
+def _run(start: int, length: int, whole: Tensor) -> Tensor:
+    return flattened(whole)[start : start + length]
 
 
 def _shares(params: Sequence[Tensor], workers: Workers) -> tuple[list[int], list[int]]:

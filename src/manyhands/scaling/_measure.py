@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._comm import Workers
+from manyhands._dtensors import workers_of
 from manyhands.scaling import _amp
 from manyhands.scaling._batch import checked_passes, checked_smoothing
 from manyhands.scaling._measures import Plain
@@ -85,6 +85,8 @@ class NoiseScale:
         smoothing: weight of the past.
         process_group: the workers that share gradients; all, by default. Make one on each.
         grad_scaler: the `GradScaler` in use: needed if its scale changes.
+        model: the module that `fully_shard` was called on. It is found without, except after
+            `gc.freeze()`.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class NoiseScale:
         smoothing: float = 0.99,
         process_group: Any = None,
         grad_scaler: Any = None,
+        model: nn.Module | None = None,
     ) -> None:
         if not batch_size > 0:
             raise ValueError(f"batch_size must be above 0, got {batch_size}.")
@@ -113,7 +116,7 @@ class NoiseScale:
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
-        workers = Workers.of(process_group or getattr(optimizer, "group", None))
+        workers = workers_of(params, process_group or getattr(optimizer, "group", None))
         mine = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         workers.check_agreement("NoiseScale", mine, params[0].device)
         me, watched = weakref.proxy(self), optimizer is not None
@@ -127,6 +130,7 @@ class NoiseScale:
             on_sample=lambda sample: None if watched else me._receive(sample),
             on_excess=lambda message: me._spoilt(message),
             join_in=getattr(optimizer, "join_in", lambda: None),
+            model=model,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
             handle = optimizer.register_step_pre_hook(lambda *_: me._step())

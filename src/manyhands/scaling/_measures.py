@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from manyhands._norms import SHORT, norm, norms
+
+Piece = tuple[int, Tensor, Callable[[Tensor], Tensor]]  # see `Norms.pieces`
 
 
 class Norms(Protocol):
@@ -22,8 +24,8 @@ class Norms(Protocol):
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]: ...
 
-    def pieces(self, pieces: Sequence[tuple[int, Tensor, int]]) -> list[Tensor]:
-        """Of parts of gradients, flat: (parameter, elements, where in it they begin)."""
+    def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Of parts of gradients: (parameter, elements, what takes the like part of a whole)."""
 
     def stepped(self) -> None:
         """The optimizer's state has changed; called on every worker."""
@@ -60,7 +62,7 @@ class Plain:
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         return norms(grads)
 
-    def pieces(self, pieces: Sequence[tuple[int, Tensor, int]]) -> list[Tensor]:
+    def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return norms([piece for _, piece, _ in pieces])
 
     def stepped(self) -> None:

@@ -75,6 +75,8 @@ class ScalingRuleBase(BoundOptimizer):
             it biases the gain; by default only the averages are floored).
         var_floor: the least noise that an average can show. Gradients whose squared norms come
             near it seem all noise: lower it for them, or scale the loss up.
+        model: the module that `fully_shard` was called on. It is found without, except after
+            `gc.freeze()`.
     """
 
     def scale_lr(self, scale: float) -> float | Sequence[float]:

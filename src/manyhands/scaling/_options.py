@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from torch import nn
+
 
 class RuleOptions(TypedDict, total=False):
     """The options that every rule takes, by name: see `ScalingRuleBase`."""
@@ -19,3 +21,4 @@ class RuleOptions(TypedDict, total=False):
     delayed: bool
     floor_each_step: bool
     var_floor: float
+    model: nn.Module | None

@@ -8,18 +8,22 @@ beside every root, the square is taken as g . (g / v), at half the cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
+from manyhands._dtensors import is_dtensor
 from manyhands._norms import flattened, norm
+from manyhands.scaling._measures import Piece
+from manyhands.sharding._dtensor_mirror import DTensorMirror
 from manyhands.sharding._mirror import StateMirror
 from manyhands.sharding._oss import OSS
 
 CHUNK = 131_072
+SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 NEGLIGIBLE = 5e-3  # eps beside the least root: twice that is the error of its element, at most
 
 
@@ -44,9 +48,11 @@ class Preconditioned:
                 "Use AdaScale for SGD, or SqrtScale for other adaptive optimizers."
             )
         self._optimizer = optimizer
-        self._mirror: StateMirror | None = None
+        self._mirror: StateMirror | DTensorMirror | None = None
         if isinstance(optimizer, OSS) and optimizer.shards_state:
             self._mirror = StateMirror(optimizer, _moments(optimizer))
+        elif any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
+            self._mirror = DTensorMirror(optimizer, _moments(optimizer))
         self._floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.refresh()
@@ -80,11 +86,13 @@ class Preconditioned:
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
 
-    def pieces(self, pieces: Sequence[tuple[int, Tensor, int]]) -> list[Tensor]:
-        return [self.one(index, piece, start) for index, piece, start in pieces]
+    def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [self.one(*piece) for piece in pieces]
 
-    def one(self, index: int, grad: Tensor, start: int | None = None) -> Tensor:
-        """The length of a gradient, or of its part from `start` on, which is flat."""
+    def one(
+        self, index: int, grad: Tensor, part: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The length of a gradient, or of what `part` takes of it."""
         group, param = self._places[index]
         held = self._optimizer if self._mirror is None else self._mirror
         state = held.state.get(param, {})
@@ -100,15 +108,18 @@ class Preconditioned:
         # g / (sqrt(v) * factor + eps), with the factor left for last
         eps = group["eps"] / factor
         whole = second
-        if start is not None:
-            second = flattened(second)[start : start + grad.numel()]
+        if part is not None:
+            second = part(second)
+            if grad.is_contiguous():
+                second = second.contiguous()
         if grad.device.type != "cpu" or second.stride() != grad.stride():
             if self._floor:
                 second = second.clamp(min=whole.mean() * self._floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
         least, below = self._bound(index, int(state["step"]), whole)
         pairs = zip(flattened(grad).split(CHUNK), flattened(second).split(CHUNK), strict=True)
-        if grad.dtype == second.dtype == torch.float32 and eps < NEGLIGIBLE * math.sqrt(least):
+        single = second.dtype == torch.float32 and grad.dtype in SINGLE
+        if single and eps < NEGLIGIBLE * math.sqrt(least):
             squares = torch.stack(list(self._squares(pairs, least if below else None)))
             return squares.sum().sqrt() / factor
         parts = [norm(self._divided(g, v, eps, least if below else None)) for g, v in pairs]
@@ -130,7 +141,8 @@ class Preconditioned:
         self, pairs: Iterator[tuple[Tensor, Tensor]], least: float | None
     ) -> Iterator[Tensor]:
         """g . (g / max(v, least)), chunk by chunk."""
-        for grad, second in pairs:
+        for chunk, second in pairs:
+            grad = chunk.float()  # which its mean over the workers may be in
             out = self._buffer(grad.dtype, grad.numel())
             if least is None:
                 torch.div(grad, second, out=out)

@@ -3,6 +3,7 @@
 A hook on every parameter takes |g|^2 where the gradient is made: before it is added to `.grad`
 and before any reduction over the workers. When the step's last backward pass is over, and the
 gradients have been averaged, |G|^2 is taken once (`_mean.py`). Both leave in one `Sample`.
+Under `fully_shard` gradients are made on other tensors than the optimizer's (`_unsharded.py`).
 
 Tensors we hold, and when
     _lengths     parameter index -> |g| of the running pass
@@ -23,15 +24,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from manyhands._comm import Workers
+from manyhands._dtensors import local
 from manyhands._passes import BackwardPasses, current_task
+from manyhands.scaling._mark import Mark, has_values
 from manyhands.scaling._mean import Length, MeanGradient, StepFacts
 from manyhands.scaling._measures import Norms
 from manyhands.scaling._sample import Sample
-from manyhands.sharding._gradient import ShardedGradient
+from manyhands.scaling._unsharded import unsharded_parameters
 
 PATIENCE = 2.0  # seconds that a step waits for other workers to announce what this one has
 
@@ -48,24 +51,6 @@ class Accumulation:
     declared: int | None = 1
     loss_is_divided: bool = True
     synchronised: Callable[[], bool] = lambda: True
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """A parameter's gradient as it was: the same tensor, at the same version."""
-
-    param: Tensor
-    grad: Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, param: Tensor) -> _Mark:
-        return cls(param, param.grad, -1 if param.grad is None else param.grad._version)
-
-    @property
-    def unchanged(self) -> bool:
-        grad = self.param.grad
-        return grad is self.grad and (grad is None or grad._version == self.version)
 
 
 class GradientTap:
@@ -90,6 +75,7 @@ class GradientTap:
         on_excess: Callable[[str], None] | None = None,
         join_in: Callable[[], None] = lambda: None,
         difference_at_scale_1: bool = True,
+        model: nn.Module | None = None,
     ) -> None:
         self.accumulation = accumulation
         self.mean = MeanGradient(workers, norms, difference_at_scale_1=difference_at_scale_1)
@@ -103,12 +89,15 @@ class GradientTap:
         self._on_sample = on_sample
         self._on_excess = on_excess or _raise
         self._join_in = join_in
+        self._model = model
         me = weakref.proxy(self)  # no cycle: dropping the optimizer drops the hooks at once
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end())
         self._hooks: list[tuple[Any, Any]] = []
         weakref.finalize(self, _remove, self._hooks)
         self._repeated: set[int] = set()
-        self._stepped: _Mark | None = None
+        self.passes = 0
+        self.sample: Sample | None = None
+        self._stepped: Mark | None = None
         self.hook(param_groups)
 
     # -- hooks on parameters -----------------------------------------------------------------
@@ -118,8 +107,11 @@ class GradientTap:
         self.unhook()
         self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         self.mean.cover(param_groups)
+        self._unsharded = unsharded_parameters(self._params, self._model)
+        # where gradients are made: the parameters, or what stands in for them
+        self._makers = [self._unsharded.get(i, p) for i, p in enumerate(self._params)]
         listener = weakref.ref(self)  # so that dropping the optimizer drops the hooks
-        for index, param in enumerate(self._params):
+        for index, param in enumerate(self._makers):
             if param.is_floating_point() or param.is_complex():
                 node = _accumulator(param)
                 handle = node.register_prehook(partial(_deliver, listener, index))
@@ -136,7 +128,7 @@ class GradientTap:
     @property
     def moved(self) -> bool:
         """Whether parameters were moved or converted since, which takes their hooks away."""
-        trained = [p for p in self._params if p.is_floating_point() or p.is_complex()]
+        trained = [p for p in self._makers if p.is_floating_point() or p.is_complex()]
         nodes = [node for _, node in self._hooks]
         return any(_accumulator(p) is not n for p, n in zip(trained, nodes, strict=True))
 
@@ -164,7 +156,7 @@ class GradientTap:
         else the step's sample is spoiled, this once, and the parts are kept from now on.
         """
         self._repeated.add(index)
-        first = self._params[index].grad
+        first = self._makers[index].grad
         known = float(self._lengths.pop(index))
         length = math.nan if first is None else float(self.norms.one(index, first))
         if first is not None and math.isclose(length, known, rel_tol=1e-4, abs_tol=1e-8):
@@ -178,6 +170,9 @@ class GradientTap:
         """Begin a new step: forget what was measured and not used."""
         self._passes.forget()
         self._stepped = None
+        if self._unsharded and self.passes > 0 and self.sample is None:
+            for maker in self._unsharded.values():  # zero_grad() of fully_shard leaves these
+                maker.grad = None
         self._start_over()
 
     def stepped(self) -> None:
@@ -190,13 +185,13 @@ class GradientTap:
     def _start_over(self) -> None:
         self.mean.difference.forget()
         self.passes = 0
-        self.sample: Sample | None = None
+        self.sample = None
         self._lengths: dict[int, Length] = {}
         self._pieces: dict[int, Tensor] = {}
         self._squares: Tensor | None = None
         self._usable = True
         self.problem: str | None = None
-        self._mark: _Mark | None = None
+        self._mark: Mark | None = None
         self._divided_by = 1
 
     @property
@@ -220,8 +215,12 @@ class GradientTap:
             return False
         if mark.param.grad is None:
             return True
-        grads = (p.grad for p in self._params if p.grad is not None)
-        return not any(_has_values(grad) for grad in grads)
+        # (Where gradients are sharded, of a worker's share: without a collective, and the same
+        # on all but for a gradient that is zero on one and was changed, not cleared.)
+        return not self._any_values()
+
+    def _any_values(self) -> bool:
+        return any(has_values(p.grad) for p in self._params if p.grad is not None)
 
     def _begin(self) -> None:
         """The first gradient of a backward pass has come, and is in no `.grad` yet."""
@@ -237,6 +236,8 @@ class GradientTap:
             self._divided_by = 1
         if self.passes == 0 and self._stepped is not None:
             uncleared = self._stepped.grad is not None and self._stepped.unchanged
+            if uncleared and self._unsharded:  # foreach operations on DTensors leave no trace
+                uncleared = self._any_values()
             self._stepped = None
             if uncleared:
                 self.problem = (
@@ -287,13 +288,19 @@ class GradientTap:
             squares = self.mean.squares_per_group(self._lengths)
             self._squares = squares if self._squares is None else self._squares + squares
         self._lengths, self._pieces = {}, {}
-        self._mark = _Mark.of(self._params[self._first])
+        self._mark = Mark.of(self._params[self._first])
 
     @torch.no_grad()
     def _complete(self) -> None:
         """Measure the mean gradient and send the step's numbers to the other workers."""
         declared = self.accumulation.declared
         passes = self.passes if declared is None else declared
+        if any(i in self._unsharded and self._params[i].grad is None for i in self._lengths):
+            self.problem = (
+                "after the step's last backward() there are gradients that fully_shard has not "
+                "averaged. Was that pass inside no_sync(), or after "
+                "set_requires_gradient_sync(False)? Only the passes before it may be."
+            )
         by_user = declared is not None and self.accumulation.loss_is_divided
         self.sample = self.mean.sample(
             self._squares,
@@ -336,7 +343,7 @@ class GradientTap:
         with torch.no_grad():
             for param in self._params:
                 if param.grad is not None:
-                    param.grad.mul_(factor)
+                    local(param.grad).mul_(factor)
 
 
 def _deliver(listener: weakref.ref[GradientTap], index: int, grads: tuple[Tensor | None]) -> None:
@@ -358,12 +365,6 @@ def _accumulator(param: Tensor) -> Any:
     if frozen:
         param.requires_grad_(False)
     return node
-
-
-def _has_values(grad: Tensor) -> bool:
-    if isinstance(grad, ShardedGradient):  # of which this worker may hold nothing
-        return not grad.zeroed
-    return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())
 
 
 def _raise(message: str) -> None:

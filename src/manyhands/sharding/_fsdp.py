@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._dtensors import is_dtensor, local
 from manyhands._nested import as_type
 from manyhands._passes import current_task
 from manyhands.sharding._agreement import all_here
@@ -46,8 +47,6 @@ from manyhands.sharding._fsdp_full import (
     from_local,
     full_optimizer_state,
     gathered,
-    is_sharded,
-    local,
     plain,
     rename,
     sharded_optimizer_state,
@@ -322,7 +321,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         if self.world_size == 1:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        grads = [local(param.grad) for param in self.params_with_grad]
+        grads = [local(p.grad) for p in self.parameters() if p.grad is not None]
         lengths = [length_of(grad, float(norm_type)) for grad in grads if grad.numel()]
         total = norm_of(lengths, float(norm_type), self._workers, self.compute_device)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -406,7 +405,7 @@ class FullyShardedDataParallel(nn.Module):
             params[name] = {
                 "shape": list(param.shape),
                 "same_as": first,
-                "sharded": is_sharded(param),
+                "sharded": is_dtensor(param),
             }
         buffers = [plain(name, INNER) for name, _ in self.named_buffers()]
         return {"param_metadata": params, "buffer_names": buffers}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands._comm import Workers
+from manyhands._dtensors import is_dtensor
 from manyhands.sharding._ddp import ShardedDataParallel
-from manyhands.sharding._fsdp_full import is_sharded
 from manyhands.sharding._fsdp_optimizers import REPLACED
 from manyhands.sharding._fsdp_used import Place
 
@@ -100,7 +100,7 @@ def begin_alike(module: nn.Module, workers: Workers, device: torch.device) -> No
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return
-    moved = [(t, t.detach().to(device)) for t in tensors if not is_sharded(t)]
+    moved = [(t, t.detach().to(device)) for t in tensors if not is_dtensor(t)]
     workers.send_first([there for _, there in moved])
     with torch.no_grad():
         for tensor, there in moved:

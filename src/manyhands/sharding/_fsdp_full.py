@@ -16,28 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._dtensors import is_dtensor
 from manyhands._nested import changed
 from manyhands.sharding._fsdp_used import Place
 
 
-def is_sharded(tensor: Any) -> bool:
-    """Whether this is a DTensor. (Without importing what takes half a second if none is.)"""
-    return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
-
-
 def whole(tensor: Any) -> Any:
     """All of a sharded tensor, on every worker; to be called on each."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
-def local(tensor: Any) -> Any:
-    """This worker's slice of a sharded tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def sliced(tensor: Tensor, like: Any) -> Tensor:
     """A whole tensor, sharded as another one is; nothing is sent."""
-    if not is_sharded(like) or is_sharded(tensor):
+    if not is_dtensor(like) or is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
@@ -47,7 +38,7 @@ def sliced(tensor: Tensor, like: Any) -> Tensor:
 
 def from_local(tensor: Tensor, like: Any) -> Tensor:
     """A sharded tensor of which `tensor` is this worker's slice."""
-    if not is_sharded(like) or is_sharded(tensor):
+    if not is_dtensor(like) or is_dtensor(tensor):
         return tensor
     if tensor.shape != like.to_local().shape:
         raise ValueError(
@@ -101,7 +92,7 @@ def gathered(
     """
     done: dict[Any, Any] = {}
     for key, value in list(state.items()):
-        if is_sharded(value):
+        if is_dtensor(value):
             which = tied.get(key, key)
             if which not in done:
                 full = whole(value.detach())

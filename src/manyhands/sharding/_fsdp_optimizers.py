@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Optimizer, Rprop, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from manyhands.sharding._fsdp_full import is_sharded, whole
+from manyhands._dtensors import is_dtensor
+from manyhands.sharding._fsdp_full import whole
 
 REPLACED, SHARDED = "_manyhands_replaced", "_manyhands_sharded"
 NEED_WHOLE = (Adafactor, Rprop, SparseAdam)
@@ -49,7 +50,7 @@ def _look_at(optimizer: Optimizer, *_: Any) -> None:
             "model.parameters()."
         )
     if any(getattr(param, SHARDED, False) for param in params):
-        _check_class(optimizer, next(p for p in params if is_sharded(p)))
+        _check_class(optimizer, next(p for p in params if is_dtensor(p)))
     _looked_at[optimizer] = len(params)
 
 

@@ -20,11 +20,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from manyhands._comm import Workers
+from manyhands._dtensors import is_dtensor
 from manyhands.sharding import _state
 from manyhands.sharding._agreement import all_or_none, check_agreement, options_of
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding._elementwise import ELEMENTWISE, chosen_layout
-from manyhands.sharding._fsdp_full import is_sharded
 from manyhands.sharding._shards import FlatBucket, Piece, Shards
 
 PARTS = 4  # of a step: the first are on their way while the others are computed
@@ -163,7 +163,7 @@ class OSS(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with their own options, as any optimizer does; on every worker."""
         super().add_param_group(param_group)
-        if any(is_sharded(param) for param in self.param_groups[-1]["params"]):
+        if any(is_dtensor(param) for param in self.param_groups[-1]["params"]):
             self.param_groups.pop()
             raise TypeError(
                 "OSS shards the state of whole parameters, and these are sharded already, as by "
