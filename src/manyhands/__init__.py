@@ -3,6 +3,7 @@
 `__all__` below is the whole public surface; `help(manyhands.AdaScale)` explains each name.
 """
 
+from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import plan
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptive import AdaptiveDataParallel
@@ -27,12 +28,15 @@ __all__ = [
     "ProgressScheduler",
     "Record",
     "Run",
+    "Saving",
     "ScalingRuleBase",
     "ShardedDataParallel",
     "ShardedGradScaler",
     "SqrtScale",
+    "load",
     "plan",
     "read_record",
+    "save",
 ]
 
 for _name in __all__:  # tracebacks and help() show manyhands.AdaScale
