@@ -1,7 +1,7 @@
 """One model trained in each of the ways, and what it holds, as whole tensors by name.
 
-A *setup* is a model, wrapped, with its optimizer, in one of the WAYS. Its dimensions are odd, so that
-nothing divides evenly, one layer is laid out in another order of memory, and two are tied.
+A *setup* is a model, wrapped, with its optimizer, in one of the WAYS. Its dimensions are odd, so
+that nothing divides evenly, one layer is laid out in another order of memory, and two are tied.
 """
 
 import torch
@@ -25,7 +25,9 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(5, 13)
-        self.norm = nn.BatchNorm1d(13)
+        self.norm = nn.BatchNorm1d(13).eval()  # the same whoever has which part of a batch
+        self.norm.running_mean.normal_()
+        self.register_buffer("passes", torch.tensor(0))
         self.pair = nn.ModuleList([nn.Linear(13, 13), nn.Linear(13, 13)])
         self.pair[1].weight = self.pair[0].weight
         self.image = nn.Conv2d(1, 3, (2, 3)).to(memory_format=torch.channels_last)
@@ -34,6 +36,7 @@ class Model(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, x):
+        self.passes += 1
         hidden = self.norm(self.first(x)).tanh()
         for layer in self.pair:
             hidden = layer(hidden).tanh()
@@ -45,7 +48,7 @@ class Setup:
     """A model and an optimizer on this worker."""
 
     def __init__(self, way, kind=ADAMW, seed=0, rule=None, **options):
-        rank, workers = everyone()
+        _, workers = everyone()
         cls, given = kind
         self.way = way if workers > 1 or way in ("plain", "OSS") else "plain"
         self.module = Model(seed)

@@ -174,9 +174,7 @@ class Restoring:
                 self.result[name] = returned(told["value"], f"value/{name}", get)
                 return
             names = names_of(given)
-            self._take(
-                ModelLoading(names, told["value"], f"value/{name}", tensors, get, what=name)
-            )
+            self._take(ModelLoading(names, told["value"], f"value/{name}", tensors, get, what=name))
             self.result[name] = given
             return
         value = decoded(told, get)

@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from manyhands.checkpoint import _index
 
@@ -34,7 +33,7 @@ PARTIAL, PRUNED, LOCK = ".partial-", ".pruned-", ".lock"
 TOKEN = "token"
 PATIENCE = 3.0  # seconds for another process, that is ending, to let go of the lock
 
-_held: dict[Path, Any] = {}
+_held: dict[Path, int] = {}  # descriptors
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -185,7 +184,7 @@ def take_lock(folder: Path) -> None:
     held = _held.get(path)
     if fcntl is None or (held is not None and _is_at(held, path)):
         return
-    file = path.open("a+")
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -195,25 +194,23 @@ def take_lock(folder: Path) -> None:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 break  # a file system without locks
             if time.monotonic() > deadline:
-                file.seek(0)
-                text = file.read()
-                file.close()
+                text = os.read(file, 4096)
+                os.close(file)
                 raise RuntimeError(_taken(folder, text)) from None
         time.sleep(0.1)
-    file.truncate(0)
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
-    file.write(json.dumps(holder))
-    file.flush()
+    os.ftruncate(file, 0)
+    os.write(file, json.dumps(holder).encode())
     _held[path] = file
 
 
-def _is_at(file: Any, path: Path) -> bool:
-    """Whether a lock's file is still the one in the folder, and held by this process, not forked."""
+def _is_at(file: int, path: Path) -> bool:
+    """Whether a lock's file is still the one in the folder, and this process (no fork) has it."""
     try:
         here = os.stat(path)
     except FileNotFoundError:
         return False
-    mine = os.fstat(file.fileno())
+    mine = os.fstat(file)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # does nothing where we have it
     except OSError:
@@ -221,7 +218,7 @@ def _is_at(file: Any, path: Path) -> bool:
     return (here.st_ino, here.st_dev) == (mine.st_ino, mine.st_dev)
 
 
-def _taken(folder: Path, text: str) -> str:
+def _taken(folder: Path, text: bytes) -> str:
     try:
         holder = json.loads(text)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))

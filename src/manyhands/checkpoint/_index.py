@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,14 @@ class Index:
         return sum(file.nbytes for file in self.files)
 
     def text(self) -> str:
-        content = asdict(self)
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content["files"] = [asdict(file) for file in self.files]
         content["tensors"] = {
-            key: [t.shape, t.dtype, [[c.offsets, c.sizes, c.file, c.name, c.crc32] for c in t.chunks]]
+            key: [
+                t.shape,
+                t.dtype,
+                [[c.offsets, c.sizes, c.file, c.name, c.crc32] for c in t.chunks],
+            ]
             for key, t in self.tensors.items()
         }
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
@@ -124,7 +129,10 @@ def _built(content: Mapping[str, Any]) -> Index:
         key: Tensor(
             tuple(shape),
             dtype,
-            [Chunk(tuple(at), tuple(sizes), file, name, crc) for at, sizes, file, name, crc in chunks],
+            [
+                Chunk(tuple(at), tuple(sizes), file, name, crc)
+                for at, sizes, file, name, crc in chunks
+            ],
         )
         for key, (shape, dtype, chunks) in content["tensors"].items()
     }

@@ -35,8 +35,9 @@ def load(
 
     Values come back as they were saved, and the step, if it was given, as `"step"`. What has a
     `load_state_dict` is given under its name, and is loaded in place; otherwise its state dict
-    comes back. With an optimizer the run goes on, and so do the random generators; with another number
-    of workers, those of the ranks that there were. A model alone may be loaded to be evaluated.
+    comes back. With an optimizer the run goes on, and so do the random generators; with another
+    number of workers, those of the ranks that there were. A model alone may be loaded to be
+    evaluated.
 
     A checkpoint that is damaged, incomplete, or not of this model and optimizer is an error on
     every worker, and nothing has changed then.

@@ -45,7 +45,7 @@ def saved_model(names: Names, prefix: str, rank: int) -> tuple[dict[str, Any], d
 
 
 class ModelLoading:
-    """A saved model on its way into one here: making it checks that it fits, and changes nothing."""
+    """A saved model on its way into one here; making it checks that it fits, changing nothing."""
 
     def __init__(
         self,

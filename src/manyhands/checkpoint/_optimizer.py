@@ -51,8 +51,8 @@ def taken_apart(optimizer: Any) -> tuple[ScalingRuleBase | None, Optimizer]:
         return optimizer, optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Other "
-            "things with a state_dict are saved under a name of yours: mh.save(path, scaler=scaler)."
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. What "
+            "else has a state_dict is saved under a name of yours: mh.save(path, scaler=scaler)."
         )
     return vars(optimizer).get("_manyhands_rule", lambda: None)(), optimizer
 
@@ -65,7 +65,7 @@ def names_in(optimizer: Optimizer, names: Names | None) -> list[list[str]]:
     """The parameters' names, by group."""
     result = []
     for number, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")
+        given: Any = group.get("param_names")
         if names is None and given is None:
             raise ValueError(
                 "the optimizer's state is saved under its parameters' names, which the model "
@@ -89,7 +89,7 @@ def names_in(optimizer: Optimizer, names: Names | None) -> list[list[str]]:
 
 
 def collected(optimizer: Any, names: Names | None, number: int, rank: int) -> Saved:
-    """What this worker has of an optimizer's state, and (rank 0) all that is the same everywhere."""
+    """What this worker has of an optimizer's state, and on rank 0 all that is alike everywhere."""
     rule, inner = taken_apart(optimizer)
     groups = names_in(inner, names)
     prefix = f"optimizer.{number}"
@@ -184,7 +184,7 @@ class Loading:
         self._state = {self._aliases.get(name, name): s for name, s in told["state"].items()}
         self._options = self._matched_options()
         self._other = decoded(told["other"], get)
-        self._scaling = None if self.rule is None else self._parsed_rule(self.rule)
+        self._scaling: Any = None if self.rule is None else self._parsed_rule(self.rule)
         if hasattr(self.inner, "_prepare"):  # of an OSS: what has thawed gets its place
             self.inner._prepare()
         shares, packed = shares_of(self.inner, self._groups, places_only=True)

@@ -50,7 +50,7 @@ def _loaded(
             )
         reader = stack.enter_context(Reader(checkpoint, index))
         restoring, plan, planner, random = team.together(
-            lambda: _compared(reader, given, values, team.rank)
+            lambda: _compared(reader, given, values, team)
         )
 
         def commit() -> None:
@@ -68,13 +68,13 @@ def _opened(checkpoint: Path, stack: ExitStack) -> tuple[_index.Index, int]:
         return _index.read(checkpoint)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{checkpoint} cannot be found. If rank 0 does not say so, too, this worker has another "
-            "file system: give a path that all workers share."
+            f"{checkpoint} cannot be found. If rank 0 does not say so, too, this worker has "
+            "another file system: give a path that all workers share."
         ) from error
 
 
 def _compared(
-    reader: Reader, given: Mapping[str, Any], values: Mapping[str, Any], rank: int
+    reader: Reader, given: Mapping[str, Any], values: Mapping[str, Any], team: Team
 ) -> tuple[Restoring, LoadPlan, _plan.LoadPlanner, dict[str, Tensor]]:
     """All that can be wrong is found here, and nothing is changed."""
     index = reader.index
@@ -82,10 +82,11 @@ def _compared(
     planner = _plan.LoadPlanner(restoring.targets, reader.read_metadata())
     plan = planner.create_local_plan()
     _check_covered(plan, restoring.targets)
-    reader.verify(plan)
+    goes_on = bool(listed_as(given["optimizer"]))
+    reader.verify(plan, team.rank, team.size, all_of_it=goes_on)
     random: dict[str, Tensor] = {}
-    if listed_as(given["optimizer"]):  # the run goes on
-        prefix = f"random/{rank}/"
+    if goes_on:
+        prefix = f"random/{team.rank}/"
         for key in index.tensors:
             if key.startswith(prefix):
                 random[key.removeprefix(prefix)] = reader.whole(key)

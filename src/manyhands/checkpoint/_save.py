@@ -90,8 +90,8 @@ def save(
     >>> mh.load("run", model=model, optimizer=optimizer)
     {'step': 100, 'best_loss': 0.25}
 
-    Each worker writes its share into a file of its own; nothing is gathered. State is saved under the
-    parameters' names, so that `load` takes it on any number of workers, under any sharding. A
+    Each worker writes its share into a file of its own; nothing is gathered. State is saved under
+    the parameters' names, so that `load` takes it on any number of workers, under any sharding. A
     checkpoint is complete or it is not there: a run that is killed, or a disk that is full, leaves
     the one before.
 
@@ -104,8 +104,8 @@ def save(
         scheduler: a learning rate scheduler, or a list.
         step: how far the run is; part of the checkpoint's name, and `load` returns it.
         keep: how many checkpoints to leave there, this one included; None: all.
-        wait: False copies the state, returns, and writes in a thread. The checkpoint is complete when
-            `wait()` of what is returned has come back. The next `save` or `load` waits for it.
+        wait: False copies the state, returns, and writes in a thread. The checkpoint is complete
+            when `wait()` of what is returned has come back. The next `save` or `load` waits for it.
         process_group: the workers that share the run; all, by default.
         **values: what else belongs to the run: tensors, numbers, strings, lists, dicts, modules,
             and whatever has `state_dict` and `load_state_dict`.

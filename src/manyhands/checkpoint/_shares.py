@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -132,8 +132,8 @@ def target_for(
     shaped = tuple(shape) == tuple(param.shape) and (len(shape) > 0 or entry != "step")
     if not shaped and torch.Size(shape).numel() == param.numel() > 1:
         raise ValueError(
-            f"the state {entry!r} of {share.name!r} has the shape {tuple(shape)} in the checkpoint, "
-            f"and the parameter {tuple(param.shape)}. Is it another model's?"
+            f"the state {entry!r} of {share.name!r} has the shape {tuple(shape)} in the "
+            f"checkpoint, and the parameter {tuple(param.shape)}. Is it another model's?"
         )
     now = share.entries.get(entry)
     if not shaped:
@@ -143,15 +143,16 @@ def target_for(
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
         return tensor, part_to_save(tensor)
     like = share.like
-    tensor = now if _fits(now, like.shape, dtype) and _same_order(now, like) else None
-    if tensor is None:
+    if _fits(now, like.shape, dtype) and _same_order(now, like):
+        tensor = now
+    else:
         tensor = torch.empty_like(like, dtype=dtype, requires_grad=False).detach()
     if piece is not None and not piece.whole:
         return tensor, Boxes.cut(tensor, param, piece.start)
     return tensor, part_to_save(tensor)
 
 
-def _fits(now: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
+def _fits(now: Any, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype
 
 

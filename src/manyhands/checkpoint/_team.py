@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from manyhands._comm import Workers
-from manyhands.checkpoint._safetensors import memory_of
 
 Made = TypeVar("Made")
 PATIENCE = timedelta(hours=2)  # for the slowest worker's disk
+FIRST = 512  # bytes of a text that go in the first round
 KINDS = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 
 _groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
@@ -56,20 +56,24 @@ class Team:
         if self.size == 1:
             return [text]
         sent = zlib.compress(text.encode(), 1)
-        own = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        sizes = self._gathered(torch.tensor([own.numel()]))
-        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
-        padded[: own.numel()] = own
-        rows = self._gathered(padded)
+        # The length, and the text if it is short; else all of it in a second round.
+        rows = self._gathered(len(sent).to_bytes(8, "little") + sent, FIRST)
+        sizes = [int.from_bytes(row[:8], "little") for row in rows]
+        rest = max(sizes) + 8 - FIRST
+        if rest > 0:
+            more = self._gathered(sent[FIRST - 8 :], rest)
+            rows = [row + other for row, other in zip(rows, more, strict=True)]
         return [
-            zlib.decompress(ctypes.string_at(row.data_ptr(), int(size))).decode()
+            zlib.decompress(row[8 : 8 + size]).decode()
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def _gathered(self, sent: bytes, size: int) -> list[bytes]:
+        """Every worker's first `size` bytes, filled up with zeros."""
+        own = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.size)]
         self.group.allgather([rows], [own]).wait()  # works beside destroy_process_group, too
-        return rows
+        return [ctypes.string_at(row.data_ptr(), size) for row in rows]
 
     def tell(self, text: str) -> str:
         """Rank 0's text, on every worker."""

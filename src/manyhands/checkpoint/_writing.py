@@ -78,9 +78,11 @@ def begin_save(
             written = team.together(lambda: _written(writer, mine, source))
             texts = team.gather(json.dumps(written))
             team.together(
-                lambda: _publish(partial, name.name, step, contents, metadata, texts, keep)
-                if team.rank == 0
-                else None
+                lambda: (
+                    _publish(partial, name.name, step, contents, metadata, texts, keep)
+                    if team.rank == 0
+                    else None
+                )
             )
         except BaseException:
             _drop(partial, team)
@@ -141,15 +143,17 @@ def _written(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:
         raise
     file = writer.file
     assert file is not None
-    parts = [[each.index.fqn, list(each.index.offset or ()), *each.storage_data] for each in results]
+    parts = [
+        [each.index.fqn, list(each.index.offset or ()), *each.storage_data] for each in results
+    ]
     return [file.name, file.nbytes, file.crc32, parts]
 
 
 def _no_room(folder: Path, needed: int) -> str:
     free = shutil.disk_usage(folder).free
     return (
-        f"there is no room for the checkpoint in {folder.parent}: a worker has up to {needed:,} bytes to "
-        f"write, and {free:,} are free (or the limit on the size of a file is reached). The "
+        f"there is no room for the checkpoint in {folder.parent}: a worker has up to {needed:,} "
+        f"bytes to write, and {free:,} are free (or the limit on the size of a file is reached). The "
         "checkpoints that were complete are as they were. Make room, or keep fewer."
     )
 

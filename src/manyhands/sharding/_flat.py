@@ -31,7 +31,7 @@ def order_of_dims(like: Tensor) -> list[int]:
     """The dimensions, from the slowest to the fastest, as `flattened(..., like)` goes through."""
     if like.is_contiguous() or not _dense(like):
         return list(range(like.dim()))
-    return sorted(range(like.dim()), key=lambda dim: -like.stride(dim))
+    return sorted(range(like.dim()), key=like.stride, reverse=True)
 
 
 def _dense(tensor: Tensor) -> bool:
