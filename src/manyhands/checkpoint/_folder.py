@@ -65,7 +65,7 @@ def newest(path: Path) -> Path:
     raise FileNotFoundError(
         f"{path} has no complete checkpoint"
         + (", only what was left of one that was not finished." if partial else ".")
-        + f" A checkpoint is a folder with a file {_index.NAME} in it."
+        + f" Give the folder that mh.save was given; a checkpoint in it has a file {_index.NAME}."
     )
 
 

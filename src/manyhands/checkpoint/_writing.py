@@ -153,7 +153,7 @@ def _no_room(folder: Path, needed: int) -> str:
     free = shutil.disk_usage(folder).free
     return (
         f"there is no room for the checkpoint in {folder.parent}: a worker has up to {needed:,} "
-        f"bytes to write, and {free:,} are free (or the limit on the size of a file is reached). The "
+        f"bytes to write, and {free:,} are free (or a limit on the size of files is reached). The "
         "checkpoints that were complete are as they were. Make room, or keep fewer."
     )
 
