@@ -83,20 +83,20 @@ def test_state_of_whole_parameters(kind, tmp_path):
             run_ranks(there, read, tmp_path / way, saved)
 
 
-def scaled(optimizer):
-    return mh.AdaScale(optimizer)
-
-
 @pytest.mark.parametrize("way", WAYS[:3])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_rule_goes_on_with_its_averages(way, workers, tmp_path):
+@pytest.mark.parametrize(("kind", "rule"), [(SGD, mh.AdaScale), (ADAMW, mh.AdamScale)])
+def test_a_rule_goes_on_with_its_averages(way, workers, kind, rule, tmp_path):
+    def scaled(optimizer):
+        return rule(optimizer, smoothing=0.5)
+
     def go():
-        setup = Setup(way, SGD, rule=scaled).train(STEPS, draw=True)
+        setup = Setup(way, kind, rule=scaled).train(STEPS, draw=True)
         mh.save(tmp_path / "run", **setup.given(), step=STEPS)
         after = setup.train(2, STEPS, draw=True)
         expected = after.held(), after.optimizer.snapshot()["progress"], after.optimizer.gain()
         del after, setup
-        again = Setup(way, SGD, seed=5, rule=scaled).train(1)
+        again = Setup(way, kind, seed=5, rule=scaled).train(1)
         mh.load(tmp_path / "run", **again.given())
         again.train(2, STEPS, draw=True)
         assert_equal(again.held(), expected[0])

@@ -318,3 +318,114 @@ def test_large_tensors_are_written_and_read_in_blocks(tmp_path, monkeypatch):
     expected = Setup("plain").train(1).held()
     mh.load(tmp_path, **setup.given())
     assert_equal(setup.held(), expected)
+
+
+# -- corners ---------------------------------------------------------------------------------------
+
+
+def test_some_of_the_workers_may_share_a_run(tmp_path):
+    def go():
+        groups = [dist.new_group([0]), dist.new_group([1, 2])]
+        rank = dist.get_rank()
+        group = groups[min(rank, 1)]
+        model = nn.Linear(3, 3)
+        optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, group=group)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        path = tmp_path / str(min(rank, 1))
+        mh.save(path, model=model, optimizer=optimizer, process_group=group, value=rank)
+        return mh.load(path, model=model, optimizer=optimizer, process_group=group)["value"]
+
+    assert run_ranks(3, go) == [0, 1, 1]
+    assert len(list((tmp_path / "1" / "000001").glob("worker-*"))) == 2
+
+
+def test_parameters_that_a_forward_has_left_whole_are_saved_and_loaded_sharded(tmp_path):
+    def go():
+        setup = Setup("fully_shard").train(1)
+        expected = setup.held()
+        with torch.no_grad():
+            setup.model(torch.ones(2, 5))  # the root stays whole until the next backward
+        expected["passes"] += 1
+        mh.save(tmp_path, **setup.given())
+        other = Setup("fully_shard", seed=3).train(1)
+        with torch.no_grad():
+            other.model(torch.ones(2, 5))
+        mh.load(tmp_path, **other.given())
+        assert_equal(other.held(), expected)
+
+    run_ranks(2, go)
+
+
+def test_state_of_a_frozen_parameter_waits_until_it_thaws(tmp_path):
+    def go():
+        setup = Setup("OSS").train(2)
+        mh.save(tmp_path / "first", **setup.given())
+        other = nn.ModuleDict({"model": Setup("plain").module})["model"]
+        other.last.weight.requires_grad_(False)
+        optimizer = mh.OSS(
+            [
+                {"params": [p for p in other.parameters() if p.dim() > 1]},
+                {"params": [p for p in other.parameters() if p.dim() <= 1]},
+            ],
+            optim=torch.optim.AdamW,
+            bucket_size=64,
+        )
+        mh.load(tmp_path / "first", model=other, optimizer=optimizer)
+        mh.save(tmp_path / "second", model=other, optimizer=optimizer)  # still frozen
+        mh.load(tmp_path / "second", model=other, optimizer=optimizer)
+        other.last.weight.requires_grad_(True)
+        optimizer.refresh_trainable()
+        again = Setup("plain", seed=3)
+        mh.save(tmp_path / "third", model=other, optimizer=optimizer)
+        mh.load(tmp_path / "third", **again.given() | {"scheduler": None})
+        expected, mine = setup.held(), again.held()
+        del expected["lr"], mine["lr"]
+        assert_equal(mine, expected)
+
+    run_ranks(2, go)
+
+
+def test_a_rule_that_patches_its_optimizer_is_saved_with_it(tmp_path):
+    def build():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return mh.AdaptiveDataParallel(model, optimizer, mh.AdaScale()), optimizer
+
+    model, optimizer = build()
+    for _ in range(3):
+        model(torch.randn(4, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    other, twin = build()
+    mh.load(tmp_path, model=other, optimizer=twin)
+    assert other.scaling_rule.progress == model.scaling_rule.progress > 0
+    assert str(other.scaling_rule.state_dict()) == str(model.scaling_rule.state_dict())
+
+
+def test_a_model_may_be_loaded_in_another_precision(tmp_path):
+    model = nn.Linear(2, 2)
+    mh.save(tmp_path, model=model)
+    half = nn.Linear(2, 2, dtype=torch.bfloat16)
+    mh.load(tmp_path, model=half)
+    assert torch.equal(half.weight, model.weight.bfloat16())
+
+
+def test_state_in_another_type_than_the_parameter_keeps_it(tmp_path):
+    class Wide(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["wide"] = torch.full(param.shape, 1 / 3)
+
+    def build():
+        model = nn.Linear(2, 2, dtype=torch.bfloat16)
+        return model, Wide(model.parameters(), lr=0.1)
+
+    model, optimizer = build()
+    optimizer.step()
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    other, twin = build()
+    mh.load(tmp_path, model=other, optimizer=twin)
+    assert torch.equal(twin.state[other.weight]["wide"], torch.full((2, 2), 1 / 3))

@@ -69,8 +69,8 @@ def newest(path: Path) -> Path:
     )
 
 
-def begin(folder: Path, step: int | None, token: str) -> tuple[Path, str]:
-    """Make the folder that the next checkpoint is written to; returns it and its final name.
+def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
+    """Make the folder that the next checkpoint is written to; returns its name, now and then.
 
     Removes what was left by runs that were killed.
     """
@@ -91,7 +91,7 @@ def begin(folder: Path, step: int | None, token: str) -> tuple[Path, str]:
     partial = folder / f"{PARTIAL}{last + 1:06d}"
     partial.mkdir()
     (partial / TOKEN).write_text(token)
-    return partial, name
+    return partial.name, name
 
 
 def check_shared(partial: Path, token: str) -> None:

@@ -98,8 +98,9 @@ def _reshard(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
-    if isinstance(model, ShardedDataParallel):
-        model._wait()
+    for module in model.modules():
+        if isinstance(module, ShardedDataParallel):
+            module._wait()
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

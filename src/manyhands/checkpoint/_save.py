@@ -12,6 +12,7 @@ If anything fails anywhere, every worker raises, and the folder goes.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable
@@ -116,8 +117,10 @@ def save(
     wait_for_pending()
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be at least 1, or None to keep all, got {keep!r}.")
-    if step is not None and (not isinstance(step, int) or step < 0):
-        raise ValueError(f"step must be a whole number, not negative, got {step!r}.")
+    if step is not None:
+        if not hasattr(step, "__index__") or step < 0:
+            raise ValueError(f"step must be a whole number, not negative, got {step!r}.")
+        step = operator.index(step)
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     final, work = begin_save(Path(path), given, values, step, keep, wait, process_group)
     saving = Saving(final)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import time
 import uuid
@@ -42,7 +41,6 @@ def begin_save(
     at_rest(given["optimizer"], to_load=False)
     contents = team.together(lambda: _collected(given, values, team.rank))
     facts = {
-        "path": os.path.abspath(path),
         "step": step,
         "keep": keep,
         "wait": wait,
@@ -63,7 +61,8 @@ def begin_save(
 
     token = team.tell(uuid.uuid4().hex)
     begun = team.together(lambda: _folder.begin(path, step, token) if team.rank == 0 else None)
-    partial, name = map(Path, json.loads(team.tell(json.dumps([*map(str, begun or ())]))))
+    hidden, name = json.loads(team.tell(json.dumps(begun)))
+    partial = path / hidden
     mine = plans[team.rank]
     try:
         team.together(lambda: _folder.check_shared(partial, token))
@@ -79,7 +78,7 @@ def begin_save(
             texts = team.gather(json.dumps(written))
             team.together(
                 lambda: (
-                    _publish(partial, name.name, step, contents, metadata, texts, keep)
+                    _publish(partial, name, step, contents, metadata, texts, keep)
                     if team.rank == 0
                     else None
                 )
