@@ -71,11 +71,11 @@ is by how much the resident memory of the rank that grows most was above what it
 {quiet}
 - The full state dict takes {full_save} times as long to save (on 2 and 4 ranks) and {full_load}
   times as long to load; its rank 0 needs {full_peak} times our peak.
-- torch.distributed.checkpoint takes {dcp_save} and {dcp_load} times as long. It has no
+- torch.distributed.checkpoint takes {dcp_save} times as long to save, {dcp_load} to load. It has no
   checksums, and pickles its metadata.
 - `mh.load` reads the checkpoint twice: once to compare every byte with its checksum, before
   anything changes.
-- `wait=False` returns when the state is copied; its peak is that copy, 1/N of the state.
+- `wait=False` returns when the state is copied; its peak is at most that copy, 1/N of the state.
 
 ## Kills and damage
 

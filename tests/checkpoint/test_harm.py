@@ -7,6 +7,7 @@ import random
 import resource
 import subprocess
 import sys
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -32,6 +33,40 @@ def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path)
     mh.save(tmp_path / "run", value=1)
     assert hidden(tmp_path / "run") == []  # what was left of the killed is gone
     assert len(_folder.complete(tmp_path / "run")) == 2
+
+
+def test_a_run_killed_at_each_thing_it_does_to_files(tmp_path):
+    """One operation further each time, until a save comes to its end."""
+    path = tmp_path / "run"
+    mh.save(path, value=torch.zeros(3), step=0, keep=1)
+
+    def save_until(number):
+        done = 0
+
+        def stop(event, args):
+            nonlocal done
+            if args and event.startswith(("open", "os.", "shutil.")) and str(path) in str(args[0]):
+                done += 1
+                if done > number:
+                    os._exit(9)
+
+        sys.addaudithook(stop)
+        mh.save(path, value=torch.full((3,), float(number)), step=number, keep=1)
+        os._exit(0)
+
+    codes = []
+    for number in range(1, 200):
+        child = get_context("fork").Process(target=save_until, args=(number,))
+        _folder.release_locks()
+        child.start()
+        child.join()
+        codes.append(child.exitcode)
+        found = mh.load(path)
+        assert found["value"].tolist() == [found["step"]] * 3
+        if child.exitcode == 0:
+            break
+    assert codes == [9] * (len(codes) - 1) + [0] and len(codes) > 15
+    assert mh.load(path)["step"] == number
 
 
 def test_harmed_files_are_refused_and_change_nothing(tmp_path):

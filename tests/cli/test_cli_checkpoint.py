@@ -43,7 +43,7 @@ def test_inspect_shows_what_there_is(manyhands, tmp_path):
         "scheduler CosineAnnealingLR",
         "values: best",
         "model/image.weight",
-        "3 × 1 × 2 × 3",
+        "3 × 2 × 2 × 3",
         "all checksums are right",
     ):
         assert words in said, words

@@ -204,6 +204,12 @@ def take_lock(folder: Path) -> None:
     _held[path] = file
 
 
+def release_locks() -> None:
+    """Let other processes save where this one has."""
+    while _held:
+        os.close(_held.popitem()[1])
+
+
 def _is_at(file: int, path: Path) -> bool:
     """Whether a lock's file is still the one in the folder, and this process (no fork) has it."""
     try:
