@@ -57,6 +57,7 @@ class Setup:
             {"params": [p for p in self.module.parameters() if p.dim() <= 1], "lr": 0.01},
         ]
         if self.way == "fully_shard":
+            self.module.image.to(memory_format=torch.contiguous_format)  # the only one it takes
             fully_shard(self.module.last)
             self.model = fully_shard(self.module)
             self.optimizer = cls(params(), **given)
