@@ -26,6 +26,7 @@ SIZES = {
     for size in (
         Size("smallest", 64, 2, 96, batch=2, context=16),  # 0.1 M parameters
         Size("tiny", 128, 2, 512, batch=2, context=16),  # 0.5 M parameters
+        Size("10M", 384, 4, 3840, batch=2),
         Size("25M", 512, 6, 6144, batch=2),
         Size("100M", 768, 12, 10_240, batch=2),
     )

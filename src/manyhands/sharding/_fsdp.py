@@ -235,7 +235,7 @@ class FullyShardedDataParallel(nn.Module):
         if self._is_root is None:
             self._become_root()
         if self._team is not None:
-            self._team.averaging.forget()
+            self._team.forget()
         if self.force_input_to_fp32 and self._precision.compute is None:
             args, kwargs = as_type(torch.float32, args), as_type(torch.float32, kwargs)
         try:
@@ -244,6 +244,8 @@ class FullyShardedDataParallel(nn.Module):
             if self._is_root and self._engine is not None and current_task() == -1:
                 self._engine.recover()
             raise
+        if self._team is not None:
+            self._team.end_forward()
         if self._is_root and not torch.is_grad_enabled():
             self._reshard()  # what a root keeps is for a backward, and none will come
         if self.clear_autocast_cache:

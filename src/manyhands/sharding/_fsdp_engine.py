@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from manyhands._comm import Workers
 from manyhands._nested import changed
+from manyhands._passes import current_task
+from manyhands.sharding._fsdp_ahead import Ahead
 from manyhands.sharding._fsdp_comm import Average, Averaging, Gather
 from manyhands.sharding._fsdp_options import Precision
 from manyhands.sharding._fsdp_used import Place, Used
@@ -61,8 +64,13 @@ class Engine:
         """Look up the sharded parameters, after they were made or replaced."""
         self.params: list[Tensor] = [_held(place) for place in self.places]
 
-    def connect(self, averaging: Averaging, used: Used, first: int) -> None:
-        """Send through `averaging`; our parameters are numbered from `first` in `used`."""
+    def connect(
+        self, averaging: Averaging, used: Used, first: int, run: Callable[[], None]
+    ) -> None:
+        """Send through `averaging`; our parameters are numbered from `first` in `used`.
+
+        `run` is called in each forward, with the parameters there.
+        """
         me = weakref.ref(self)
         if self.on_gloo:
             self.module.set_custom_all_gather(Gather(self.workers))
@@ -75,12 +83,18 @@ class Engine:
         def watch(_: nn.Module, __: Any) -> None:
             if torch.is_grad_enabled():
                 used.watch(first, places)
+            if current_task() == -1:  # not recomputed in a backward
+                run()
 
         self.module.register_forward_pre_hook(watch)  # after the engine's own
 
     def synchronise(self, on: bool) -> None:
         """Whether backward passes average gradients."""
         self.module.set_requires_gradient_sync(on, recurse=False)
+
+    def gather(self) -> None:
+        """Have the whole parameters there."""
+        self.module.unshard()
 
     def reshard(self) -> None:
         """Let the whole parameters go, if they are there."""
@@ -107,17 +121,39 @@ class Team:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         workers = engines[0].workers
-        members = [weakref.ref(engine) for engine in engines]
+        self._members = members = [weakref.ref(engine) for engine in engines]
 
         def params() -> list[Tensor]:
             return [param for member in members for param in _of(member).params]
 
         self.used = Used(workers, params)
         self.averaging = Averaging(workers, self.used.begin, self.used.end)
+        self._ahead = Ahead()
+        self._gathers_ahead = all(engine.on_gloo for engine in engines)  # else it has streams
         first = 0
-        for engine in engines:
-            engine.connect(self.averaging, self.used, first)
+        for number, engine in enumerate(engines):
+            engine.connect(self.averaging, self.used, first, partial(self._ahead.run, number))
             first += len(engine.places)
+
+    def end_forward(self) -> None:
+        """The root's forward is over: gather in this order in the next one."""
+        if not self._gathers_ahead or current_task() != -1 or not self._ahead.end():
+            return
+        for number, member in enumerate(self._members):
+            after = self._ahead.next.get(number)
+            modules = [] if after is None else [_of(self._members[after]).module]
+            _of(member).module.set_modules_to_forward_prefetch(modules)
+        for number in self._ahead.begun:
+            engine = _of(self._members[number])
+            engine.gather()  # what was begun has to be waited for
+            engine.reshard()
+
+    def forget(self) -> None:
+        """Begin anew, if a forward or backward has raised an error."""
+        if self._ahead.going_on and not hasattr(_of(self._members[0]).module, "reset_iter_state"):
+            self.end_forward()  # lets go what was begun, which `recover` does in torch 2.13
+        self._ahead.forget()
+        self.averaging.forget()
 
 
 class _Whole(torch.autograd.Function):
