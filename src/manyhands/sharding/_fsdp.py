@@ -308,6 +308,11 @@ class FullyShardedDataParallel(nn.Module):
                 wrap._engine.divide = pre, post
 
     @property
+    def cpu_offload(self) -> bool:
+        """An older name of `move_params_to_cpu`."""
+        return self.move_params_to_cpu
+
+    @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
