@@ -219,7 +219,7 @@ class FullyShardedDataParallel(nn.Module):
         dtypes = {}
         for name, buffer in own_buffers(module, FullyShardedDataParallel):
             if self._precision.buffers is not None and buffer.is_floating_point():
-                dtypes[name] = buffer.dtype
+                dtypes[plain(name, INNER)] = buffer.dtype
                 buffer.data = buffer.data.to(self._precision.buffers)
         return dtypes
 
