@@ -262,6 +262,13 @@ def test_what_the_wrapper_does_not_have_is_the_modules():
         model.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize("option", ["cpu_offload", "move_params_to_cpu"])
+def test_the_older_name_of_move_params_to_cpu(option):
+    layer = mh.FSDP(nn.Linear(2, 2), **{option: True})
+    assert layer.cpu_offload and layer.move_params_to_cpu and layer.move_grads_to_cpu
+    assert not mh.FSDP(nn.Linear(2, 2)).cpu_offload
+
+
 def test_importing_the_library_does_not_import_torchs_engine():
     code = (
         "import manyhands as mh, sys, torch\n"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
@@ -57,6 +58,64 @@ def test_a_state_dict_is_the_plain_models(workers, way):
     for saved, again in (first, *others):
         for one, two, three in zip(first[0], saved, again, strict=True):
             assert torch.equal(one, two) and torch.equal(one, three)
+
+
+class Small(nn.Module):
+    """With a tied parameter and a buffer in what is checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inside = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+        self.inside[2].weight = self.inside[0].weight
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.inside(x).float())
+
+
+def wrapped_inside(module, **options):
+    return mh.FSDP(checkpoint_wrapper(module), **options)
+
+
+def wrapped_outside(module, **options):
+    return checkpoint_wrapper(mh.FSDP(module, **options))
+
+
+@pytest.mark.parametrize("way", [wrapped_inside, wrapped_outside])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_names_with_torchs_checkpoint_wrapper_are_the_plain_models(workers, way):
+    def run():
+        model = Small()
+        model.inside = way(model.inside, mixed_precision=True, compute_dtype=torch.bfloat16)
+        model = mh.FSDP(model)
+        optimizer = AdamW(model.parameters())
+        model(torch.randn(4, 5)).float().sum().backward()
+        optimizer.step()
+        state = model.state_dict()
+        tied = [state[f"inside.{i}.weight"].data_ptr() for i in (0, 2)]
+        assert tied[0] == tied[1]
+        Small().load_state_dict(state)
+        kinds = [str(value.dtype) for value in state.values()]
+        fresh = Small()
+        fresh.inside = way(fresh.inside)
+        fresh = mh.FSDP(fresh)
+        fresh.load_state_dict(state)
+        again = fresh.state_dict()
+        local = [fresh.local_state_dict(), fresh.local_metadata_dict()]
+        full = model.gather_full_optim_state_dict(optimizer)
+        names = sorted(full["param_id_map"]) if full else []
+        return list(state), kinds, [torch.equal(again[k], state[k]) for k in state], names, local
+
+    ranks = run_ranks(workers, run)
+    plain = Small()
+    assert ranks[0][0] == list(plain.state_dict())
+    assert ranks[0][1] == [str(value.dtype) for value in plain.state_dict().values()]
+    assert all(ranks[0][2])
+    assert ranks[0][3] == sorted(name for name, _ in plain.named_parameters())
+    slices, metadata = ([rank[4][part] for rank in ranks] for part in range(2))
+    whole = mh.FSDP.consolidate_shard_weights(slices, metadata)
+    assert sorted(whole) == sorted(plain.state_dict())
 
 
 def test_a_state_dict_of_a_larger_module_has_plain_names():

@@ -219,7 +219,7 @@ class FullyShardedDataParallel(nn.Module):
         dtypes = {}
         for name, buffer in own_buffers(module, FullyShardedDataParallel):
             if self._precision.buffers is not None and buffer.is_floating_point():
-                dtypes[name] = buffer.dtype
+                dtypes[plain(name, INNER)] = buffer.dtype
                 buffer.data = buffer.data.to(self._precision.buffers)
         return dtypes
 
@@ -308,6 +308,11 @@ class FullyShardedDataParallel(nn.Module):
         for wrap in self._wraps() if recursive else [self]:
             if wrap._engine is not None:
                 wrap._engine.divide = pre, post
+
+    @property
+    def cpu_offload(self) -> bool:
+        """An older name of `move_params_to_cpu`."""
+        return self.move_params_to_cpu
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:

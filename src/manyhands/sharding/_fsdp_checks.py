@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor
 from manyhands.sharding._ddp import ShardedDataParallel
+from manyhands.sharding._fsdp_full import CHECKPOINTED
 from manyhands.sharding._fsdp_optimizers import REPLACED
 from manyhands.sharding._fsdp_used import Place
 
@@ -33,11 +34,11 @@ def places_of(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]:
 
 
 def held(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters at these places."""
+    """The parameters at these places, by the plain model's names."""
     for name, (module, attribute) in places.items():
         param = module._parameters[attribute]
         if param is not None:
-            yield name, param
+            yield name.replace(CHECKPOINTED, ""), param
 
 
 def own_buffers(

@@ -20,6 +20,8 @@ from manyhands._dtensors import is_dtensor
 from manyhands._nested import changed
 from manyhands.sharding._fsdp_used import Place
 
+CHECKPOINTED = "_checkpoint_wrapped_module."  # which torch's wrapper takes out of its state dict
+
 
 def whole(tensor: Any) -> Any:
     """All of a sharded tensor, on every worker; to be called on each."""
@@ -212,5 +214,5 @@ def _sliced_state(index: int, state: Mapping[str, Any], param: Tensor) -> dict[s
 
 
 def plain(name: str, inner: str) -> str:
-    """A parameter's name in the plain model."""
-    return name.replace(f"{inner}.", "")
+    """A parameter's name in the plain model's state dict."""
+    return name.replace(f"{inner}.", "").replace(CHECKPOINTED, "")
