@@ -1,0 +1,134 @@
+"""Train on scikit-learn's digits with parameters, gradients and state shared out among workers.
+
+    torchrun --nproc-per-node 4 examples/fully_sharded.py --steps 100  # stops at 100, and saves
+    torchrun --nproc-per-node 2 examples/fully_sharded.py --steps 200  # goes on from there
+    python examples/fully_sharded.py --checkpoint alone.pt             # one worker holds everything
+
+Each of N workers holds 1/N of each block of the network, and has one block whole at a time. With
+--bf16 the blocks compute in bfloat16, and what the optimizer trains stays float32. The checkpoint
+is the plain model's and the plain optimizer's, written by rank 0, so any number of workers can go
+on with it. At 200 steps of 64 images about 97 % of the test images are right.
+
+Needs scikit-learn. It runs on CPUs (gloo); for GPUs say "nccl", and move model and data there.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import manyhands as mh
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--steps", type=int, default=200, help="where to stop")
+parser.add_argument("--accumulate", type=int, default=2, help="backward passes in a step")
+parser.add_argument("--batch-size", type=int, default=64, help="images in a step, of all workers")
+parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+parser.add_argument("--width", type=int, default=128, help="of the network")
+parser.add_argument("--depth", type=int, default=3, help="blocks in the network")
+parser.add_argument("--max-norm", type=float, default=1.0, help="of the gradient, when clipped")
+parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+parser.add_argument("--checkpoint", default="runs/fully_sharded.pt", help="to go on, and to save")
+args = parser.parse_args()
+
+# -- workers -------------------------------------------------------------------------------------
+
+torch.set_num_threads(1)  # the matrices are so small that threads only wait for each other
+if dist.is_torchelastic_launched():  # by torchrun
+    dist.init_process_group("gloo")
+rank = dist.get_rank() if dist.is_initialized() else 0
+workers = dist.get_world_size() if dist.is_initialized() else 1
+
+# -- data: the split is the same on every worker, and each takes its share of a batch ------------
+
+images, labels = load_digits(return_X_y=True)
+images = torch.tensor(images / 16, dtype=torch.float32)
+labels = torch.tensor(labels)
+train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=labels, random_state=0)
+train_images, train_labels = images[train], labels[train]
+test_images, test_labels = images[test], labels[test]
+
+# -- model: wrapped, block by block; the plain line would be DistributedDataParallel(Network()) --
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(self.norm(x))
+
+
+class Network(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks(self.first(x))).float()
+
+
+torch.manual_seed(0)
+options = {"mixed_precision": args.bf16, "fp32_reduce_scatter": args.bf16}
+if args.bf16:
+    options["compute_dtype"] = torch.bfloat16
+with mh.enable_wrap(wrapper_cls=mh.FSDP, state_dict_on_rank_0_only=True, **options):
+    model = mh.wrap(mh.auto_wrap(Network(args.width, args.depth), {Block}))
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after wrapping
+
+step = 0
+if os.path.exists(args.checkpoint):
+    saved = torch.load(args.checkpoint, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(saved["optimizer"]))
+    step = saved["step"]
+    if rank == 0:
+        print(f"{args.checkpoint}: going on at step {step}")
+
+# -- training ------------------------------------------------------------------------------------
+
+while step < args.steps:
+    draw = torch.Generator().manual_seed(step)  # the same batch, whatever the number of workers
+    batch = torch.randint(len(train), (args.batch_size,), generator=draw)[rank::workers]
+    optimizer.zero_grad()
+    for chosen in batch.chunk(args.accumulate):  # gradients stay shared out in between
+        loss = cross_entropy(model(train_images[chosen]), train_labels[chosen], reduction="sum")
+        (loss * workers / args.batch_size).backward()  # the workers' mean is the batch's mean
+    norm = model.clip_grad_norm_(args.max_norm)
+    optimizer.step()
+    step += 1
+    if rank == 0 and step % 50 == 0:
+        print(f"step {step:4d}   loss {loss.item() / len(chosen):.3f}   gradient {norm.item():.2f}")
+
+# -- saving: all workers send their slices, rank 0 writes ----------------------------------------
+
+state = {
+    "model": model.state_dict(),  # whole on rank 0, empty on the others
+    "optimizer": model.gather_full_optim_state_dict(optimizer),
+    "step": step,
+}
+with torch.no_grad():
+    right = (model(test_images).argmax(1) == test_labels).float().mean()  # on every worker
+if rank == 0:
+    os.makedirs(os.path.dirname(args.checkpoint) or ".", exist_ok=True)
+    torch.save(state, args.checkpoint + ".new")
+    os.replace(args.checkpoint + ".new", args.checkpoint)  # whole, or not at all
+
+    held = sum(p.to_local().numel() if workers > 1 else p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    print(
+        f"{right:.1%} right after {step} steps; of {total:,} parameters this worker holds {held:,}"
+    )
+
+if dist.is_initialized():
+    del model, optimizer  # gloo's threads have to end before Python does
+    dist.destroy_process_group()

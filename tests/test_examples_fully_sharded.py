@@ -1,0 +1,46 @@
+"""examples/fully_sharded.py, shortened: two workers, stopped, and one worker that goes on."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from pages import ROOT, RUN, launch
+
+pytest.importorskip("sklearn", reason='scikit-learn is missing: pip install "manyhands[cli]"')
+
+SCRIPT = str(ROOT / "examples" / "fully_sharded.py")
+START = {1: [sys.executable], 2: [*RUN["torchrun"], "--standalone", "--nproc-per-node", "2"]}
+SMALL = ["--width", "32", "--depth", "2"]
+
+
+def train(workers, folder, *options):
+    done = launch([*START[workers], SCRIPT, *SMALL, *options], folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def saved(folder, name="runs/fully_sharded.pt"):
+    return torch.load(folder / name, weights_only=True)
+
+
+def test_it_goes_on_with_another_number_of_workers_as_if_nothing_had_happened(tmp_path):
+    first = train(2, tmp_path, "--steps", "10")
+    told = re.search(r"of ([\d,]+) parameters this worker holds ([\d,]+)", first)
+    whole, held = (int(number.replace(",", "")) for number in told.groups())
+    weights = saved(tmp_path)["model"]
+    assert sum(weight.numel() for weight in weights.values()) == whole
+    assert held <= whole / 2 + sum(weight[0].numel() for weight in weights.values())
+    averages = [entry["exp_avg"] for entry in saved(tmp_path)["optimizer"]["state"].values()]
+    assert [average.shape for average in averages] == [w.shape for w in weights.values()]
+
+    assert "going on at step 10" in train(1, tmp_path, "--steps", "15")
+    train(1, tmp_path, "--steps", "15", "--checkpoint", "alone.pt")
+    alone = saved(tmp_path, "alone.pt")["model"]
+    torch.testing.assert_close(saved(tmp_path)["model"], alone, rtol=1e-3, atol=1e-4)
+
+
+def test_it_computes_in_bfloat16(tmp_path):
+    train(1, tmp_path, "--steps", "2", "--bf16", "--accumulate", "1")
+    assert {weight.dtype for weight in saved(tmp_path)["model"].values()} == {torch.float32}
