@@ -35,7 +35,9 @@ from manyhands.sharding._fsdp_checks import (
     begin_alike,
     check_module,
     check_parameters,
+    check_root,
     check_same_model,
+    contiguous,
     held,
     own_buffers,
     places_of,
@@ -176,6 +178,7 @@ class FullyShardedDataParallel(nn.Module):
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self.gradient_predivide_factor = gradient_predivide_factor
         self.allow_reset_parameters = allow_reset_parameters
+        self.sync_module_states = sync_module_states
         self.require_backward_grad_sync = True
         self._whole = False  # while summon_full_params is open
         self._local = False  # while local_state_dict or load_local_state_dict run
@@ -195,8 +198,12 @@ class FullyShardedDataParallel(nn.Module):
             if compute is not None:
                 cast_in_forward(module, list(self._places.values()), compute)
             return None
+        contiguous(self._places)
         once = {id(m._parameters[name]): (m, name) for m, name in self._places.values()}
         before = [param for _, param in held(self._places)]
+        check_same_model(
+            self._workers, [(self._places, self._options())], self.compute_device, module
+        )
         if sync:
             begin_alike(module, self._workers, self.compute_device)
         root_keeps = self.disable_reshard_on_root and self.reshard_after_forward
@@ -254,6 +261,7 @@ class FullyShardedDataParallel(nn.Module):
     def _become_root(self) -> None:
         """The first wrap that runs has all others inside, and all that they do together."""
         wraps = self._wraps()
+        check_root(self._workers, [(wrap._workers, wrap._is_root) for wrap in wraps])
         self._is_root = True
         for wrap in wraps:
             if wrap is not self:
@@ -505,7 +513,7 @@ OPTIONS = (
     *("flatten_parameters", "move_params_to_cpu", "compute_dtype", "buffer_dtype"),
     *("move_grads_to_cpu", "bucket_cap_mb", "compute_device", "state_dict_device"),
     *("clear_autocast_cache", "force_input_to_fp32", "state_dict_on_rank_0_only"),
-    *("gradient_predivide_factor",),
+    *("gradient_predivide_factor", "sync_module_states"),
 )
 
 
