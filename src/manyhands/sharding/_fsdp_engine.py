@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from manyhands._comm import Workers
 from manyhands._nested import changed
@@ -18,6 +20,8 @@ from manyhands.sharding._fsdp_ahead import Ahead
 from manyhands.sharding._fsdp_comm import Average, Averaging, Gather
 from manyhands.sharding._fsdp_options import Precision
 from manyhands.sharding._fsdp_used import Place, Used
+
+eager: Any = torch._compile._disable_dynamo  # what sends is not to be compiled
 
 _meshes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -43,7 +47,8 @@ class Engine:
             fully_shard,
         )
 
-        module.register_forward_hook(_no_views)  # before the engine's own
+        module.register_forward_hook(_visible)  # before the engine's own
+        module.register_forward_hook(_no_views)
         pinned = offload and torch.accelerator.is_available()
         self.module: Any = fully_shard(
             module,
@@ -64,6 +69,13 @@ class Engine:
         """Look up the sharded parameters, after they were made or replaced."""
         self.params: list[Tensor] = [_held(place) for place in self.places]
 
+    def kept_whole(self) -> dict[int, Tensor]:
+        """The sharded parameter of each whole one that its module has now, by the latter's id."""
+        now = [_held(place) for place in self.places]
+        if not now or now[0] is self.params[0]:
+            return {}
+        return {id(whole): sharded for whole, sharded in zip(now, self.params, strict=True)}
+
     def connect(
         self, averaging: Averaging, used: Used, first: int, run: Callable[[], None]
     ) -> None:
@@ -80,6 +92,7 @@ class Engine:
         self.module.set_custom_reduce_scatter(average)
         places = self.places
 
+        @eager
         def watch(_: nn.Module, __: Any) -> None:
             if torch.is_grad_enabled():
                 used.watch(first, places)
@@ -110,6 +123,11 @@ class Engine:
                 if hasattr(each, "_unsharded_param"):
                     each._unsharded_param.grad = None
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the engine takes a backward pass for running. (On a root.)"""
+        return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
+
     def recover(self) -> None:
         """Begin anew after an error in a forward or backward. (On a root.)"""
         if hasattr(self.module, "reset_iter_state"):  # torch 2.13
@@ -121,7 +139,8 @@ class Team:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         workers = engines[0].workers
-        self._members = members = [weakref.ref(engine) for engine in engines]
+        self._engines = list(engines)  # the root's first
+        members = [weakref.ref(engine) for engine in engines]
 
         def params() -> list[Tensor]:
             return [param for member in members for param in _of(member).params]
@@ -135,25 +154,45 @@ class Team:
             engine.connect(self.averaging, self.used, first, partial(self._ahead.run, number))
             first += len(engine.places)
 
+    @eager
+    def start_forward(self) -> None:
+        """Before a forward of the root, which is not in a backward."""
+        self.averaging.forget()
+        if self._engines[0].in_backward:  # one that raised an error
+            self.used.forget()
+            self.recover()
+            for engine in self._engines:
+                engine.clear_unaveraged()
+        self.reshard()  # what was kept whole for a backward that did not come may be old
+
+    @eager
     def end_forward(self) -> None:
         """The root's forward is over: gather in this order in the next one."""
-        if not self._gathers_ahead or current_task() != -1 or not self._ahead.end():
+        changed = self._ahead.end()
+        if not (changed and self._gathers_ahead):
             return
-        for number, member in enumerate(self._members):
+        for number, engine in enumerate(self._engines):
             after = self._ahead.next.get(number)
-            modules = [] if after is None else [_of(self._members[after]).module]
-            _of(member).module.set_modules_to_forward_prefetch(modules)
+            modules = [] if after is None else [self._engines[after].module]
+            engine.module.set_modules_to_forward_prefetch(modules)
         for number in self._ahead.begun:
-            engine = _of(self._members[number])
-            engine.gather()  # what was begun has to be waited for
+            self._engines[number].gather()  # what was begun has to be waited for
+            self._engines[number].reshard()
+
+    @eager
+    def reshard(self) -> None:
+        """Let all whole parameters go."""
+        for engine in self._engines:
             engine.reshard()
 
-    def forget(self) -> None:
-        """Begin anew, if a forward or backward has raised an error."""
-        if self._ahead.going_on and not hasattr(_of(self._members[0]).module, "reset_iter_state"):
-            self.end_forward()  # lets go what was begun, which `recover` does in torch 2.13
+    @eager
+    def recover(self) -> None:
+        """Begin anew after an error in a forward or backward."""
+        engine = self._engines[0].module
+        if self._ahead.going_on and not hasattr(engine, "reset_iter_state"):
+            self.end_forward()  # lets go what was begun, which torch 2.13 does by itself
         self._ahead.forget()
-        self.averaging.forget()
+        self._engines[0].recover()
 
 
 class _Whole(torch.autograd.Function):
@@ -166,6 +205,20 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+
+def _visible(module: nn.Module, _: Any, output: Any) -> None:
+    """Raise where the engine would not see the tensors of an output, and so no backward."""
+    for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
+        if isinstance(leaf, Tensor | str | int | float | nn.Module) or is_dataclass(leaf):
+            continue
+        for name, value in getattr(leaf, "__dict__", {}).items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise TypeError(
+                    f"the output of a wrapped {type(module).__name__} is a "
+                    f"{type(leaf).__name__}, and its tensor {name!r} would not be seen. Return "
+                    "tensors, or tuples, lists, dicts and dataclasses of them."
+                )
 
 
 def _no_views(_: nn.Module, __: Any, output: Any) -> Any:

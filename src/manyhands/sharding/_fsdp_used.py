@@ -48,6 +48,10 @@ class Used:
                 handle = node.register_prehook(partial(_note, me, number))
                 self._watched[number] = param, node, handle
 
+    def forget(self) -> None:
+        """The gradients noted so far are of no use: they were dropped."""
+        self._here.clear()
+
     def begin(self) -> None:
         """The first averaged gradients of a pass are about to come."""
         self._before = [param.grad is not None for param in self._params()]
