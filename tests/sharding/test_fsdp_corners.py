@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 import manyhands as mh
 from manyhands._nested import changed
+from manyhands.sharding._agreement import all_here
 from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import assert_same, copied, make_batches, make_model
 
@@ -352,3 +353,37 @@ def test_a_gradient_is_copied_and_saved():
 
     (first, alike), (second, _) = run_ranks(2, run)
     assert alike and first == [12, 6, 6] and second == [6, 3, 3]
+
+
+# -- what only some workers do ----------------------------------------------------------------
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = mh.FSDP(nn.Linear(5, 5)), mh.FSDP(nn.Linear(5, 5))
+
+    def forward(self, x, first):
+        return self.a(x) if first else self.b(x)
+
+
+def test_workers_that_run_different_wraps_of_one_size_all_get_an_error():
+    def mistake():
+        model = mh.FSDP(Either())
+        model(torch.ones(2, 5), dist.get_rank() == 0).sum().backward()
+
+    raises_on_ranks(2, RuntimeError, mistake, match="have run different wraps")
+
+
+def test_after_a_state_dict_of_one_worker_alone_one_of_all_is_right(monkeypatch):
+    def run():
+        model = nested(make_model())
+        if dist.get_rank() == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(all_here, "__defaults__", (0.2,))
+                with pytest.raises(RuntimeError, match="must be called on every worker"):
+                    model.state_dict()
+        dist.barrier()
+        return len(model.state_dict())
+
+    assert run_ranks(2, run) == [6, 6]
