@@ -43,22 +43,18 @@ from manyhands.sharding._fsdp_checks import (
     own_buffers,
     places_of,
 )
-from manyhands.sharding._fsdp_engine import Engine, Team, eager
+from manyhands.sharding._fsdp_engine import Engine, eager
 from manyhands.sharding._fsdp_full import (
     consolidated,
-    from_local,
     full_optimizer_state,
-    gathered,
     plain,
-    rename,
     sharded_optimizer_state,
-    sliced,
     whole_parameters,
 )
 from manyhands.sharding._fsdp_optimizers import replaced
 from manyhands.sharding._fsdp_options import Precision, check_offload, device_of, workers_of
-
-INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
+from manyhands.sharding._fsdp_state import INNER, after_load, from_plain, to_plain
+from manyhands.sharding._fsdp_team import Team
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -189,9 +185,9 @@ class FullyShardedDataParallel(nn.Module):
         self._buffer_dtypes = self._cast_buffers(module)
         self._engine = self._shard(module, offload, sync_module_states)
         self.register_module(INNER, module)
-        self._register_state_dict_hook(_to_plain)
-        self._register_load_state_dict_pre_hook(_from_plain, with_module=True)
-        self.register_load_state_dict_post_hook(_after_load)
+        self._register_state_dict_hook(to_plain)
+        self._register_load_state_dict_pre_hook(from_plain, with_module=True)
+        self.register_load_state_dict_post_hook(after_load)
 
     def _shard(self, module: nn.Module, offload: bool, sync: bool) -> Engine | None:
         compute = self._precision.compute
@@ -554,43 +550,3 @@ OPTIONS = (
     *("clear_autocast_cache", "force_input_to_fp32", "state_dict_on_rank_0_only"),
     *("gradient_predivide_factor", "sync_module_states"),
 )
-
-
-def _to_plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """After `state_dict()`: the plain model's names, and whole tensors."""
-    assert isinstance(module, FullyShardedDataParallel)
-    rename(state, prefix, without=f"{INNER}.")
-    mine = {key: value for key, value in state.items() if key.startswith(prefix)}
-    if module._local:
-        state.update({key: local(value) for key, value in mine.items()})
-        return
-    here = not module.state_dict_on_rank_0_only or module.rank == 0
-    tied = {prefix + name: id(param) for name, param in held(module._places)}
-    gathered(mine, tied, module.state_dict_device, here=here)
-    for key in mine:
-        del state[key]
-    if here:
-        dtypes = module._buffer_dtypes
-        for key, value in mine.items():
-            dtype = dtypes.get(key[len(prefix) :])
-            state[key] = value if dtype is None else value.to(dtype)
-
-
-def _from_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict()`: our names, and this worker's slices."""
-    assert isinstance(module, FullyShardedDataParallel)
-    module._reshard()
-    convert = from_local if module._local else sliced
-    for name, param in held(module._places):
-        value = state.get(prefix + name)
-        if isinstance(value, Tensor) and (module._local or value.shape == param.shape):
-            state[prefix + name] = convert(value, param)
-    rename(state, prefix, within=f"{INNER}.")
-
-
-def _after_load(module: nn.Module, keys: Any) -> None:
-    """Parameters may have been assigned; and what is amiss is told by the plain model's names."""
-    assert isinstance(module, FullyShardedDataParallel)
-    module._look_again()
-    for names in (keys.missing_keys, keys.unexpected_keys):
-        names[:] = [plain(name, INNER) for name in names]

@@ -76,7 +76,7 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
             )
     if isinstance(module, wrapper):
         raise TypeError("the module is wrapped already; wrap it once, or a larger one around it.")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if type(module).forward is nn.Module.forward:  # as a ModuleList's
         raise TypeError(
             f"a {type(module).__name__} has no forward in which its parameters could be gathered. "
             "Wrap its members, or the module that runs them."
@@ -92,6 +92,12 @@ def check_parameters(places: Places) -> None:
                 f"parameter {name} is tied to one that a wrap inside has sharded already, and the "
                 "two would go different ways. Wrap the modules that share it together: not each by "
                 "itself, but one around them."
+            )
+        if param.dim() == 0 or param.numel() == 0:
+            raise ValueError(
+                f"parameter {name} has the shape {tuple(param.shape)}, of which there is nothing to "
+                "share out. Give it one element in one dimension (torch.nn.Parameter(p.view(1))), "
+                "or leave out what is empty."
             )
         if param.requires_grad:
             trained.setdefault(param.dtype, name)
