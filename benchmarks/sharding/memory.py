@@ -133,14 +133,14 @@ def simulated(contender: Contender, size: models.Size, ranks: int, ready_made: b
     from manyhands._comm import Workers
 
     def make(model: Any) -> Trained:  # where workers compare notes, which fake sums cannot do
-        with mock.patch.object(Workers, "_on_gloo", lambda self, device: True):
+        with mock.patch.object(Workers, "on_gloo", lambda self, device: True):
             return contender.make(model)
 
     alone = mock.patch.object(Workers, "apart", lambda self, device: self)  # no real groups
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        gloo = mock.patch.object(Workers, "_on_gloo", lambda self, device: not ready_made)
+        gloo = mock.patch.object(Workers, "on_gloo", lambda self, device: not ready_made)
         with alone, gloo:
             return seen(replace(contender, make=make), size, 0)
     finally:
