@@ -96,8 +96,8 @@ def check_parameters(places: Places) -> None:
         if param.dim() == 0 or param.numel() == 0:
             raise ValueError(
                 f"parameter {name} has the shape {tuple(param.shape)}, of which there is nothing "
-                "to share out. Give it one element in one dimension (torch.nn.Parameter(p.view(1))), "
-                "or leave out what is empty."
+                "to share out. Give it one element in one dimension "
+                "(torch.nn.Parameter(p.view(1))), or leave out what is empty."
             )
         if param.requires_grad:
             trained.setdefault(param.dtype, name)

@@ -1,4 +1,4 @@
-"""What comes out of a wrapped module: the engine must see its tensors and keep its hooks on them."""
+"""What a wrapped module returns: the engine must see its tensors and keep its hooks on them."""
 
 from __future__ import annotations
 
