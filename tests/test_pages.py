@@ -24,6 +24,7 @@ def test_the_page_runs_from_top_to_bottom(page, tmp_path):
 def test_the_pages_that_should_have_examples_have_them():
     found = {str(page.relative_to(ROOT)) for page in PAGES}
     assert {"README.md", "docs/scaling.md", "docs/migrating.md", "docs/record.md"} <= found
+    assert "docs/checkpoints.md" in found
 
 
 def test_every_script_on_a_page_is_also_run():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,23 +29,30 @@ class Held(TorchDispatchMode):
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known: dict[int, StorageWeakRef] = {}
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # what it does to the slice that it holds comes here, too
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (storage := _storage(tensor)) is not None:
                 if storage._cdata not in self._ignored:
-                    self._known[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._known[storage._cdata] = StorageWeakRef(storage)
                 del storage
         self.most = max(self.most, self.now())
         return result
 
     def now(self) -> int:
-        """Bytes of the tensors that are alive."""
-        self._known = {k: v for k, v in self._known.items() if not v[0].expired()}
-        return sum(size for _, size in self._known.values())
+        """Bytes of the tensors that are alive. (fully_shard empties some and fills them again.)"""
+        self._known = {k: v for k, v in self._known.items() if not v.expired()}
+        return sum(_size(reference) for reference in self._known.values())
+
+
+def _size(reference: StorageWeakRef) -> int:
+    storage = UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -126,14 +133,14 @@ def simulated(contender: Contender, size: models.Size, ranks: int, ready_made: b
     from manyhands._comm import Workers
 
     def make(model: Any) -> Trained:  # where workers compare notes, which fake sums cannot do
-        with mock.patch.object(Workers, "_on_gloo", lambda self, device: True):
+        with mock.patch.object(Workers, "on_gloo", lambda self, device: True):
             return contender.make(model)
 
     alone = mock.patch.object(Workers, "apart", lambda self, device: self)  # no real groups
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        gloo = mock.patch.object(Workers, "_on_gloo", lambda self, device: not ready_made)
+        gloo = mock.patch.object(Workers, "on_gloo", lambda self, device: not ready_made)
         with alone, gloo:
             return seen(replace(contender, make=make), size, 0)
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,10 @@ import peers
 from rounds import Ratio
 
 from sharding.contenders import CONTENDERS, CONTROL, DDP, OURS
+from sharding.speed import Row, restored
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURE = ROOT / "docs" / "figures" / "sharding-speed.svg"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contender, with one way to compute AdamW."""
-
-    name: str
-    choice: str
-    cpu_ms: float  # of all ranks, all threads
-    wall_ms: float
-    cpu: Ratio  # DDP's over the contender's: above 1 is faster than DDP
-    wall: Ratio
-    sent: int  # bytes, by a rank in a step
-    collectives: int
-
-
-def row(stored: dict[str, Any]) -> Row:
-    return Row(**{**stored, "cpu": Ratio(**stored["cpu"]), "wall": Ratio(**stored["wall"])})
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -115,7 +97,9 @@ def reading(workloads: dict[str, list[Row]]) -> str:
 
 def write(result: dict[str, Any]) -> None:
     """The page and the figure of a run."""
-    workloads = {title: [row(r) for r in rows] for title, rows in result["workloads"].items()}
+    workloads = {
+        title: [restored(row) for row in rows] for title, rows in result["workloads"].items()
+    }
     tables = "\n\n".join(f"## {title}\n\n{table(rows)}" for title, rows in workloads.items())
     known = {name: result[name] for name in ("machine", "versions", "load")}
     page = ROOT / "docs" / "benchmarks" / "sharding-speed.md"

@@ -54,7 +54,8 @@ class Training:
 
     def sample(self) -> list[float]:
         """Some elements of the parameters, spread over all of them."""
-        flat = torch.cat([p.detach().reshape(-1)[:: max(1, p.numel() // 50)] for p in self.params])
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.params]
+        flat = torch.cat([p.detach().reshape(-1)[:: max(1, p.numel() // 50)] for p in whole])
         return flat[:: max(1, len(flat) // SAMPLED)].tolist()
 
 

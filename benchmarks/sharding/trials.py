@@ -7,7 +7,7 @@ the bare optimizer. LAMB is written out here: it looks at the norms of whole par
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +48,14 @@ class Lamb(Optimizer):
         mean = state["mean"].lerp_(grad, 0.1) / (1 - 0.9 ** state["step"])
         square = state["square"].lerp_(grad * grad, 0.001) / (1 - 0.999 ** state["step"])
         direction = mean / (square.sqrt() + group["eps"]) + 0.01 * param
-        length = param.norm() / direction.norm() if param.norm() > 0 else 1.0
+        size, step = _whole(param.norm()), _whole(direction.norm())
+        length = size / step if size > 0 else 1.0
         param.sub_(direction * (group["lr"] * length))
+
+
+def _whole(tensor: Any) -> Tensor:
+    """The norm over all workers, where they hold slices."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 Chosen = list[tuple[type[Optimizer], list[nn.Parameter], dict[str, Any]]]
@@ -101,22 +107,34 @@ def trained(case: Case, wrapper: str | None, parts: list[list[Tensor]]) -> Tenso
         wrapped = mh.ShardedDataParallel(model, optimizers)
     elif wrapper is not None:
         wrapped = DistributedDataParallel(model)
+    run(case, wrapped, optimizers, parts)
+    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+
+def run(
+    case: Case,
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    parts: list[list[Tensor]],
+    autocast: bool | None = None,
+) -> None:
+    """`STEPS` steps; `autocast` is as the case says, unless the model sees to its precision."""
+    autocast = case.bf16 if autocast is None else autocast
     for number in range(STEPS):
         for position in range(case.passes):
             tokens = parts[position][number % len(parts[position])]
             last = position == case.passes - 1
             with (
-                _unsynchronised(wrapped, not last),
-                torch.autocast("cpu", torch.bfloat16, enabled=case.bf16),
+                _unsynchronised(model, not last),
+                torch.autocast("cpu", torch.bfloat16, enabled=autocast),
             ):
-                loss = wrapped(tokens) / case.passes
-            with _unsynchronised(wrapped, not last):
+                loss = model(tokens) / case.passes
+            with _unsynchronised(model, not last):
                 loss.backward()
         for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
 
 
 @contextmanager
@@ -135,21 +153,23 @@ class Trials:
     def __call__(self, order: dict[str, Any]) -> dict[str, Any]:
         """Train as ordered; how far from the plain run, and a checksum for comparing ranks."""
         case = Case(order["optimizer"], order["bf16"], order["passes"])
-        ours = [models.batches(SIZE, self.rank + 100 * part, 8) for part in range(case.passes)]
-        here = trained(case, order["wrapper"], ours)
+        ranks = [batches(SIZE, rank, case.passes) for rank in range(dist.get_world_size())]
+        here = trained(case, order["wrapper"], ranks[self.rank])
         found: dict[str, Any] = {"sum": zlib.crc32(bytes(here.view(torch.uint8).tolist()))}
         if self.rank == 0:
             if case not in self.plain:
-                self.plain[case] = trained(case, None, _everyone(case))
+                self.plain[case] = trained(case, None, everyone(ranks))
             plain = self.plain[case]
             found["apart"] = float((here - plain).abs().max() / plain.square().mean().sqrt())
         return found
 
 
-def _everyone(case: Case) -> list[list[Tensor]]:
-    ranks = range(dist.get_world_size())
-    every = [
-        [models.batches(SIZE, rank + 100 * part, 8) for rank in ranks]
-        for part in range(case.passes)
-    ]
-    return [[torch.cat(same) for same in zip(*part, strict=True)] for part in every]
+def everyone(ranks: list[list[list[Tensor]]]) -> list[list[Tensor]]:
+    """The batches of all ranks as one, for each pass of a step."""
+    passes = zip(*ranks, strict=True)
+    return [[torch.cat(same) for same in zip(*each, strict=True)] for each in passes]
+
+
+def batches(size: models.Size, rank: int, passes: int) -> list[list[Tensor]]:
+    """A rank's, for each pass of a step."""
+    return [models.batches(size, rank + 100 * number, 8) for number in range(passes)]

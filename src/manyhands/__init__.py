@@ -3,6 +3,7 @@
 `__all__` below is the whole public surface; `help(manyhands.AdaScale)` explains each name.
 """
 
+from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import plan
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptive import AdaptiveDataParallel
@@ -36,6 +37,7 @@ __all__ = [
     "ProgressScheduler",
     "Record",
     "Run",
+    "Saving",
     "ScalingRuleBase",
     "ShardedDataParallel",
     "ShardedGradScaler",
@@ -45,8 +47,10 @@ __all__ = [
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",
     "enable_wrap",
+    "load",
     "plan",
     "read_record",
+    "save",
     "wrap",
 ]
 

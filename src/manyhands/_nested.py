@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,10 @@ def changed(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """The like, with each tensor changed; what is of another kind stays as it is."""
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) in (dict, OrderedDict):
-        return type(value)((k, changed(v, change)) for k, v in value.items())
+    if isinstance(value, dict):
+        result = copy.copy(value)  # of its class, with what it has besides items
+        result.update((k, changed(v, change)) for k, v in value.items())
+        return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(changed(v, change) for v in value))
     if type(value) in (list, tuple):

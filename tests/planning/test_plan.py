@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,8 @@ import manyhands as mh
 from manyhands._comm import Workers
 from manyhands.planning import _costs, _model, _sizes
 from manyhands.planning._activations import saved_bytes
-from manyhands.planning._costs import Job, Part, Weight, costs, ddp_buckets
+from manyhands.planning._costs import Job, Part, Unit, Weight, costs, ddp_buckets
+from manyhands.planning._model import units
 from manyhands.planning._sizes import in_bytes, shown
 from manyhands.planning._state import States
 from manyhands.sharding import _layout
@@ -208,6 +210,96 @@ def test_what_is_in_flight_is_the_most_that_backward_takes(build, kind):
     assert row.gradients + row.in_flight == pytest.approx(measured, rel=0.02)
 
 
+class Sharded(nn.Module):
+    """Uneven sizes, a frozen layer, wraps in wraps, and weights that are tied across blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(1021, 64)
+        self.blocks = nn.Sequential(*(Residual(64, 251) for _ in range(6)))
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.last = Residual(64, 1300)
+        self.logits = nn.Linear(64, 509)
+        self.tied = nn.Linear(64, 509, bias=False)
+        self.tied.weight = self.logits.weight
+
+    def forward(self, x):
+        x = self.last(self.frozen(self.blocks(self.words(x))))
+        return self.logits(x) + self.tied(x)
+
+
+class Residual(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.narrow(self.wide(self.norm(x)).relu())
+
+
+def even():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(512, 256), *(nn.Linear(256, 256) for _ in range(12)))
+
+
+class Held(TorchDispatchMode):
+    """The bytes of all tensors that were made or touched while it was active, and the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # what it does to its slice comes here, too
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.known[storage._cdata] = StorageWeakRef(storage)
+                del storage
+        self.most = max(self.most, self.now())
+        return result
+
+    def now(self):
+        """What is alive; the engine empties whole parameters, and fills them again."""
+        self.known = {key: ref for key, ref in self.known.items() if not ref.expired()}
+        alive = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.known.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def fully_sharded(build, code):
+    """Bytes held at rest, after backward and at most; collectives and bytes sent in a step."""
+    tokens = torch.randint(500, (4,))  # of Linear's result on two dimensions torch warns
+    with Held() as held:
+        names = {"torch": torch, "mh": mh, "model": build(), "lr": 1e-3}
+        exec(code, names)
+        model, optimizer = names["model"], names["optimizer"]
+        for _ in range(3):
+            held.most = 0
+            with Collectives() as seen:
+                model(tokens).square().sum().backward()
+                after = held.now()
+                optimizer.step()
+            optimizer.zero_grad()
+    return held.now() - tokens.nbytes, after, held.most, seen.count, seen.sent
+
+
+@pytest.mark.parametrize("build", [Sharded, even])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, build):
+    row = mh.plan(build, "adamw", workers, backend="gloo", fused=True).rows[3]
+    assert row.name == FULLY
+    ranks = run_ranks(workers, fully_sharded, build, row.code)
+    rest, after, most = (max(rank[i] for rank in ranks) for i in range(3))
+    assert row.parameters + row.optimizer == pytest.approx(rest, rel=0.01)
+    assert row.parameters + row.gradients + row.optimizer == pytest.approx(after, rel=0.05)
+    assert row.total == pytest.approx(most, rel=0.05)
+    assert {row.collectives} == {rank[3] for rank in ranks}
+    assert row.sent == pytest.approx(sum(rank[4] for rank in ranks) / workers, rel=0.01)
+
+
 # -- arithmetic --------------------------------------------------------------------------------
 
 weights = st.lists(
@@ -228,7 +320,7 @@ weights = st.lists(
 @given(weights, st.booleans(), st.integers(2, 9), st.integers(16, 4000), st.booleans())
 def test_the_formulas_are_the_limits_of_the_layout(weights, even, workers, bucket, gloo):
     weights = [*weights, Weight(1, 4, trained=True, fixed=4, each=8)]
-    job = Job((Part(tuple(weights), even),), units=(tuple(weights),))
+    job = Job((Part(tuple(weights), even),), units=(Unit(tuple(weights)),))
     ddp, oss, sharded, fully = costs(job, workers, bucket, gloo)
     padded = sum(16 * workers * 4 + w.bytes for w in weights) * 3
     of_gradients, of_all = ddp.gradients, sum(w.bytes for w in weights)
@@ -236,7 +328,7 @@ def test_the_formulas_are_the_limits_of_the_layout(weights, even, workers, bucke
     assert of_gradients / workers <= sharded.gradients <= of_gradients + padded
     assert ddp.optimizer / workers <= oss.optimizer <= ddp.optimizer + 4 * workers
     assert ddp.sent <= min(sharded.sent, oss.sent)
-    assert fully.parameters == -(-of_all // workers)
+    assert of_all / workers <= fully.parameters <= of_all
     assert min(oss.in_flight, sharded.in_flight, fully.in_flight) >= 0
     if even:
         assert sharded.gradients <= of_gradients / workers + padded / workers
@@ -279,21 +371,44 @@ def test_buckets_of_ddp_are_torchs(sizes, halves):
 
 
 def test_what_fully_sharded_costs_is_its_formula():
-    unit = tuple(Weight(1000, 4, fixed=4, each=8) for _ in range(3))
-    job = Job((Part(unit * 2),), units=(unit, unit))
-    fully = costs(job, 4, 2**20, gloo=False)[3]
-    assert (fully.parameters, fully.gradients) == (2 * 3000, 2 * 3000)
-    assert fully.optimizer == 6 * (4 + 8 * 250)
-    assert fully.in_flight == 3 * 12_000
-    assert (fully.sent, fully.collectives) == (3 * 24_000 * 3 // 4, 6)
+    weights = tuple(Weight(1000, 4, fixed=4, each=8, rows=10) for _ in range(3))
+    block, root = Unit(weights, inside=2), Unit(weights[:0])
+    job = Job((Part(weights * 2),), units=(block, block, root))
+    fully = costs(job, 2, 2**20, gloo=False)[3]
+    assert (fully.parameters, fully.gradients) == (12_000, 12_000)
+    assert fully.optimizer == 6 * (4 + 8 * 500)
+    # the second wrap computes: whole, with gradients, while the first one is coming;
+    # then the first: whole, with gradients, while half of the second's are there, and all leave
+    assert fully.in_flight == 36_000 + 6000 - 12_000
+    assert (fully.sent, fully.collectives) == ((3 * 24_000 + 12) // 2, 2 * 2 + 2 + 1)
+    fully = costs(job, 4, 2**20, gloo=True)[3]  # of 10 rows 3, and 2 of padding
+    assert (fully.parameters, fully.gradients) == (2 * 3 * 1200, 2 * 3 * 1200)
+    assert fully.collectives == 2 * 2 * 4 + 2 + 1
+
+
+def wraps_of(model, least):
+    """(elements, the wrap around it) of each."""
+    return [(sum(p.numel() for p in params), inside) for params, inside in units(model, least)]
 
 
 def test_units_are_gathered_from_the_leaves_up():
     model = nn.Sequential(
         nn.Linear(10, 10), nn.ModuleList([nn.Linear(20, 20), nn.Linear(5, 5)]), nn.Linear(30, 30)
     )
-    found = [sum(p.numel() for p in unit) for unit in _model.units(model, 400)]
-    assert found == [420, 930, 140]  # the last is what the root keeps
+    assert wraps_of(model, 400) == [(420, 2), (930, 2), (140, None)]  # the last is the root's
+    inner = nn.Sequential(nn.Linear(20, 20), nn.Linear(15, 15), nn.Linear(15, 15))
+    assert wraps_of(nn.Sequential(inner, nn.Linear(5, 5)), 400) == [(420, 1), (480, 2), (30, None)]
+
+
+@pytest.mark.parametrize("build", [Sharded, even, Model])
+def test_units_are_what_auto_wrap_wraps(build):
+    least = sum(p.numel() for p in build().parameters()) // 50
+    with mh.enable_wrap(process_group=mh.DummyProcessGroup(0, 1), skip_params_check_for_root=True):
+        wrapped = mh.auto_wrap(build(), min_num_params=least)
+    wraps = [module for module in wrapped.modules() if isinstance(module, mh.FSDP)]
+    held = [sum(p.numel() for p in {module._parameters[name] for module, name in
+            wrap._places.values()}) for wrap in wraps]  # fmt: skip
+    assert sorted(held) == sorted(elements for elements, _ in wraps_of(build(), least))
 
 
 # -- the optimizer's state ---------------------------------------------------------------------
@@ -423,7 +538,8 @@ def test_a_huge_model_on_many_workers_takes_seconds():
     assert time.perf_counter() - start < 30  # 1 s on a quiet machine
     assert found.elements == pytest.approx(70.6e9, rel=0.01)
     assert found.rows[2].optimizer == pytest.approx(8 * found.elements / 1024, rel=0.01)
-    assert found.cheapest is None and found.enough is None
+    assert [row.fits for row in found.rows] == [False, False, False, True]
+    assert found.rows[3].parameters == pytest.approx(4 * found.elements / 1024, rel=0.01)
 
 
 # -- activations -------------------------------------------------------------------------------
@@ -487,35 +603,111 @@ def test_checkpointing_and_autocast_are_heard():
 def test_the_cheapest_is_the_simplest_that_fits():
     names = []
     totals = [row.total for row in mh.plan(transformer, workers=4, bucket_size=4096).rows]
-    for memory in (totals[0], totals[0] - 1, totals[2], totals[2] - 1):
+    for memory in (totals[0], totals[0] - 1, totals[2], totals[2] - 1, totals[3] - 1):
         best = mh.plan(transformer, workers=4, bucket_size=4096, memory=memory).cheapest
         names.append(best and best.name)
-    assert names == ["DDP", "OSS + ShardedDataParallel", "OSS + ShardedDataParallel", None]
+    assert names == ["DDP", "OSS + ShardedDataParallel", "OSS + ShardedDataParallel", FULLY, None]
     assert mh.plan(transformer).cheapest.name == "DDP"
 
 
 def test_where_nothing_fits_it_says_what_is_missing_and_what_would_do():
-    parameters = mh.plan(deep).rows[2].parameters
-    found = mh.plan(deep, workers=2, memory=parameters * 1.3, bucket_size=2**12)
-    assert found.cheapest is None and found.enough > 2
+    room = mh.plan(deep, workers=8).rows[3].total * 0.8
+    found = mh.plan(deep, workers=2, memory=room)
+    assert found.cheapest is None and found.enough > 8
     assert "Nothing fits" in str(found) and f"would fit on {found.enough} workers" in str(found)
-    again = mh.plan(deep, workers=found.enough, memory=parameters * 1.3, bucket_size=2**12)
-    assert again.cheapest.name == "OSS + ShardedDataParallel"
-    fewer = mh.plan(deep, workers=found.enough - 1, memory=parameters * 1.3, bucket_size=2**12)
-    assert fewer.cheapest is None
-    found = mh.plan(deep, workers=2, memory=parameters // 2)
+    assert mh.plan(deep, workers=found.enough, memory=room).cheapest.name == FULLY
+    assert mh.plan(deep, workers=found.enough - 1, memory=room).cheapest is None
+    found = mh.plan(deep, workers=2, memory=room / 100)
     assert found.enough is None and "no number of workers" in found.verdict
 
 
-def test_what_is_not_there_yet_is_not_chosen(monkeypatch):
-    monkeypatch.delattr(mh, FULLY, raising=False)
+def test_where_fully_sharded_cannot_be_taken_the_next_most_sharded_is_what_would_fit():
+    def build():
+        return nn.Sequential(deep(), Scale())
+
+    room = mh.plan(build).rows[2].parameters * 1.3
+    found = mh.plan(build, workers=2, memory=room, bucket_size=2**12)
+    assert found.cheapest is None and found.enough > 2
+    again = mh.plan(build, workers=found.enough, memory=room, bucket_size=2**12)
+    assert again.cheapest.name == "OSS + ShardedDataParallel"
+    found = mh.plan(build, workers=2, memory=room / 2)
+    assert found.enough is None and "no number of workers" in found.verdict
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))  # which FSDP cannot divide
+
+
+def mixed():
+    layer = nn.Linear(8, 8)
+    layer.bias = nn.Parameter(layer.bias.double())
+    return nn.Sequential(layer, nn.Linear(8, 8))
+
+
+def test_fully_sharded_is_chosen_where_only_it_fits():
     row = mh.plan(deep, workers=8).rows[3]
-    assert (row.name, row.available) == (FULLY, False)
-    found = mh.plan(deep, workers=8, memory=row.total)
-    assert found.rows[3].fits and found.cheapest is None
-    assert "not yet available" in str(found)
-    monkeypatch.setattr(mh, FULLY, object, raising=False)
+    assert row.available
     assert mh.plan(deep, workers=8, memory=row.total).cheapest.name == FULLY
+
+
+@pytest.mark.parametrize(
+    ("build", "optimizer", "said"),
+    [
+        (deep, "adafactor", "Adafactor needs whole tensors"),
+        (Model, "adamw", "scale is a scalar"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double()), "sgd", None),
+        (mixed, "sgd", "in one wrap are torch.float32 and torch.float64"),
+    ],
+)
+def test_what_fully_sharded_cannot_train_is_not_chosen(build, optimizer, said):
+    found = mh.plan(build, optimizer, workers=8)
+    row = found.rows[3]
+    assert row.available == (said is None)
+    if said is not None:
+        assert f"{FULLY} cannot be taken: " in str(found) and said in str(found)
+        best = mh.plan(build, optimizer, workers=8, memory=row.total).cheapest
+        assert best is None or best.name != FULLY
+    assert mh.plan(build, optimizer, workers=1).rows[3].available
+
+
+def test_the_lines_to_paste_for_fully_sharded_run():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20), nn.Linear(20, 4))
+
+    def made(model, several):
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if p.dim() != 2]
+        if several:
+            return [torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(rest, lr=0.01)]
+        groups = [{"params": matrices, "lr": 0.02}, {"params": rest, "weight_decay": 0.5}]
+        return torch.optim.AdamW(groups, betas=(0.5, 0.9))
+
+    def pasted(code, several):
+        torch.manual_seed(0)
+        model = build()
+        names = {"torch": torch, "mh": mh, "lr": 1e-3, "model": model}
+        names["optimizers" if several else "optimizer"] = made(model, several)
+        if code:
+            exec(code, names)
+        for _ in range(2):
+            names["model"](torch.linspace(-1, 1, 60).view(3, 20)).square().sum().backward()
+            for one in names["optimizers"] if several else [names["optimizer"]]:
+                one.step()
+                one.zero_grad()
+        return list(names["model"].state_dict().values())
+
+    for several in (False, True):
+        (row,) = mh.plan(model := build(), made(model, several), 2).rows[3:]
+        alone = run_ranks(1, pasted, "", several)[0]
+        for rank in run_ranks(2, pasted, row.code, several):
+            for a, b in zip(rank, alone, strict=True):
+                torch.testing.assert_close(a, b)
+    (row,) = mh.plan(build, "sgd", 2, momentum=0.9).rows[3:]
+    assert "optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)" in row.code
+    run_ranks(2, pasted, row.code, False)
 
 
 def test_the_lines_to_paste_run():

@@ -32,7 +32,7 @@ PLAIN, ONE, NESTED, WRAPPED, HYBRID = (
     "DDP",
     "one group",
     "nested",
-    "wrapper class",
+    "mh.FSDP",
     "two dimensions",
 )
 
@@ -51,34 +51,27 @@ class Model(nn.Module):
         return self.last(self.body(self.first(x).relu()).relu())
 
 
-class Wrapper(nn.Module):
-    """As a class around the module that is sharded."""
-
-    def __init__(self, module):
-        super().__init__()
-        self._fsdp_wrapped_module = fully_shard(module)
-
-    def forward(self, x):
-        return self._fsdp_wrapped_module(x)
-
-
 def distributed(model, how, **options):
     if how == PLAIN:
         return DDP(model, find_unused_parameters=True)
     if how == HYBRID:
         shape = (2, dist.get_world_size() // 2)
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts"))
+    if how == WRAPPED:
+        for name, child in list(model.named_children()):
+            setattr(model, name, mh.FSDP(child))
+        return mh.FSDP(model)
     if how != ONE:
         for child in model.children():
             fully_shard(child, **options)
-    return Wrapper(model) if how == WRAPPED else fully_shard(model, **options)
+    return fully_shard(model, **options)
 
 
 def averaging(model, whether):
     """Whether backward passes inside average the gradients."""
     if whether:
         return contextlib.nullcontext()
-    if isinstance(model, DDP):
+    if isinstance(model, DDP | mh.FSDP):
         return model.no_sync()
 
     @contextlib.contextmanager
@@ -188,18 +181,18 @@ def test_statistics_and_training_are_those_of_ddp(how, rule, optim, options):
 
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_four_ranks_of_which_some_hold_nothing_of_a_parameter(rule, optim, options):
-    check_equal_to_ddp(4, NESTED, rule, optim, options)
+    check_equal_to_ddp(4, WRAPPED, rule, optim, options)
 
 
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[2:])
 def test_rules_that_only_report_the_statistics(rule, optim, options):
-    check_equal_to_ddp(2, NESTED, rule, optim, options)
+    check_equal_to_ddp(2, WRAPPED, rule, optim, options)
 
 
 @pytest.mark.parametrize("sync_all", [False, True])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_accumulated_passes_are_measured_as_under_ddp(rule, optim, options, sync_all):
-    check_equal_to_ddp(3, NESTED, rule, optim, options, passes=2, sync_all=sync_all)
+    check_equal_to_ddp(3, WRAPPED, rule, optim, options, passes=2, sync_all=sync_all)
 
 
 def test_an_undivided_loss_is_divided_by_hand():
@@ -351,7 +344,7 @@ def test_parameters_cut_in_another_dimension():
     check_equal_to_ddp(2, ONE, mh.AdamScale, AdamW, options, shard=shard, steps=8)
 
 
-@pytest.mark.parametrize("how", [ONE, NESTED])
+@pytest.mark.parametrize("how", [ONE, WRAPPED])
 def test_adaptive_data_parallel_counts_passes(how):
     def run(how):
         model = Model() if how == PLAIN else distributed(Model(), how)

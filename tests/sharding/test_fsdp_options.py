@@ -352,6 +352,23 @@ def test_different_types_in_one_wrap_are_an_error():
     assert all("must be of one type" in m for m in message(ValueError, mistake))
 
 
+@pytest.mark.parametrize("shape", [(), (0, 3)])
+def test_a_parameter_of_which_there_is_nothing_to_share_out_is_an_error(shape):
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(shape))
+    with pytest.raises(ValueError, match="parameter scale has the shape"):
+        mh.FSDP(model)
+
+
+def test_a_module_dict_with_a_forward_can_be_wrapped():
+    class Both(nn.ModuleDict):
+        def forward(self, x):
+            return self["a"](x) + self["b"](x)
+
+    model = mh.FSDP(Both({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
 def test_different_models_on_different_workers_are_an_error_on_all():
     def mistake():
         model = mh.FSDP(nn.Linear(2, 2 + dist.get_rank()))

@@ -1,7 +1,8 @@
 """The command line: `manyhands COMMAND ...`.
 
-Each command is a module of this package with a function of the same name, and one entry in
-`COMMANDS`. Its arguments are the function's, its help is the docstring (typer reads both).
+Each command is a module of this package with a function of the same name (or a `typer.Typer` of
+several), and one entry in `COMMANDS`. Its arguments are the function's, its help is the docstring
+(typer reads both).
 Nothing is imported before `main` runs, so `import manyhands` needs no typer.
 """
 
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 COMMANDS = [
+    "checkpoint",
     "demo",
     "plan",
     "report",
@@ -45,5 +47,9 @@ def app() -> Any:
         """More workers for the PyTorch training loop you have."""
 
     for name in COMMANDS:
-        program.command(name)(getattr(import_module(f"manyhands.cli.{name}"), name))
+        found = getattr(import_module(f"manyhands.cli.{name}"), name)
+        if isinstance(found, typer.Typer):  # has commands of its own
+            program.add_typer(found, name=name)
+        else:
+            program.command(name)(found)
     return program

@@ -8,13 +8,13 @@ With N workers, P bytes of parameters and G of gradients (of what is trained), a
     ShardedDataParallel   P           G / N      S / N   (G + P) (N-1)/N        slices, parameters
     FSDP                  P / N       G / N      S / N   (2 P + G) (N-1)/N      gathered twice
 
-These are the formulas; for the first three the numbers come from the layout that the library will
-use (`sharding/_layout.py`), paddings and uneven shares included, for the worker that holds most.
-What is sent is the mean over the workers.
+These are the formulas; the numbers come from the layout that the library will use
+(`sharding/_layout.py`; for FSDP the rows of each parameter, in wraps), paddings and uneven shares
+included, for the worker that holds most. What is sent is the mean over the workers.
 
 In flight, at most: a gradient that autograd has just made and, where gradients are sharded, the
-buckets under way, what has come for them, and a bucket that is being filled; for FSDP two units'
-gathered parameters and one's gradients.
+buckets under way, what has come for them, and a bucket that is being filled. For FSDP, all that
+is whole, coming or leaving while a wrap's gradients are computed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Weight:
     trained: bool = True
     fixed: int = 0
     each: int = 0
+    rows: int = 1  # its first dimension, along which FSDP divides it
 
     @property
     def bytes(self) -> int:
@@ -48,6 +49,10 @@ class Weight:
 
     def state(self, elements: int) -> int:
         return self.fixed + self.each * elements
+
+    def share(self, workers: int) -> int:
+        """Elements of the first of so many workers; the others pad theirs to as many."""
+        return -(-self.rows // workers) * (self.elements // max(1, self.rows))
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,20 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Unit:
+    """The parameters of one wrap of FSDP's; `inside` is the number of the wrap around it."""
+
+    weights: tuple[Weight, ...]
+    inside: int | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """A model to be trained: its optimizers' parameters, the others, and what else there is."""
 
     parts: tuple[Part, ...]
     others: tuple[Weight, ...] = ()
-    units: tuple[tuple[Weight, ...], ...] = ()  # what FSDP gathers together
+    units: tuple[Unit, ...] = ()  # what FSDP gathers together, in the order of a forward's ends
     buffers: int = 0  # bytes
     buffer_messages: int = 0  # with which rank 0 sends them before each forward
 
@@ -129,7 +142,7 @@ def costs(job: Job, workers: int, bucket_size: int | None, gloo: bool) -> tuple[
         return alone, alone, alone, alone
     laid = _laid_out(job, workers, bucket_size, gloo)
     ddp = _ddp(job, workers)
-    return ddp, _oss(ddp, laid, workers), _sharded(job, laid, workers), _fully(job, workers)
+    return ddp, _oss(ddp, laid, workers), _sharded(job, laid, workers), _fully(job, workers, gloo)
 
 
 def _gradients(job: Job) -> int:
@@ -203,28 +216,77 @@ def _add(sizes: list[int], more: Sequence[int], times: int = 1) -> None:
         sizes[rank] += times * more[rank % len(more)]
 
 
-def _fully(job: Job, workers: int) -> Cost:
-    """By formula."""
+@dataclass(frozen=True)
+class _Wrap:
+    """Bytes of one wrap: of its parameters and gradients whole, and as they travel, padded."""
+
+    whole: int
+    gradients: int
+    reduced: int
+    rows: int  # what comes for the worker's share of `reduced`
+
+
+def _fully(job: Job, workers: int, gloo: bool) -> Cost:
     state = sum(
-        weight.state(-(-weight.elements // workers)) if part.even else -(-weight.fixed // workers)
+        weight.state(weight.share(workers))
+        if part.even
+        else -(-weight.fixed * weight.share(workers) // weight.elements)
         for part in job.parts
         for weight in part.trained
     )
-    gathered = [sum(w.bytes for w in unit) for unit in job.units]
-    reduced = [sum(w.bytes for w in unit if w.trained) for unit in job.units]
-    first, second, *_ = [*sorted(gathered, reverse=True), 0, 0]
+    wraps = [_wrap(unit, workers, gloo) for unit in job.units]
+    gathered = sum(wrap.whole for wrap in wraps)
+    reduced = sum(wrap.reduced for wrap in wraps)
+    kept = sum(w.whole for w, unit in zip(wraps, job.units, strict=True) if unit.inside is None)
+    gatherings = sum(1 if unit.inside is None else 2 for unit in job.units if unit.weights)
+    flags = sum(len(unit.weights) for unit in job.units)  # a byte each: which were used
     return Cost(
-        parameters=_share(gathered, workers),
-        gradients=_share(reduced, workers),
+        parameters=gathered // workers,
+        gradients=reduced // workers,
         optimizer=state,
-        in_flight=first + second + max(reduced, default=0),
-        sent=_travels(2 * sum(gathered) + sum(reduced), workers),
-        collectives=2 * len(gathered) + sum(size > 0 for size in reduced),
+        in_flight=max(0, _most_whole(job.units, wraps, workers, gloo) - reduced // workers),
+        sent=_travels(2 * gathered - kept + reduced + 2 * flags, workers),
+        collectives=gatherings * (workers if gloo else 1)
+        + sum(wrap.reduced > 0 for wrap in wraps)
+        + 1,
     )
 
 
-def _share(units: Sequence[int], workers: int) -> int:
-    return sum(-(-size // workers) for size in units)
+def _wrap(unit: Unit, workers: int, gloo: bool) -> _Wrap:
+    trained = [weight for weight in unit.weights if weight.trained]
+    reduced = sum(workers * weight.share(workers) * weight.itemsize for weight in trained)
+    return _Wrap(
+        whole=sum(workers * w.share(workers) * w.itemsize for w in unit.weights),
+        gradients=sum(weight.bytes for weight in trained),
+        reduced=reduced,
+        rows=reduced // workers * (workers - 1) if gloo else 0,
+    )
+
+
+def _most_whole(units: Sequence[Unit], wraps: Sequence[_Wrap], workers: int, gloo: bool) -> int:
+    """The most bytes of gradients, shares of them, and whole parameters while backward runs.
+
+    A wrap is whole while any inside of it computes; its gradients are given to their owners
+    once all inside of it are done. Meanwhile come the parameters of the next wrap, and the
+    gradients of the last one are under way: on gloo until the next ones are laid out beside them.
+    """
+    most = owned = leaving = 0
+    open_: list[int] = []
+    for number in reversed(range(len(units))):
+        open_.append(number)
+        coming = wraps[number - 1].whole if number else 0
+        present = sum(wraps[i].whole + wraps[i].gradients for i in open_)
+        most = max(most, owned + leaving + coming + present)
+        after = units[number - 1].inside if number else None
+        while open_ and (not number or open_[-1] != after):  # until the one around the next
+            done = wraps[open_.pop()]
+            present -= done.whole
+            owned += done.reduced // workers
+            before = leaving if gloo else 0
+            most = max(most, owned + before + coming + present + done.reduced)
+            present -= done.gradients
+            leaving = done.reduced + done.rows if done.reduced else leaving
+    return most
 
 
 def _travels(size: int, workers: int) -> int:

@@ -16,12 +16,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from manyhands._comm import LARGE
-from manyhands.planning._costs import Job, Part, Weight
+from manyhands.planning._costs import Job, Part, Unit, Weight
 from manyhands.planning._state import States
 from manyhands.scaling._binding import BoundOptimizer
 from manyhands.sharding._ddp import ShardedDataParallel
 from manyhands.sharding._elementwise import chosen_layout
 from manyhands.sharding._oss import OSS
+from manyhands.sharding._pick import picked
+from manyhands.sharding._policies import default_auto_wrap_policy
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,10 @@ def described(model: nn.Module, optimizers: list[Chosen], unit_size: int) -> Job
     return Job(
         tuple(parts),
         tuple(others),
-        tuple(tuple(weights[id(p)] for p in unit) for unit in units(model, unit_size)),
+        tuple(
+            Unit(tuple(weights[id(param)] for param in params), inside)
+            for params, inside in units(model, unit_size)
+        ),
         sum(buffer.numel() * buffer.element_size() for buffer in buffers),
         len(small) + sum(buffer.numel() > LARGE for buffer in buffers),
     )
@@ -201,27 +206,39 @@ def _weight(
         else:
             fixed = states.bytes(param.shape, param.dtype, options or {})
     kind = (str(param.dtype), str(param.device))
-    return Weight(param.numel(), param.element_size(), kind, param.requires_grad, fixed, each)
+    rows = param.shape[0] if param.dim() else 1
+    return Weight(param.numel(), param.element_size(), kind, param.requires_grad, fixed, each, rows)
 
 
-def units(model: nn.Module, least: int) -> list[list[Tensor]]:
-    """What `auto_wrap` would wrap: from the leaves up, modules with `least` elements or more."""
+def units(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
+    """What the plan's FSDP wraps, the innermost first, the model itself last.
+
+    Of each the parameters that no wrap inside has, and the number of the wrap around it.
+    """
+    wraps = [module for module in picked_by_size(model, least) if module is not model] + [model]
+    numbers = {module: number for number, module in enumerate(wraps)}
+    around: dict[int, int] = {}
+    params: list[list[Tensor]] = [[] for _ in wraps]
     seen: set[int] = set()
-    found: list[list[Tensor]] = []
 
-    def gather(module: nn.Module) -> list[Tensor]:
-        rest: list[Tensor] = []
+    def visit(module: nn.Module, outer: int) -> None:
+        number = numbers.get(module, outer)
+        if number != outer:
+            around.setdefault(number, outer)
         for param in module.parameters(recurse=False):
             if id(param) not in seen:
                 seen.add(id(param))
-                rest.append(param)
+                params[number].append(param)
         for child in module.children():
-            rest += gather(child)
-        listing = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if module is not model and not listing and sum(p.numel() for p in rest) >= least:
-            found.append(rest)
-            return []
-        return rest
+            visit(child, number)
 
-    rest = gather(model)
-    return [*found, *([rest] if rest else [])]
+    visit(model, len(wraps) - 1)
+    return [(held, around.get(number)) for number, held in enumerate(params)]
+
+
+def picked_by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """What `auto_wrap` wraps by size in a model that has more than `least` parameters."""
+    policy = partial(
+        default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True
+    )
+    return picked(model, policy, ())

@@ -12,10 +12,18 @@ from torch import nn
 
 from manyhands.planning._activations import saved_bytes
 from manyhands.planning._costs import Cost, Job, costs
-from manyhands.planning._model import Chosen, built, chosen, described
+from manyhands.planning._model import (
+    Chosen,
+    built,
+    chosen,
+    described,
+    picked_by_size,
+    units,
+)
 from manyhands.planning._sizes import in_bytes, shown
+from manyhands.sharding._fsdp_optimizers import NEED_WHOLE
 
-UNIT = 10**8  # elements that FSDP gathers together, or a 50th of a smaller model
+UNIT = 10**8  # elements that are a wrap of FSDP's by themselves, or a 50th of a smaller model
 MOST_WORKERS = 2**13  # that are tried, where none of the ways fits
 BACKENDS = ("nccl", "gloo")
 
@@ -30,7 +38,7 @@ class Row:
     `gradients` and `optimizer` are what a worker holds after `backward` and after `step`;
     `in_flight` is what comes on top at most, while gradients are made and sent. `sent`, the mean
     over the workers, and `collectives` are those of one step. `activations` are None where they
-    were not measured, `fits` where no memory was given.
+    were not measured, `fits` where no memory was given. `obstacle` is why a way cannot be taken.
     """
 
     name: str
@@ -43,8 +51,13 @@ class Row:
     sent: int
     collectives: int
     fits: bool | None
-    available: bool
+    obstacle: str | None
     code: str
+
+    @property
+    def available(self) -> bool:
+        """Whether the model and its optimizers can be trained in this way."""
+        return self.obstacle is None
 
     @property
     def total(self) -> int:
@@ -63,6 +76,7 @@ class Plan:
     rows: tuple[Row, ...]
     optimizer: str
     layout: str
+    wraps: str
     elements: int
     workers: int
     memory: int | None
@@ -113,11 +127,12 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What has to be known to read the table."""
-        notes = [self.layout]
+        notes = [self.layout, self.wraps]
         if self.rows[0].activations is None:
             notes.append("Activations are not counted: no input was given.")
-        if missing := [row.name for row in self.rows if not row.available]:
-            notes.append(f"{', '.join(missing)}: by formula, and not yet available.")
+        notes += [
+            f"{row.name} cannot be taken: {row.obstacle}" for row in self.rows if row.obstacle
+        ]
         return notes
 
     @property
@@ -134,8 +149,7 @@ class Plan:
             said += f"would fit on {self.enough:,} workers."
         else:
             said += "no number of workers was found on which it would fit."
-        later = [row.name for row in self.rows if row.fits and not row.available]
-        return said + "".join(f" {name} will fit, once it is there." for name in later)
+        return said
 
     def __str__(self) -> str:
         best = self.cheapest
@@ -169,8 +183,9 @@ def plan(
     model = mh.ShardedDataParallel(model, optimizer)
 
     The numbers are those of the layout that the library will use, for the worker that has most.
-    Not counted: what operations need while they run, and what the optimizer's `foreach`
-    implementation copies within a step.
+    For `FullyShardedDataParallel` the model is wrapped as in the row's `code`. Not counted: what
+    operations need while they run, and what the optimizer's `foreach` implementation copies
+    within a step.
 
     Args:
         model: a module, on any device, or a function that builds one. A function is called
@@ -198,13 +213,16 @@ def plan(
     unit_size = _rounded_down(min(UNIT, max(1, elements // 50)))
     job = described(module, optimizers, unit_size)
     activations = None if input is None else saved_bytes(module, input)
-    names, codes = _ways(optimizers, isinstance(optimizer, list | tuple), bucket_size, unit_size)
+    names, codes = _ways(
+        optimizers, isinstance(optimizer, list | tuple), bucket_size, _wrapping(module, unit_size)
+    )
+    obstacles = (None, None, None, _obstacle(optimizers, module, unit_size))
 
     def rows(count: int) -> tuple[Row, ...]:
         found = costs(job, count, bucket_size, backend == "gloo")
         return tuple(
-            _row(name, cost, job, activations, room, code)
-            for name, cost, code in zip(names, found, codes, strict=True)
+            _row(name, cost, job, activations, room, obstacle if count > 1 else None, code)
+            for name, cost, obstacle, code in zip(names, found, obstacles, codes, strict=True)
         )
 
     here = rows(workers)
@@ -213,6 +231,7 @@ def plan(
         here,
         " and ".join(dict.fromkeys(one.kind.__name__ for one in optimizers)),
         _layouts(optimizers),
+        _wraps(job, unit_size),
         elements,
         workers,
         room,
@@ -221,7 +240,13 @@ def plan(
 
 
 def _row(
-    name: str, cost: Cost, job: Job, activations: int | None, room: int | None, code: str
+    name: str,
+    cost: Cost,
+    job: Job,
+    activations: int | None,
+    room: int | None,
+    obstacle: str | None,
+    code: str,
 ) -> Row:
     row = Row(
         name,
@@ -234,16 +259,28 @@ def _row(
         cost.sent,
         cost.collectives,
         None,
-        _available(name),
+        obstacle,
         code,
     )
     return row if room is None else Row(**{**vars(row), "fits": row.total <= room})
 
 
-def _available(name: str) -> bool:
-    import manyhands
-
-    return name != FULLY or hasattr(manyhands, name)
+def _obstacle(optimizers: Sequence[Chosen], model: nn.Module, unit_size: int) -> str | None:
+    """Why FSDP cannot train this on several workers."""
+    for kind in dict.fromkeys(one.kind for one in optimizers):
+        if issubclass(kind, NEED_WHOLE):
+            return f"{kind.__name__} needs whole tensors."
+    for name, param in model.named_parameters():
+        if param.dim() == 0:
+            return f"{name} is a scalar, which cannot be divided; make it a tensor of one element."
+    for params, _ in units(model, unit_size):
+        dtypes = dict.fromkeys(str(param.dtype) for param in params if param.requires_grad)
+        if len(dtypes) > 1:
+            return (
+                f"parameters that would be in one wrap are {' and '.join(dtypes)}. "
+                "Wrap those of one type by themselves."
+            )
+    return None
 
 
 def _most_sharded(rows: Sequence[Row]) -> Row:
@@ -274,7 +311,7 @@ def _enough(rows: Callable[[int], tuple[Row, ...]], workers: int, room: int) -> 
 
 
 def _ways(
-    optimizers: Sequence[Chosen], several: bool, bucket_size: int | None, unit_size: int
+    optimizers: Sequence[Chosen], several: bool, bucket_size: int | None, wrapping: str
 ) -> tuple[list[str], list[str]]:
     """Names of the four ways, and the lines to paste for each."""
     sized = "" if bucket_size is None else f", bucket_size={bucket_size}"
@@ -286,26 +323,58 @@ def _ways(
     else:
         oss = f"optimizer = mh.OSS(optimizer.param_groups, optim=type(optimizer){sized})"
     sharded = f"model = mh.ShardedDataParallel(model, optimizer{'s' * several})"
-    fully = (
-        "with mh.enable_wrap(wrapper_cls=mh.FullyShardedDataParallel):\n"
-        f"    model = mh.auto_wrap(model, min_num_params={unit_size:_})\n"
-        "model = mh.FullyShardedDataParallel(model)"
-    )
+    fully = _fully(optimizers, several, wrapping)
     return (
         ["DDP", "OSS + DDP", "OSS + ShardedDataParallel", FULLY],
         [DDP, f"{oss}\n{DDP}", f"{oss}\n{sharded}", fully],
     )
 
 
+def _fully(optimizers: Sequence[Chosen], several: bool, wrapping: str) -> str:
+    """FSDP's: the parameters are others once they are wrapped, and optimizers are made again."""
+    if not optimizers[0].made:
+        one = optimizers[0]
+        return f"{wrapping}\noptimizer = {_name(one)}(model.parameters(){_written(one)})"
+    again = (
+        '[{**group, "params": [params[names[param]] for param in group["params"]]}\n'
+        "     for group in one.param_groups]"
+    )
+    if several:
+        made = f"optimizers = [\n    type(one)({again})\n    for one in optimizers\n]"
+    else:
+        groups = again.replace("one.", "optimizer.").replace("     for", "    for")
+        made = f"optimizer = {_name(optimizers[0])}(\n    {groups}\n)"
+    return (
+        "names = {param: name for name, param in model.named_parameters()}\n"
+        f"{wrapping}\n"
+        "params = dict(model.named_parameters())\n"
+        f"{made}"
+    )
+
+
+def _wrapping(model: nn.Module, unit_size: int) -> str:
+    if model not in picked_by_size(model, unit_size):  # such as attention, which is left whole
+        return f"model = mh.{FULLY}(model)"
+    return (
+        f"with mh.enable_wrap(wrapper_cls=mh.{FULLY}, skip_params_check_for_root=True):\n"
+        f"    model = mh.auto_wrap(model, min_num_params={unit_size:_})"
+    )
+
+
 def _new(one: Chosen, sized: str) -> str:
-    kind = one.kind
-    name = kind.__name__
-    if getattr(torch.optim, name, None) is kind:
-        name = f"torch.optim.{name}"
-    rate = {} if "lr" not in inspect.signature(kind).parameters else {"lr": "lr"}
+    return f"mh.OSS(model.parameters(), optim={_name(one)}{_written(one)}{sized})"
+
+
+def _name(one: Chosen) -> str:
+    name = one.kind.__name__
+    return f"torch.optim.{name}" if getattr(torch.optim, name, None) is one.kind else name
+
+
+def _written(one: Chosen) -> str:
+    """An optimizer's options, as they are written after its parameters."""
+    rate = {} if "lr" not in inspect.signature(one.kind).parameters else {"lr": "lr"}
     given = {**rate, **{key: repr(value) for key, value in one.given.items()}}
-    written = "".join(f", {key}={value}" for key, value in given.items())
-    return f"mh.OSS(model.parameters(), optim={name}{written}{sized})"
+    return "".join(f", {key}={value}" for key, value in given.items())
 
 
 def _layouts(optimizers: Sequence[Chosen]) -> str:
@@ -317,6 +386,13 @@ def _layouts(optimizers: Sequence[Chosen]) -> str:
         names = dict.fromkeys(one.kind.__name__ for one in optimizers if one.even is even)
         said += [f"{name} {text}" for name in names]
     return " ".join(said)
+
+
+def _wraps(job: Job, unit_size: int) -> str:
+    number = sum(bool(unit.weights) for unit in job.units)
+    if number == 1:
+        return f"{FULLY}: one wrap, around the model."
+    return f"{FULLY}: {number:,} wraps, by auto_wrap(min_num_params={unit_size:_})."
 
 
 def _rounded_down(number: int) -> int:

@@ -77,6 +77,8 @@ def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
         absent = [r for r in range(workers.size) if not store.check([f"{key} {count} {r}"])]
         if not absent:
             raise
+        store.delete_key(f"{key} {count} {workers.rank}")  # who calls later shall not find us here
+        _calls[key] = count - 1
         raise RuntimeError(
             f"{what} must be called on every worker, and rank(s) {absent} have not called it "
             f"within {seconds:g} seconds."

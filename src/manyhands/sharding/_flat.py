@@ -27,6 +27,13 @@ def flattened(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def order_of_dims(like: Tensor) -> list[int]:
+    """The dimensions, from the slowest to the fastest, as `flattened(..., like)` goes through."""
+    if like.is_contiguous() or not _dense(like):
+        return list(range(like.dim()))
+    return sorted(range(like.dim()), key=like.stride, reverse=True)
+
+
 def _dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlaps."""
     expected = 1

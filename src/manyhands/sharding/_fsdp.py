@@ -19,7 +19,7 @@ Words used here
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,27 +36,25 @@ from manyhands.sharding._fsdp_checks import (
     begin_alike,
     check_module,
     check_parameters,
+    check_root,
     check_same_model,
+    contiguous,
     held,
     own_buffers,
     places_of,
 )
-from manyhands.sharding._fsdp_engine import Engine, Team
+from manyhands.sharding._fsdp_engine import Engine, eager
 from manyhands.sharding._fsdp_full import (
     consolidated,
-    from_local,
     full_optimizer_state,
-    gathered,
     plain,
-    rename,
     sharded_optimizer_state,
-    sliced,
     whole_parameters,
 )
 from manyhands.sharding._fsdp_optimizers import replaced
 from manyhands.sharding._fsdp_options import Precision, check_offload, device_of, workers_of
-
-INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
+from manyhands.sharding._fsdp_state import INNER, after_load, from_plain, to_plain
+from manyhands.sharding._fsdp_team import Team
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -175,9 +173,11 @@ class FullyShardedDataParallel(nn.Module):
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self.gradient_predivide_factor = gradient_predivide_factor
         self.allow_reset_parameters = allow_reset_parameters
+        self.sync_module_states = sync_module_states
         self.require_backward_grad_sync = True
         self._whole = False  # while summon_full_params is open
         self._local = False  # while local_state_dict or load_local_state_dict run
+        self._asked = False  # while state_dict of a wrap around this one runs
         self._is_root: bool | None = None
         self._team: Team | None = None
         self._places = places_of(module, FullyShardedDataParallel)
@@ -185,8 +185,9 @@ class FullyShardedDataParallel(nn.Module):
         self._buffer_dtypes = self._cast_buffers(module)
         self._engine = self._shard(module, offload, sync_module_states)
         self.register_module(INNER, module)
-        self._register_state_dict_hook(_to_plain)
-        self._register_load_state_dict_pre_hook(_from_plain, with_module=True)
+        self._register_state_dict_hook(to_plain)
+        self._register_load_state_dict_pre_hook(from_plain, with_module=True)
+        self.register_load_state_dict_post_hook(after_load)
 
     def _shard(self, module: nn.Module, offload: bool, sync: bool) -> Engine | None:
         compute = self._precision.compute
@@ -194,8 +195,12 @@ class FullyShardedDataParallel(nn.Module):
             if compute is not None:
                 cast_in_forward(module, list(self._places.values()), compute)
             return None
+        contiguous(self._places)
         once = {id(m._parameters[name]): (m, name) for m, name in self._places.values()}
         before = [param for _, param in held(self._places)]
+        check_same_model(
+            self._workers, [(self._places, self._options())], self.compute_device, module
+        )
         if sync:
             begin_alike(module, self._workers, self.compute_device)
         root_keeps = self.disable_reshard_on_root and self.reshard_after_forward
@@ -234,34 +239,53 @@ class FullyShardedDataParallel(nn.Module):
             )
         if self._is_root is None:
             self._become_root()
-        if self._team is not None:
-            self._team.averaging.forget()
+        if self._team is not None and current_task() == -1:
+            self._team.start_forward()
         if self.force_input_to_fp32 and self._precision.compute is None:
             args, kwargs = as_type(torch.float32, args), as_type(torch.float32, kwargs)
         try:
-            result = self.module(*args, **kwargs)
+            with self._outside_inference():
+                result = self.module(*args, **kwargs)
         except BaseException:
-            if self._is_root and self._engine is not None and current_task() == -1:
-                self._engine.recover()
+            if self._team is not None and current_task() == -1:
+                with suppress(
+                    RuntimeError
+                ):  # as of a connection that is lost: the first error counts
+                    self._team.recover()
             raise
-        if self._is_root and not torch.is_grad_enabled():
-            self._reshard()  # what a root keeps is for a backward, and none will come
+        if self._team is not None and current_task() == -1:
+            self._team.end_forward()
+        if self._team is not None and not torch.is_grad_enabled():
+            self._team.reshard()  # what a root keeps is for a backward, and none will come
         if self.clear_autocast_cache:
             torch.clear_autocast_cache()
         return result
 
+    @contextmanager
+    def _outside_inference(self) -> Iterator[None]:
+        """What is gathered first in inference_mode would be of no use in training."""
+        if self._engine is None or not torch.is_inference_mode_enabled():
+            yield
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+
     def _become_root(self) -> None:
         """The first wrap that runs has all others inside, and all that they do together."""
         wraps = self._wraps()
+        check_root(self._workers, [(wrap._workers, wrap._is_root) for wrap in wraps])
         self._is_root = True
         for wrap in wraps:
             if wrap is not self:
                 wrap._is_root = False
-        engines = [wrap._engine for wrap in wraps if wrap._engine is not None]
-        if engines and self._engine is not None:
-            facts = [(wrap._places, wrap._options()) for wrap in wraps]
-            check_same_model(self._workers, facts, self.compute_device)
-            self._team = Team(engines)
+        if self._engine is not None:
+            self._make_team(wraps)
+
+    @eager
+    def _make_team(self, wraps: Sequence[FullyShardedDataParallel]) -> None:
+        facts = [(wrap._places, wrap._options()) for wrap in wraps]
+        check_same_model(self._workers, facts, self.compute_device)
+        self._team = Team([wrap._engine for wrap in wraps if wrap._engine is not None])
 
     def _wraps(self) -> list[FullyShardedDataParallel]:
         """This wrap and those inside, each once."""
@@ -300,6 +324,8 @@ class FullyShardedDataParallel(nn.Module):
         for wrap in self._wraps():
             if wrap._engine is not None:
                 wrap._engine.clear_unaveraged()
+            if wrap._team is not None:
+                wrap._team.used.forget()
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by `pre` before they are summed over the workers, by `post` after."""
@@ -374,31 +400,35 @@ class FullyShardedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain model's: whole tensors, by its names. To be called on every worker."""
+        if self._asked:
+            return super().state_dict(*args, **kwargs)
         self._reshard()
         if not self._local and self._engine is not None:
             all_here(self._workers, "state_dict()")
-        return super().state_dict(*args, **kwargs)
+        with self._throughout("_asked"):
+            return super().state_dict(*args, **kwargs)
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This worker's slices, by the plain model's names. Nothing is sent."""
-        with self._locally():
+        with self._throughout("_local"):
             return self.state_dict(*args, **kwargs)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what `local_state_dict()` gave on this worker, of as many workers."""
-        with self._locally():
+        with self._throughout("_local"):
             return self.load_state_dict(state_dict, strict=strict)
 
     @contextmanager
-    def _locally(self) -> Iterator[None]:
+    def _throughout(self, flag: str) -> Iterator[None]:
+        """Inside, this attribute of all wraps is True."""
         wraps = self._wraps()
         try:
             for wrap in wraps:
-                wrap._local = True
+                setattr(wrap, flag, True)
             yield
         finally:
             for wrap in wraps:
-                wrap._local = False
+                setattr(wrap, flag, False)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What `consolidate_shard_weights` has to know about this worker's slices."""
@@ -452,9 +482,14 @@ class FullyShardedDataParallel(nn.Module):
         return inner
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters, by the plain model's names."""
+        """Parameters, by the plain model's names; the sharded ones between forward and backward,
+        too, when the root's are whole."""
+        sharded: dict[int, Any] = {}
+        for wrap in self._wraps():
+            if wrap._engine is not None and not wrap._whole:
+                sharded.update(wrap._engine.kept_whole())
         for name, param in super().named_parameters(*args, **kwargs):
-            yield plain(name, INNER), param
+            yield plain(name, INNER), sharded.get(id(param), param)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Buffers, by the plain model's names."""
@@ -488,12 +523,16 @@ class FullyShardedDataParallel(nn.Module):
             "plain model before wrapping, or load state_dict() into one."
         )
 
+    def _look_again(self) -> None:
+        """After what may have replaced parameters."""
+        if self._engine is not None and not self._whole:
+            self._engine.remember()
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """`to`, `half` and the like."""
         result = super()._apply(fn, recurse)
         for wrap in self._wraps():
-            if wrap._engine is not None:
-                wrap._engine.remember()
+            wrap._look_again()
         return result
 
     def extra_repr(self) -> str:
@@ -512,37 +551,5 @@ OPTIONS = (
     *("flatten_parameters", "move_params_to_cpu", "compute_dtype", "buffer_dtype"),
     *("move_grads_to_cpu", "bucket_cap_mb", "compute_device", "state_dict_device"),
     *("clear_autocast_cache", "force_input_to_fp32", "state_dict_on_rank_0_only"),
-    *("gradient_predivide_factor",),
+    *("gradient_predivide_factor", "sync_module_states"),
 )
-
-
-def _to_plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """After `state_dict()`: the plain model's names, and whole tensors."""
-    assert isinstance(module, FullyShardedDataParallel)
-    rename(state, prefix, without=f"{INNER}.")
-    mine = {key: value for key, value in state.items() if key.startswith(prefix)}
-    if module._local:
-        state.update({key: local(value) for key, value in mine.items()})
-        return
-    here = not module.state_dict_on_rank_0_only or module.rank == 0
-    tied = {prefix + name: id(param) for name, param in held(module._places)}
-    gathered(mine, tied, module.state_dict_device, here=here)
-    for key in mine:
-        del state[key]
-    if here:
-        dtypes = module._buffer_dtypes
-        for key, value in mine.items():
-            dtype = dtypes.get(key[len(prefix) :])
-            state[key] = value if dtype is None else value.to(dtype)
-
-
-def _from_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict()`: our names, and this worker's slices."""
-    assert isinstance(module, FullyShardedDataParallel)
-    module._reshard()
-    convert = from_local if module._local else sliced
-    for name, param in held(module._places):
-        value = state.get(prefix + name)
-        if isinstance(value, Tensor) and (module._local or value.shape == param.shape):
-            state[prefix + name] = convert(value, param)
-    rename(state, prefix, within=f"{INNER}.")

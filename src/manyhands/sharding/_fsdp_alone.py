@@ -23,16 +23,15 @@ def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) 
     """Let `module` compute with casts of the parameters at these places, and of its inputs."""
     swapped: set[Place] = set()
     module.register_forward_pre_hook(_inputs_as(dtype), with_kwargs=True)
+    names: dict[nn.Module, list[str]] = {}
+    for holder, name in places:
+        names.setdefault(holder, []).append(name)
     for each in module.modules():
-        beneath = [(m, name) for m, name in places if _holds(each, m)]
+        beneath = [(m, name) for m in each.modules() for name in names.get(m, ())]
         if beneath:
             own: list[Place] = []
             each.register_forward_pre_hook(_swap(beneath, swapped, own, dtype))
             each.register_forward_hook(_restore(swapped, own), always_call=True)
-
-
-def _holds(module: nn.Module, other: nn.Module) -> bool:
-    return any(each is other for each in module.modules())
 
 
 def _inputs_as(dtype: torch.dtype) -> Any:

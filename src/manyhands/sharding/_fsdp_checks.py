@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,9 +29,16 @@ def places_of(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]:
     places = {
         name: (module, name) for name, param in module._parameters.items() if param is not None
     }
-    for name, child in module.named_children():
+    for name, child in _children(module):
         places.update({f"{name}.{n}": place for n, place in places_of(child, wrapper).items()})
     return places
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """One that has two names under both, as in a state dict."""
+    for name, child in module._modules.items():
+        if child is not None:
+            yield name, child
 
 
 def held(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
@@ -50,7 +58,7 @@ def own_buffers(
     for name, buffer in module._buffers.items():
         if buffer is not None:
             yield prefix + name, buffer
-    for name, child in module.named_children():
+    for name, child in _children(module):
         yield from own_buffers(child, wrapper, f"{prefix}{name}.")
 
 
@@ -68,7 +76,7 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
             )
     if isinstance(module, wrapper):
         raise TypeError("the module is wrapped already; wrap it once, or a larger one around it.")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if type(module).forward is nn.Module.forward:  # as a ModuleList's
         raise TypeError(
             f"a {type(module).__name__} has no forward in which its parameters could be gathered. "
             "Wrap its members, or the module that runs them."
@@ -84,6 +92,12 @@ def check_parameters(places: Places) -> None:
                 f"parameter {name} is tied to one that a wrap inside has sharded already, and the "
                 "two would go different ways. Wrap the modules that share it together: not each by "
                 "itself, but one around them."
+            )
+        if param.dim() == 0 or param.numel() == 0:
+            raise ValueError(
+                f"parameter {name} has the shape {tuple(param.shape)}, of which there is nothing "
+                "to share out. Give it one element in one dimension "
+                "(torch.nn.Parameter(p.view(1))), or leave out what is empty."
             )
         if param.requires_grad:
             trained.setdefault(param.dtype, name)
@@ -109,15 +123,58 @@ def begin_alike(module: nn.Module, workers: Workers, device: torch.device) -> No
                 tensor.copy_(there)
 
 
+def check_root(workers: Workers, inside: Sequence[tuple[Workers, bool | None]]) -> None:
+    """Raise where wraps inside another cannot work with it; of each, its workers, and whether it
+    has run as a root."""
+    if any(has_run for _, has_run in inside) and workers.size > 1:
+        raise RuntimeError(
+            "a wrap inside this one has run by itself before, as the outermost. Run the outermost "
+            "wrap's forward first; afterwards those inside may run by themselves, too."
+        )
+    mine = _ranks(workers)
+    for each, _ in inside:
+        if _ranks(each) != mine:
+            raise ValueError(
+                f"a wrap inside has the workers {_ranks(each)}, and the one around it {mine}. "
+                "Give all wraps of a model the same process_group."
+            )
+
+
+def _ranks(workers: Workers) -> list[int] | None:
+    if workers.size == 1:
+        return None
+    return dist.get_process_group_ranks(workers.group or dist.group.WORLD)
+
+
+def contiguous(places: Places) -> None:
+    """Lay parameters out in the order of their elements, as the engine needs them."""
+    for _, param in held(places):
+        if not param.is_contiguous():
+            param.data = param.data.contiguous()
+
+
 def check_same_model(
-    workers: Workers, facts: Sequence[tuple[Places, Mapping[str, Any]]], device: torch.device
+    workers: Workers,
+    facts: Sequence[tuple[Places, Mapping[str, Any]]],
+    device: torch.device,
+    module: nn.Module | None = None,
 ) -> None:
-    """Raise on every worker where models or options are not the same; `facts` are each wrap's."""
+    """Raise on every worker where models or options are not the same; `facts` are each wrap's.
+
+    With `module`, its buffers and what is without memory must be the same, too.
+    """
+    buffers = dict(module.named_buffers()) if module is not None else {}
     text = json.dumps(
         [
             [
-                {name: f"{tuple(p.shape)} {p.dtype}" for name, p in held(places)},
-                {name: str(value) for name, value in options.items()},
+                {
+                    name: f"{tuple(t.shape)} {t.dtype}{_kind_of(t)}"
+                    for name, t in [*held(places), *buffers.items()]
+                },
+                {
+                    name: value.type if isinstance(value, torch.device) else str(value)
+                    for name, value in options.items()
+                },
             ]
             for places, options in facts
         ]
@@ -129,9 +186,10 @@ def check_same_model(
     for number, each in enumerate(zip(*texts, strict=False)):
         for part, what in enumerate(("parameters", "options")):
             values = [facts_of_rank[part] for facts_of_rank in each]
-            for name in values[0]:
-                if any(value.get(name) != values[0][name] for value in values):
-                    listed = ", ".join(f"rank {r}: {v.get(name)}" for r, v in enumerate(values[:8]))
+            for name in dict.fromkeys(name for value in values for name in value):
+                if any(value.get(name) != values[0].get(name) for value in values):
+                    here = [value.get(name, "absent") for value in values[:8]]
+                    listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(here))
                     raise ValueError(
                         f"workers have different {what} in wrap {number}: {name} is {listed}. "
                         "Build the same model with the same options on every worker."
@@ -141,3 +199,9 @@ def check_same_model(
         + ", ".join(f"rank {r}: {len(t)} wraps" for r, t in enumerate(texts[:8]))
         + ". Build the same model with the same options on every worker."
     )
+
+
+def _kind_of(tensor: Tensor) -> str:
+    meta = " without memory" if tensor.is_meta else ""
+    frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return meta + frozen

@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands._comm import Workers
-from manyhands._nested import changed
+from manyhands._passes import current_task
 from manyhands.sharding._fsdp_comm import Average, Averaging, Gather
 from manyhands.sharding._fsdp_options import Precision
+from manyhands.sharding._fsdp_outputs import no_views, visible
 from manyhands.sharding._fsdp_used import Place, Used
+
+eager: Any = torch._compile._disable_dynamo  # what sends is not to be compiled
 
 _meshes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -40,7 +43,8 @@ class Engine:
             fully_shard,
         )
 
-        module.register_forward_hook(_no_views)  # before the engine's own
+        module.register_forward_hook(visible)  # before the engine's own
+        module.register_forward_hook(no_views)
         pinned = offload and torch.accelerator.is_available()
         self.module: Any = fully_shard(
             module,
@@ -61,26 +65,45 @@ class Engine:
         """Look up the sharded parameters, after they were made or replaced."""
         self.params: list[Tensor] = [_held(place) for place in self.places]
 
-    def connect(self, averaging: Averaging, used: Used, first: int) -> None:
-        """Send through `averaging`; our parameters are numbered from `first` in `used`."""
+    def kept_whole(self) -> dict[int, Tensor]:
+        """The sharded parameter of each whole one that its module has now, by the latter's id."""
+        now = [_held(place) for place in self.places]
+        if not now or now[0] is self.params[0]:
+            return {}
+        return {id(whole): sharded for whole, sharded in zip(now, self.params, strict=True)}
+
+    def connect(
+        self, averaging: Averaging, used: Used, first: int, run: Callable[[], None]
+    ) -> None:
+        """Send through `averaging`; our parameters are numbered from `first` in `used`.
+
+        `run` is called in each forward, with the parameters there.
+        """
         me = weakref.ref(self)
         if self.on_gloo:
             self.module.set_custom_all_gather(Gather(self.workers))
         average = Average(
-            averaging, lambda: _of(me).params, divide=lambda: _of(me).divide, on_gloo=self.on_gloo
+            averaging, lambda: of(me).params, divide=lambda: of(me).divide, on_gloo=self.on_gloo
         )
         self.module.set_custom_reduce_scatter(average)
         places = self.places
 
+        @eager
         def watch(_: nn.Module, __: Any) -> None:
             if torch.is_grad_enabled():
                 used.watch(first, places)
+            if current_task() == -1:  # not recomputed in a backward
+                run()
 
         self.module.register_forward_pre_hook(watch)  # after the engine's own
 
     def synchronise(self, on: bool) -> None:
         """Whether backward passes average gradients."""
         self.module.set_requires_gradient_sync(on, recurse=False)
+
+    def gather(self) -> None:
+        """Have the whole parameters there."""
+        self.module.unshard()
 
     def reshard(self) -> None:
         """Let the whole parameters go, if they are there."""
@@ -96,55 +119,19 @@ class Engine:
                 if hasattr(each, "_unsharded_param"):
                     each._unsharded_param.grad = None
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the engine takes a backward pass for running. (On a root.)"""
+        return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
+
     def recover(self) -> None:
         """Begin anew after an error in a forward or backward. (On a root.)"""
         if hasattr(self.module, "reset_iter_state"):  # torch 2.13
             self.module.reset_iter_state()
 
 
-class Team:
-    """What the wraps of a root do together: average gradients, and agree on which there are."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        workers = engines[0].workers
-        members = [weakref.ref(engine) for engine in engines]
-
-        def params() -> list[Tensor]:
-            return [param for member in members for param in _of(member).params]
-
-        self.used = Used(workers, params)
-        self.averaging = Averaging(workers, self.used.begin, self.used.end)
-        first = 0
-        for engine in engines:
-            engine.connect(self.averaging, self.used, first)
-            first += len(engine.places)
-
-
-class _Whole(torch.autograd.Function):
-    """The same memory as a tensor of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
-
-
-def _no_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """The engine gathers parameters for backward in a hook on the output, which an in-place
-    operation on a view would take away; of these it warns. A tensor of its own keeps its hooks."""
-
-    def own(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad and tensor._is_view():
-            return _Whole.apply(tensor)
-        return tensor
-
-    return changed(output, own)
-
-
-def _of(reference: Callable[[], Engine | None]) -> Engine:
+def of(reference: Callable[[], Engine | None]) -> Engine:
+    """The engine that is referred to."""
     engine = reference()
     assert engine is not None
     return engine

@@ -34,13 +34,21 @@ class SlicedGradient(DTensor):
             return _length(args[0], *args[1:])
         if func is torch._foreach_norm and len(args) <= 2 and not kwargs:
             return [_length(grad, *args[1:]) for grad in args[0]]
-        if func is Tensor.mul_ and _is_plain(args[1]):
+        if func is Tensor.mul_ and _is_number(*args[1:]):
             args[0]._local_tensor.mul_(args[1])
             return args[0]
-        if func is torch._foreach_mul_ and _is_plain(args[1]):
+        if func is torch._foreach_mul_ and _is_number(*args[1:]):
             return torch._foreach_mul_([_local(grad) for grad in args[0]], args[1])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = self.detach().clone()
+        copied.__class__ = SlicedGradient
+        return memo.setdefault(id(self), copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # as torch's class, which torch.load knows
 
 
 class Length(Tensor):
@@ -131,5 +139,8 @@ def _local(grad: Any) -> Tensor:
     return tensor
 
 
-def _is_plain(value: Any) -> bool:
-    return not isinstance(value, DTensor | list | tuple)
+def _is_number(value: Any = None) -> bool:
+    """Whether this is one number, which is the same for all elements."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not isinstance(value, DTensor)
+    return isinstance(value, int | float)

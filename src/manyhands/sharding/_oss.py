@@ -404,18 +404,30 @@ class OSS(Optimizer):
         """
         self._prepare()
         _state.check(state_dict, self.param_groups, self._shards)
-        self.optim.load_state_dict(
-            _state.share_of(state_dict, self.param_groups, self._shards)
-            if self._workers.size > 1
-            else copy.deepcopy(dict(state_dict))
-        )
-        self._consolidated, self._begun = None, True
-        self._for_later = {
+        for_later = {
             number: copy.deepcopy(state_dict["state"][key])
             for number, key in enumerate(k for g in state_dict["param_groups"] for k in g["params"])
             if key in state_dict["state"] and number in self._shards.unplaced
         }
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        self._continue_from(
+            _state.share_of(state_dict, self.param_groups, self._shards)
+            if self._workers.size > 1
+            else copy.deepcopy(dict(state_dict)),
+            for_later,
+            state_dict["param_groups"],
+        )
+
+    def _continue_from(
+        self,
+        share: dict[str, Any],
+        for_later: dict[int, dict[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Take this worker's `share` of a state, as the inner optimizer's state dict."""
+        self.optim.load_state_dict(share)
+        self._consolidated, self._begun = None, True
+        self._for_later = for_later
+        for group, loaded in zip(self.param_groups, groups, strict=True):
             _copy_options(copy.deepcopy(options_of(loaded)), group)
             if "param_names" in loaded:
                 group["param_names"] = list(loaded["param_names"])

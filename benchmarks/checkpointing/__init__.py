@@ -1,0 +1,1 @@
+"""What `benchmarks/checkpoints.py` compares, and its page."""

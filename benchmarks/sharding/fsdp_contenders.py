@@ -1,0 +1,61 @@
+"""Who is compared where parameters are sharded, too: DDP, torch's `fully_shard`, ours, fairscale's.
+
+Each is wrapped alike: the embedding, every block and the logits by themselves, and the rest with
+the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW
+
+import manyhands as mh
+from sharding.contenders import CONTROL, DDP, OPTIONS, Contender, Trained, ddp, sharded
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def nested(model: Any, wrap: Wrap) -> nn.Module:
+    """The decoder of `models.py` with a wrap around each of its layers, and one around it."""
+    model.tokens, model.logits = wrap(model.tokens), wrap(model.logits)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = wrap(block)
+    return wrap(model)
+
+
+def fully_sharded(wrap: Callable[..., nn.Module], **options: Any) -> Callable[[Any], Trained]:
+    def make(model: nn.Module) -> Trained:
+        wrapped = nested(model, lambda module: wrap(module, **options))
+        optimizer = AdamW(wrapped.parameters(), **OPTIONS)
+        return Trained(wrapped, optimizer, optimizer.zero_grad)
+
+    return make
+
+
+def bare(module: nn.Module, **options: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module, **options)
+
+
+BARE = "fully_shard"
+BARE_KEPT = "fully_shard, reshard_after_forward=False"
+FSDP = "manyhands FSDP"
+FSDP_KEPT = "manyhands FSDP, reshard_after_forward=False"
+SDP = "manyhands OSS + ShardedDataParallel"
+FSDP_CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender(DDP, ddp),
+        Contender(CONTROL, ddp),
+        Contender(BARE, fully_sharded(bare)),
+        Contender(BARE_KEPT, fully_sharded(bare, reshard_after_forward=False)),
+        Contender(FSDP, fully_sharded(mh.FSDP)),
+        Contender(FSDP_KEPT, fully_sharded(mh.FSDP, reshard_after_forward=False)),
+        Contender(SDP, sharded()),
+    )
+}
+RIVAL = {FSDP: BARE, FSDP_KEPT: BARE_KEPT}  # the same with torch alone

@@ -1,0 +1,150 @@
+"""How the speed benchmarks measure: contenders in turns, each with processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from rounds import Ratio, ratio, shuffled
+
+from sharding.contenders import CONTROL, DDP, Contender
+from sharding.models import SIZES
+from sharding.team import Team
+from sharding.training import training
+
+WARM_UP = 2
+Contenders = Mapping[str, Contender]
+Times = dict[tuple[str, str], dict[str, list[float]]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender, with one way to compute AdamW."""
+
+    name: str
+    choice: str
+    cpu_ms: float  # of all ranks, all threads
+    wall_ms: float
+    cpu: Ratio  # DDP's over the contender's: above 1 is faster than DDP
+    wall: Ratio
+    sent: int  # bytes, by a rank in a step
+    collectives: int
+    rival: Ratio | None = None  # wall of the contender it is to beat, over its own
+
+
+def restored(stored: dict[str, Any]) -> Row:
+    ratios = {key: Ratio(**stored[key]) for key in ("cpu", "wall", "rival") if stored.get(key)}
+    return Row(**{**stored, **ratios})
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model on some ranks. Each group of contenders is in memory at once, DDP in every one."""
+
+    size: str
+    ranks: int
+    rounds: int
+    steps: int  # of each contender in a round
+    groups: tuple[tuple[str, ...], ...]
+    one_ddp: bool = False  # the control is DDP's own processes once more: there is no room
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}x{self.ranks}"
+
+    @property
+    def title(self) -> str:
+        tokens = SIZES[self.size].batch * SIZES[self.size].context
+        return f"{self.size} parameters, {self.ranks} ranks, {tokens} tokens on each"
+
+
+def measured(
+    workload: Workload,
+    contenders: Contenders,
+    choices: Mapping[str, Any],
+    rounds: int,
+    rivals: Mapping[str, str] | None = None,
+) -> list[Row]:
+    """All contenders of a workload as rows, DDP's first; `rivals` says who is to beat whom."""
+    rows: list[Row] = []
+    for group in workload.groups:
+        present = {name: contenders[name] for name in group if contenders[name].present}
+        known = {(row.name, row.choice) for row in rows}
+        rows += [
+            row
+            for row in _group(workload, present, choices, rounds, rivals or {})
+            if (row.name, row.choice) not in known
+        ]
+    order = list(choices)
+    return sorted(rows, key=lambda row: order.index(row.choice))
+
+
+def _group(
+    workload: Workload,
+    contenders: Contenders,
+    choices: Mapping[str, Any],
+    rounds: int,
+    rivals: Mapping[str, str],
+) -> list[Row]:
+    """Contenders that are in memory at the same time."""
+    with ExitStack() as stack:
+        teams: dict[str, Team] = {}
+        for name, contender in contenders.items():
+            if name == CONTROL and workload.one_ddp:
+                teams[name] = teams[DDP]
+                continue
+            work = training(contender, SIZES[workload.size])
+            teams[name] = stack.enter_context(Team(workload.ranks, work))
+        for choice in choices:
+            order = {"do": "timed", "with": {"choice": choice, "steps": WARM_UP}}
+            for team in dict.fromkeys(teams.values()):
+                team.ask(order)
+        _check_same(teams)
+        times = _times(workload, teams, choices, rounds)
+        collectives = {name: len(team.ask({"do": "counted"})[0]) for name, team in teams.items()}
+    return [
+        Row(
+            name,
+            choice,
+            1e3 * median(seen["cpu"]),
+            1e3 * median(seen["wall"]),
+            ratio(times[DDP, choice]["cpu"], seen["cpu"]),
+            ratio(times[DDP, choice]["wall"], seen["wall"]),
+            round(median(seen["sent"])),
+            collectives[name],
+            ratio(times[rivals[name], choice]["wall"], seen["wall"]) if name in rivals else None,
+        )
+        for (name, choice), seen in times.items()
+    ]
+
+
+def _times(
+    workload: Workload, teams: dict[str, Team], choices: Mapping[str, Any], rounds: int
+) -> Times:
+    """Per contender and choice: CPU summed over ranks, wall of the slowest, bytes of one."""
+    turns = {f"{name}|{choice}": (name, choice) for choice in choices for name in teams}
+    times = {turn: {"cpu": [], "wall": [], "sent": []} for turn in turns.values()}
+    for number in range(rounds):
+        for key in shuffled(list(turns), number):
+            name, choice = turns[key]
+            given = {"choice": choice, "steps": workload.steps}
+            ranks = teams[name].ask({"do": "timed", "with": given})
+            seen = times[name, choice]
+            seen["cpu"].append(sum(rank["cpu"] for rank in ranks))
+            seen["wall"].append(max(rank["wall"] for rank in ranks))
+            seen["sent"].append(fmean(rank["sent"] for rank in ranks))
+    return times
+
+
+def _check_same(teams: dict[str, Team]) -> None:
+    """A contender that does not train as DDP does is not compared with it."""
+    samples = {name: torch.tensor(team.ask({"do": "sample"})) for name, team in teams.items()}
+    expected = samples[DDP][0]
+    for name, ranks in samples.items():
+        apart = float((ranks - expected).norm(dim=1).max() / expected.norm())
+        if apart > 1e-4:
+            raise RuntimeError(f"{name} trains differently from DDP: parameters {apart:.1e} apart.")

@@ -1,0 +1,91 @@
+"""A tensor of which this worker has some boxes: what torch.distributed.checkpoint asks of it.
+
+It plans with the three methods in double underscores, and never sees the tensor whole. A plain
+tensor is one box, a flat range of a parameter (`sharding/_layout.py`) a few of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from manyhands.checkpoint._ranges import boxes_of
+from manyhands.sharding._flat import order_of_dims
+
+
+@dataclass(eq=False)
+class Boxes:
+    """Parts of a tensor of some shape: where each begins, and its elements (a view of them)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[tuple[tuple[int, ...], Tensor]]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Boxes:
+        tensor = tensor.detach()
+        return cls(tuple(tensor.shape), tensor.dtype, [((0,) * tensor.dim(), tensor)])
+
+    @classmethod
+    def cut(cls, flat: Tensor, like: Tensor, start: int) -> Boxes:
+        """Of a tensor like `like`, the elements from `start` on, in the order of its memory."""
+        flat = flat.detach().view(-1)
+        order = order_of_dims(like)
+        back = [order.index(dim) for dim in range(like.dim())]
+        parts, done = [], 0
+        shape = tuple(like.shape[dim] for dim in order)
+        for offsets, sizes in boxes_of(shape, start, start + flat.numel()):
+            part = flat[done : (done := done + _volume(sizes))].view(sizes)
+            parts.append((tuple(offsets[i] for i in back), part.permute(back)))
+        return cls(tuple(like.shape), flat.dtype, parts)
+
+    def size(self) -> torch.Size:
+        """The whole tensor's shape."""
+        return torch.Size(self.shape)
+
+    def with_parts_of(self, other: Boxes) -> Boxes:
+        """One worker may have several runs of a tensor (what they have alike counts once)."""
+        known = {offsets for offsets, _ in self.parts}
+        more = [(offsets, part) for offsets, part in other.parts if offsets not in known]
+        return Boxes(self.shape, self.dtype, [*self.parts, *more])
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            item(fqn, offsets, part.shape, self.shape, self.dtype) for offsets, part in self.parts
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(at), part.shape) for at, part in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offsets, part in self.parts:
+            if index.offset is not None and tuple(index.offset) == offsets:
+                return part
+        raise ValueError(f"no part of {index.fqn} begins at {index.offset}")
+
+
+def item(
+    fqn: str,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> WriteItem:
+    """One box to be written."""
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _volume(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()

@@ -1,0 +1,209 @@
+"""All that goes into a checkpoint: collected on one side, and checked against on the other.
+
+The keys of tensors
+    model/NAME                     a parameter or buffer
+    optimizer.0/ENTRY/NAME         an entry of a parameter's state
+    optimizer.0/rule/...           a tensor of the scaling rule's state
+    value/NAME...                  of the user's own values
+    random/RANK/GENERATOR          of each worker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands.checkpoint import _index
+from manyhands.checkpoint._model import ModelLoading, is_module, returned, saved_model
+from manyhands.checkpoint._names import Names, listed, names_of
+from manyhands.checkpoint._optimizer import Loading, collected, taken_apart
+from manyhands.checkpoint._random import random_state
+from manyhands.checkpoint._shares import is_dtensor, part_to_save
+from manyhands.checkpoint._values import decoded, encoded, has_state
+
+TAKEN = ("step",)
+
+
+@dataclass
+class Contents:
+    """What this worker gives: tensors by key, and JSON."""
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] | None = None
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def listed_as(given: Any) -> list[Any]:
+    """One, several or none, as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def collect(
+    model: Any, optimizer: Any, scheduler: Any, values: Mapping[str, Any], rank: int
+) -> Contents:
+    """What this worker gives to a checkpoint. Tensors are not copied."""
+    contents = Contents()
+    names: Names | None = None
+    if model is not None:
+        names = names_of(model)
+        contents.model, tensors = saved_model(names, "model", rank)
+        contents.tensors |= tensors
+    for number, each in enumerate(listed_as(optimizer)):
+        saved = collected(each, names, number, rank)
+        contents.optimizers.append(saved.told)
+        contents.tensors |= saved.tensors
+
+    def put(path: str, tensor: Tensor) -> str:
+        if rank == 0 or is_dtensor(tensor):
+            contents.tensors[path] = part_to_save(tensor)
+        return path
+
+    for number, each in enumerate(listed_as(scheduler)):
+        check_has_state("scheduler", each)
+        state = encoded(dict(each.state_dict()), f"scheduler.{number}", put)
+        contents.schedulers.append({"class": type(each).__name__, "state": state})
+    for name, value in values.items():
+        check_value(name, value)
+        if is_module(value):
+            told, tensors = saved_model(names_of(value), f"value/{name}", rank)
+            contents.values[name] = {"$": "module", "value": told}
+            contents.tensors |= tensors
+        else:
+            contents.values[name] = encoded(value, f"value/{name}", put)
+    for generator, state in random_state().items():
+        contents.tensors[f"random/{rank}/{generator}"] = part_to_save(state)
+    return contents
+
+
+def check_has_state(what: str, value: Any) -> None:
+    if not has_state(value):
+        raise TypeError(
+            f"{what} must have state_dict() and load_state_dict(), got {type(value).__name__}."
+        )
+
+
+def check_value(name: str, value: Any) -> None:
+    if name in TAKEN:
+        raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
+    if isinstance(value, Optimizer):
+        raise TypeError(
+            f"{name}= is an optimizer, whose state belongs to parameters. Give all of them as "
+            "optimizer=[first, second]."
+        )
+
+
+class Restoring:
+    """A checkpoint on its way into memory.
+
+    Making it compares everything with the index and reads small values, and changes nothing;
+    `targets` are then to be filled, and `finish` does the rest.
+    """
+
+    def __init__(
+        self,
+        index: _index.Index,
+        get: Callable[[str], Tensor],
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        values: Mapping[str, Any],
+    ) -> None:
+        self.targets: dict[str, Any] = {}
+        self.result: dict[str, Any] = {} if index.step is None else {"step": index.step}
+        self._finish: list[Callable[[], None]] = []
+        tensors, names = index.tensors, None
+        if model is not None:
+            names = names_of(model)
+            if index.model is None:
+                raise ValueError("the checkpoint has no model: it was saved without model=.")
+            self._take(ModelLoading(names, index.model, "model", tensors, get))
+        optimizers = listed_as(optimizer)
+        if optimizers:
+            _check_number("optimizer", len(optimizers), len(index.optimizers))
+        for each, told in zip(optimizers, index.optimizers, strict=False):
+            self._take(Loading(each, told, names, tensors, get))
+        self._take_schedulers(listed_as(scheduler), index.schedulers, get)
+        lacking = sorted(set(values) - set(index.values))
+        if lacking:
+            raise ValueError(
+                f"the checkpoint has no {listed(lacking)}, but {listed(sorted(index.values))}. "
+                "Give the names that were saved."
+            )
+        for name, told in index.values.items():
+            self._take_value(name, told, values.get(name), tensors, get)
+
+    def _take(self, loading: ModelLoading | Loading) -> None:
+        self.targets |= loading.targets
+        self._finish.append(loading.finish)
+
+    def _take_schedulers(
+        self, here: Sequence[Any], there: Sequence[Mapping[str, Any]], get: Callable[[str], Tensor]
+    ) -> None:
+        if here:
+            _check_number("scheduler", len(here), len(there))
+        for each, told in zip(here, there, strict=False):
+            check_has_state("scheduler", each)
+            if type(each).__name__ != told["class"]:
+                raise ValueError(
+                    f"the checkpoint has the state of a {told['class']}, and the scheduler here is "
+                    f"a {type(each).__name__}. Build the one that was saved, or leave it out."
+                )
+            self._restore(each, decoded(told["state"], get))
+
+    def _take_value(
+        self,
+        name: str,
+        told: Any,
+        given: Any,
+        tensors: Mapping[str, _index.Tensor],
+        get: Callable[[str], Tensor],
+    ) -> None:
+        if given is not None:
+            check_value(name, given)
+            check_has_state(f"{name}=", given)
+        if isinstance(told, Mapping) and told.get("$") == "module":
+            if given is None:
+                self.result[name] = returned(told["value"], f"value/{name}", get)
+                return
+            names = names_of(given)
+            self._take(ModelLoading(names, told["value"], f"value/{name}", tensors, get, what=name))
+            self.result[name] = given
+            return
+        value = decoded(told, get)
+        if given is None:
+            self.result[name] = value
+            return
+        self._restore(given, value)
+        self.result[name] = given
+
+    def _restore(self, target: Any, state: Any) -> None:
+        self._finish.append(lambda: target.load_state_dict(state))
+
+    def finish(self) -> None:
+        for finish in self._finish:
+            finish()
+
+
+def _check_number(what: str, here: int, there: int) -> None:
+    if here != there:
+        raise ValueError(
+            f"the checkpoint has {there} {what}(s), and {here} were given. Give as many as were "
+            f"saved, in the same order: {what}=[first, second]."
+        )
+
+
+def at_rest(optimizer: Any, *, to_load: bool) -> None:
+    """Let sharded optimizers finish what they have under way; on every worker."""
+    for each in listed_as(optimizer):
+        _, inner = taken_apart(each)
+        settle = getattr(inner, "_prepare" if to_load else "wait", None)
+        if settle is not None and hasattr(inner, "_workers"):
+            settle()

@@ -1,0 +1,237 @@
+"""A folder of checkpoints: which are complete, which is the newest, and who may write.
+
+    000007-step-1200/    the seventh that was saved, complete
+    .partial-000008/     being written, or left by a run that was killed
+    .pruned-000005/      being removed
+    .lock                held by the process that saves here, until it ends
+
+A name that begins with a point is no checkpoint, so all that counts changes by renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from manyhands.checkpoint import _index
+
+try:
+    import fcntl
+except ImportError:  # Windows: two jobs on one path are noticed only where their names collide
+    fcntl = None  # type: ignore[assignment]
+
+PATTERN = re.compile(r"(\d{6,})(?:-step-(\d+))?")
+PARTIAL, PRUNED, LOCK = ".partial-", ".pruned-", ".lock"
+TOKEN = "token"
+PATIENCE = 3.0  # seconds for another process, that is ending, to let go of the lock
+
+_held: dict[Path, int] = {}  # descriptors
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / _index.NAME).is_file()
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    numbered = [(int(found[1]), name) for name in names if (found := PATTERN.fullmatch(name))]
+    return [folder / name for _, name in sorted(numbered) if is_checkpoint(folder / name)]
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest complete one in it."""
+    if is_checkpoint(path):
+        return path
+    found = complete(path)
+    if found:
+        return found[-1]
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}. Give the path that mh.save was given.")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file, and a checkpoint of manyhands is a folder.")
+    partial = [name for name in os.listdir(path) if name.startswith(PARTIAL)]
+    raise FileNotFoundError(
+        f"{path} has no complete checkpoint"
+        + (", only what was left of one that was not finished." if partial else ".")
+        + f" Give the folder that mh.save was given; a checkpoint in it has a file {_index.NAME}."
+    )
+
+
+def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
+    """Make the folder that the next checkpoint is written to; returns its name, now and then.
+
+    Removes what was left by runs that were killed.
+    """
+    if is_checkpoint(folder):
+        raise ValueError(
+            f"{folder} is one checkpoint. Give the folder that it is in, {folder.parent}; each "
+            "save makes a new one there."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    take_lock(folder)
+    last = 0
+    for name in os.listdir(folder):
+        if name.startswith((PARTIAL, PRUNED)):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        elif found := PATTERN.fullmatch(name):
+            last = max(last, int(found[1]))
+    name = f"{last + 1:06d}" + ("" if step is None else f"-step-{step}")
+    partial = folder / f"{PARTIAL}{last + 1:06d}"
+    partial.mkdir()
+    (partial / TOKEN).write_text(token)
+    return partial.name, name
+
+
+def check_shared(partial: Path, token: str) -> None:
+    """That this worker sees the folder that rank 0 has made."""
+    deadline = time.monotonic() + PATIENCE  # a network file system may take a moment
+    while True:
+        try:
+            if (partial / TOKEN).read_text() == token:
+                return
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    raise ValueError(
+        f"{partial.parent} on {socket.gethostname()} is not the folder that rank 0 writes to. "
+        "Give a path on a file system that all workers share."
+    )
+
+
+def publish(partial: Path, name: str) -> Path:
+    """What was written becomes a checkpoint, at once."""
+    final = partial.parent / name
+    (partial / TOKEN).unlink(missing_ok=True)
+    sync(partial)
+    if final.exists():
+        raise OSError(
+            f"{final} has been made meanwhile: another job saves to {final.parent}, too. Give "
+            "each job a path of its own."
+        )
+    partial.rename(final)
+    sync(final.parent)
+    return final
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Remove all but the newest, except what is being read."""
+    for old in complete(folder)[: -keep if keep else 0]:
+        with contextlib.suppress(OSError), _not_read(old):
+            gone = folder / (PRUNED + old.name)
+            old.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Wait until the disk has the folder's entries."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+# -- who reads, who writes -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """While it is open, `prune` leaves the checkpoint (where the file system has locks)."""
+    with (checkpoint / _index.NAME).open("rb") as file:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def _not_read(checkpoint: Path) -> Iterator[None]:
+    """An OSError where somebody reads it."""
+    with (checkpoint / _index.NAME).open("rb") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    raise
+        yield
+
+
+def take_lock(folder: Path) -> None:
+    """Be the only process that saves here, until this process ends.
+
+    The system lets go of the lock of a process that is dead, so none is ever stale.
+    """
+    path = folder.resolve() / LOCK
+    held = _held.get(path)
+    if fcntl is None or (held is not None and _is_at(held, path)):
+        return
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                break  # a file system without locks
+            if time.monotonic() > deadline:
+                text = os.read(file, 4096)
+                os.close(file)
+                raise RuntimeError(_taken(folder, text)) from None
+        time.sleep(0.1)
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+    os.ftruncate(file, 0)
+    os.write(file, json.dumps(holder).encode())
+    _held[path] = file
+
+
+def release_locks() -> None:
+    """Let other processes save where this one has."""
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether a lock's file is still the one in the folder, and this process (no fork) has it."""
+    try:
+        here = os.stat(path)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(file)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # does nothing where we have it
+    except OSError:
+        return False
+    return (here.st_ino, here.st_dev) == (mine.st_ino, mine.st_dev)
+
+
+def _taken(folder: Path, text: bytes) -> str:
+    try:
+        holder = json.loads(text)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+        who = f"process {holder['pid']} on {holder['host']} since {since}"
+    except (ValueError, KeyError, TypeError):
+        who = "another process"
+    return (
+        f"another job saves to {folder}: {who}. Give each job a path of its own, or wait until "
+        "that one has ended."
+    )

@@ -1,0 +1,201 @@
+"""The steps of a save; see `_save.py`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from manyhands.checkpoint import _folder, _index, _plan, _storage
+from manyhands.checkpoint._contents import Contents, at_rest, collect
+from manyhands.checkpoint._safetensors import check_can_hold
+from manyhands.checkpoint._team import Team
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def begin_save(
+    path: Path,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    step: int | None,
+    keep: int | None,
+    wait: bool,
+    process_group: Any,
+) -> tuple[Path, Callable[[], None]]:
+    """All but the writing. Returns where the checkpoint will be, and what is left to be done.
+
+    Unless `wait`, what is left does not look at the model or the optimizer any more.
+    """
+    team = Team.of(process_group)
+    at_rest(given["optimizer"], to_load=False)
+    contents = team.together(lambda: _collected(given, values, team.rank))
+    facts = {
+        "step": step,
+        "keep": keep,
+        "wait": wait,
+        "model": given["model"] is not None,
+        "number of optimizers": len(contents.optimizers),
+        "number of schedulers": len(contents.schedulers),
+        "values": sorted(values),
+    }
+    planner = _plan.SavePlanner(contents.tensors)
+    states = [told["state"] for told in contents.optimizers]
+    plan = _plan.as_text(planner.create_local_plan())
+    everyone = [json.loads(text) for text in team.gather(json.dumps([facts, plan, states]))]
+    _check_facts([each[0] for each in everyone])
+    plans, metadata = _plan.agreed([each[1] for each in everyone])
+    for number, told in enumerate(contents.optimizers):
+        for _, _, others in everyone:
+            _join(told["state"], others[number])
+
+    token = team.tell(uuid.uuid4().hex)
+    begun = team.together(lambda: _folder.begin(path, step, token) if team.rank == 0 else None)
+    hidden, name = json.loads(team.tell(json.dumps(begun)))
+    partial = path / hidden
+    mine = plans[team.rank]
+    try:
+        team.together(lambda: _folder.check_shared(partial, token))
+        source: Any = planner if wait else team.together(lambda: Staged(mine, planner))
+    except BaseException:
+        _drop(partial, team)
+        raise
+
+    def work() -> None:
+        try:
+            writer = _storage.Writer(partial, team.rank)
+            written = team.together(lambda: _written(writer, mine, source))
+            texts = team.gather(json.dumps(written))
+            team.together(
+                lambda: (
+                    _publish(partial, name, step, contents, metadata, texts, keep)
+                    if team.rank == 0
+                    else None
+                )
+            )
+        except BaseException:
+            _drop(partial, team)
+            raise
+
+    return path / name, work
+
+
+class Staged:
+    """Copies of what this worker is to write, so that training may go on."""
+
+    def __init__(self, plan: SavePlan, planner: _plan.SavePlanner) -> None:
+        self._copies: dict[MetadataIndex, Tensor] = {}
+        for item in plan.items:
+            found = planner.resolve_data(item)
+            assert isinstance(found, Tensor)
+            copy = torch.empty(found.shape, dtype=found.dtype)
+            self._copies[item.index] = copy.copy_(found.detach())
+
+    def resolve_data(self, item: Any) -> Tensor:
+        return self._copies.pop(item.index)
+
+
+def _collected(given: Mapping[str, Any], values: Mapping[str, Any], rank: int) -> Contents:
+    contents = collect(given["model"], given["optimizer"], given["scheduler"], values, rank)
+    for key, tensor in contents.tensors.items():
+        check_can_hold(key, tensor.dtype)
+    return contents
+
+
+def _check_facts(everyone: Sequence[Mapping[str, Any]]) -> None:
+    for name in everyone[0]:
+        each = [facts[name] for facts in everyone]
+        if any(value != each[0] for value in each):
+            told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(each[:8]))
+            raise ValueError(
+                f"workers call mh.save with different {name}: {told}. Call it on every worker "
+                "alike."
+            )
+
+
+def _join(state: dict[str, dict[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> None:
+    """What other workers know of an optimizer's state."""
+    for name, entries in other.items():
+        state.setdefault(name, {}).update(
+            {k: v for k, v in entries.items() if k not in state.get(name, {})}
+        )
+
+
+def _written(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:
+    """Write this worker's file; returns what the index needs to know of it."""
+    try:
+        results = writer.write_data(plan, source).wait()
+    except OSError as error:
+        if error.errno in FULL:
+            needed = sum(each.tensor_storage_size() or 0 for each in plan.items)
+            raise OSError(_no_room(writer.folder, needed)) from error
+        raise
+    file = writer.file
+    assert file is not None
+    parts = [
+        [each.index.fqn, list(each.index.offset or ()), *each.storage_data] for each in results
+    ]
+    return [file.name, file.nbytes, file.crc32, parts]
+
+
+def _no_room(folder: Path, needed: int) -> str:
+    free = shutil.disk_usage(folder).free
+    return (
+        f"there is no room for the checkpoint in {folder.parent}: a worker has up to {needed:,} "
+        f"bytes to write, and {free:,} are free (or a limit on the size of files is reached). The "
+        "checkpoints that were complete are as they were. Make room, or keep fewer."
+    )
+
+
+def _publish(
+    partial: Path,
+    name: str,
+    step: int | None,
+    contents: Contents,
+    metadata: Metadata,
+    texts: Sequence[str],
+    keep: int | None,
+) -> None:
+    from manyhands import __version__
+
+    told = [json.loads(text) for text in texts]
+    results = [
+        (rank, key, at, chunk, crc)
+        for rank, (_, _, _, parts) in enumerate(told)
+        for key, at, chunk, crc in parts
+    ]
+    index = _index.Index(
+        step=step,
+        workers=len(told),
+        versions={"manyhands": __version__, "torch": str(torch.__version__)},
+        time=time.time(),
+        files=[_index.File(file, nbytes, crc) for file, nbytes, crc, _ in told],
+        tensors=_storage.tensors_of(metadata, results),
+        model=contents.model,
+        optimizers=contents.optimizers,
+        schedulers=contents.schedulers,
+        values=contents.values,
+    )
+    try:
+        _storage.write_index(partial, index)
+        _folder.publish(partial, name)
+    except OSError as error:
+        if error.errno in FULL:
+            raise OSError(_no_room(partial, len(index.text()))) from error
+        raise
+    _folder.prune(partial.parent, keep)
+
+
+def _drop(partial: Path, team: Team) -> None:
+    if team.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,431 @@
+"""What is saved comes back: values, random state, names under wrappers; and when, and how many."""
+
+import collections
+import random
+import threading
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import manyhands as mh
+from checkpoint_oracle import Setup, assert_equal
+from manyhands.checkpoint import _folder, _ranges, _safetensors, _values
+from ranks import run_ranks
+
+
+def names(path):
+    return [p.name for p in _folder.complete(path)]
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_a_run_is_a_few_boxes_in_order(shape, data):
+    total = torch.Size(shape).numel()
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    numbers = torch.arange(total).view(shape)
+    boxes = list(_ranges.boxes_of(tuple(shape), start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    found = []
+    for offsets, sizes in boxes:
+        box = numbers
+        for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
+            box = box.narrow(dim, at, size)
+        found += box.flatten().tolist()
+    assert found == list(range(start, stop))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.dictionaries(st.integers() | st.booleans(), inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.just(collections.Counter("aab"))
+        | st.just({1, 2, 3})
+        | st.just(torch.float16)
+        | st.just(b"\x80\x00")
+        | st.just(complex(1, float("inf")))
+        | st.just(collections.OrderedDict(z=1, a=2))
+    ),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_values_are_the_same_after_json(value):
+    import json
+
+    told = json.loads(json.dumps(_values.encoded(value, "value", None), allow_nan=False))
+    again = _values.decoded(told, None)
+    assert again == value
+    assert repr(again) == repr(value)  # also types, and the order of dicts
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def test_values_of_many_kinds(tmp_path):
+    values = {
+        "numbers": [1, 2.5, None, True, "three"],
+        "tensors": {"a": torch.arange(6).view(2, 3).t(), ("b", 1): torch.tensor(2.0)},
+        "types": [
+            torch.ones(3, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.complex64)
+        ],
+        "empty": torch.zeros(0, 3),
+        "numpy_number": numpy.float32(1.5),
+        "inf": float("-inf"),
+    }
+    mh.save(tmp_path, **values)
+    again = mh.load(tmp_path)
+    assert again["numbers"] == values["numbers"] and again["inf"] == values["inf"]
+    assert again["numpy_number"] == 1.5
+    torch.testing.assert_close(again["tensors"], values["tensors"], rtol=0, atol=0)
+    torch.testing.assert_close(again["types"], values["types"], rtol=0, atol=0)
+    assert again["empty"].shape == (0, 3)
+
+
+def test_what_has_a_state_is_loaded_in_place(tmp_path):
+    class Sampler:
+        epoch = 3
+
+        def state_dict(self):
+            return {"epoch": self.epoch, "order": torch.arange(3)}
+
+        def load_state_dict(self, state):
+            self.epoch = state["epoch"]
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    ema = nn.Linear(2, 2)
+    expected = ema.weight.detach().clone()
+    mh.save(tmp_path, scaler=scaler, sampler=Sampler(), ema=ema, best=0.5)
+    other, sampler = torch.amp.GradScaler("cpu", init_scale=2.0), Sampler()
+    sampler.epoch = 0
+    with torch.no_grad():
+        ema.weight.zero_()
+    values = mh.load(tmp_path, scaler=other, sampler=sampler, ema=ema)
+    assert values == {"scaler": other, "sampler": sampler, "ema": ema, "best": 0.5}
+    assert other.state_dict() == scaler.state_dict() and sampler.epoch == 3
+    assert torch.equal(ema.weight, expected)
+    plain = mh.load(tmp_path)
+    assert plain["scaler"] == scaler.state_dict() and plain["sampler"]["epoch"] == 3
+    assert torch.equal(plain["ema"]["weight"], expected)
+
+
+def test_several_optimizers_and_schedulers(tmp_path):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        params = list(model.parameters())
+        muon = mh.OSS([p for p in params if p.dim() == 2], optim=torch.optim.Muon, lr=0.02)
+        adamw = mh.OSS([p for p in params if p.dim() == 1], optim=torch.optim.AdamW, lr=0.01)
+        wrapped = mh.ShardedDataParallel(model, [muon, adamw])
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 1) for each in (muon, adamw)]
+        return model, wrapped, [muon, adamw], schedulers
+
+    def step(wrapped, optimizers, schedulers):
+        wrapped.zero_grad()
+        wrapped(torch.ones(2, 3)).square().sum().backward()
+        for each in (*optimizers, *schedulers):
+            each.step()
+
+    def go():
+        model, *run = build(0)
+        step(*run)
+        given = {"model": run[0], "optimizer": run[1], "scheduler": run[2]}
+        mh.save(tmp_path, **given)
+        step(*run)
+        again, *other = build(1)
+        step(*other)
+        mh.load(tmp_path, model=other[0], optimizer=other[1], scheduler=other[2])
+        step(*other)
+        for mine, expected in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, expected)
+
+    run_ranks(2, go)
+
+
+def test_random_state_goes_on_on_every_worker(tmp_path):
+    def draws():
+        return [random.random(), random.gauss(0, 1), torch.rand(1).item(), numpy.random.rand()]
+
+    def go():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        rank = dist.get_rank()
+        random.seed(rank), torch.manual_seed(rank), numpy.random.seed(rank)
+        random.gauss(0, 1)
+        mh.save(tmp_path, model=model, optimizer=optimizer)
+        expected = draws()
+        mh.load(tmp_path, model=model)  # to be evaluated: draws on
+        assert draws() != expected
+        mh.load(tmp_path, model=model, optimizer=optimizer)
+        assert draws() == expected
+        return expected
+
+    first, second = run_ranks(2, go)
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    third = run_ranks(3, lambda: mh.load(tmp_path) == {} or torch.rand(1).item())
+    assert third[0] == third[1]
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+class Stateful(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def test_names_are_the_plain_models_under_any_wrapper(tmp_path):
+    def build():
+        return nn.Sequential(Stateful(2, 2), nn.ModuleDict({"module": nn.Linear(2, 2)}))
+
+    plain = build()
+    plain[0].seen = 5
+    mh.save(tmp_path / "plain", model=plain)
+    expected = {
+        name: tensor.clone() for name, tensor in plain.state_dict().items() if "extra" not in name
+    }
+
+    def go():
+        model = build()
+        model[0] = torch.compile(model[0], backend="eager")
+        wrapped = DistributedDataParallel(torch.compile(model, backend="eager"))
+        mh.load(tmp_path / "plain", model=wrapped)
+        assert model[0]._orig_mod.seen == 5
+        mh.save(tmp_path / "wrapped", model=wrapped)
+        again = build()
+        mh.load(tmp_path / "wrapped", model=again)
+        assert again[0].seen == 5
+        for name, tensor in expected.items():
+            assert torch.equal(again.state_dict()[name], tensor)
+
+    run_ranks(2, go)
+    (checkpoint,) = _folder.complete(tmp_path / "wrapped")
+    found = [load_file(checkpoint / f"worker-0000{rank}.safetensors") for rank in range(2)]
+    saved = [name for part in found for name in part if name.startswith("model/")]
+    assert sorted(saved) == sorted(f"model/{name}" for name in expected)
+
+
+@pytest.mark.parametrize("tied_there", [True, False])
+def test_tied_weights_are_saved_once_and_loaded_into_both(tied_there, tmp_path):
+    class Pair(nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            if tied:
+                self.b.weight = self.a.weight
+
+    saved, other = Pair(tied_there), Pair(not tied_there)
+    mh.save(tmp_path, model=saved)
+    mh.load(tmp_path, model=other)
+    assert torch.equal(other.a.weight, saved.a.weight)
+    if tied_there:
+        assert torch.equal(other.b.weight, saved.a.weight)
+
+
+# -- when, and how many ----------------------------------------------------------------------------
+
+
+def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path, monkeypatch):
+    def go():
+        go_on, write = threading.Event(), _safetensors.write
+        monkeypatch.setattr(
+            _safetensors, "write", lambda *args, **kw: go_on.wait() and write(*args, **kw)
+        )
+        setup = Setup("ShardedDataParallel").train(2)
+        before = setup.held()
+        saving = mh.save(tmp_path, **setup.given(), step=2, wait=False)
+        assert not saving.done and "being written" in repr(saving)
+        setup.train(1)  # trains while it is being written
+        assert names(tmp_path) == []
+        go_on.set()
+        other = Setup("OSS", seed=3)
+        assert mh.load(tmp_path, **other.given())["step"] == 2  # has waited for it
+        assert saving.done and saving.wait() == saving.path and saving.path.exists()
+        assert_equal(other.train(0).held(), before)
+
+    run_ranks(2, go)
+
+
+def test_as_many_are_kept_as_was_said(tmp_path):
+    for step in range(4):
+        mh.save(tmp_path, step=step)
+    assert names(tmp_path) == ["000003-step-2", "000004-step-3"]
+    mh.save(tmp_path, keep=None)
+    assert names(tmp_path)[-1] == "000005"
+    mh.save(tmp_path, step=1, keep=1)  # an earlier step that was saved later is the newest
+    assert names(tmp_path) == ["000006-step-1"]
+    assert mh.load(tmp_path) == {"step": 1}
+    assert mh.load(tmp_path / "000006-step-1") == {"step": 1}
+
+
+def test_a_checkpoint_that_is_being_read_is_kept(tmp_path):
+    mh.save(tmp_path, step=1)
+    with _folder.reading(tmp_path / "000001-step-1"):
+        mh.save(tmp_path, step=2, keep=1)
+        assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
+    mh.save(tmp_path, step=3, keep=1)
+    assert names(tmp_path) == ["000003-step-3"]
+
+
+def test_a_reader_whose_checkpoint_goes_takes_the_newest(tmp_path, monkeypatch):
+    from manyhands.checkpoint import _reading
+
+    mh.save(tmp_path, step=1, keep=1)
+    opened = _reading._opened
+
+    def late(*args):
+        monkeypatch.setattr(_reading, "_opened", opened)
+        mh.save(tmp_path, step=2, keep=1)
+        return opened(*args)
+
+    monkeypatch.setattr(_reading, "_opened", late)
+    assert mh.load(tmp_path) == {"step": 2}
+
+
+def test_the_files_are_safetensors(tmp_path):
+    setup = Setup("plain").train(1)
+    mh.save(tmp_path, **setup.given())
+    (checkpoint,) = _folder.complete(tmp_path)
+    found = load_file(checkpoint / "worker-00000.safetensors")
+    for name, tensor in setup.module.named_parameters():
+        assert torch.equal(found[f"model/{name}"], tensor)
+
+
+def test_large_tensors_are_written_and_read_in_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(_safetensors, "BLOCK", 100)
+    test_the_files_are_safetensors(tmp_path)
+    setup = Setup("plain", seed=3).train(1)
+    expected = Setup("plain").train(1).held()
+    mh.load(tmp_path, **setup.given())
+    assert_equal(setup.held(), expected)
+
+
+# -- corners ---------------------------------------------------------------------------------------
+
+
+def test_some_of_the_workers_may_share_a_run(tmp_path):
+    def go():
+        groups = [dist.new_group([0]), dist.new_group([1, 2])]
+        rank = dist.get_rank()
+        group = groups[min(rank, 1)]
+        model = nn.Linear(3, 3)
+        optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, group=group)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        path = tmp_path / str(min(rank, 1))
+        mh.save(path, model=model, optimizer=optimizer, process_group=group, value=rank)
+        return mh.load(path, model=model, optimizer=optimizer, process_group=group)["value"]
+
+    assert run_ranks(3, go) == [0, 1, 1]
+    assert len(list((tmp_path / "1" / "000001").glob("worker-*"))) == 2
+
+
+def test_parameters_that_a_forward_has_left_whole_are_saved_and_loaded_sharded(tmp_path):
+    def go():
+        setup = Setup("fully_shard").train(1)
+        expected = setup.held()
+        with torch.no_grad():
+            setup.model(torch.ones(2, 5))  # the root stays whole until the next backward
+        expected["passes"] += 1
+        mh.save(tmp_path, **setup.given())
+        other = Setup("fully_shard", seed=3).train(1)
+        with torch.no_grad():
+            other.model(torch.ones(2, 5))
+        mh.load(tmp_path, **other.given())
+        assert_equal(other.held(), expected)
+
+    run_ranks(2, go)
+
+
+def test_state_of_a_frozen_parameter_waits_until_it_thaws(tmp_path):
+    def go():
+        setup = Setup("OSS").train(2)
+        mh.save(tmp_path / "first", **setup.given())
+        other = nn.ModuleDict({"model": Setup("plain").module})["model"]
+        other.last.weight.requires_grad_(False)
+        optimizer = mh.OSS(
+            [
+                {"params": [p for p in other.parameters() if p.dim() > 1]},
+                {"params": [p for p in other.parameters() if p.dim() <= 1]},
+            ],
+            optim=torch.optim.AdamW,
+            bucket_size=64,
+        )
+        mh.load(tmp_path / "first", model=other, optimizer=optimizer)
+        mh.save(tmp_path / "second", model=other, optimizer=optimizer)  # still frozen
+        mh.load(tmp_path / "second", model=other, optimizer=optimizer)
+        other.last.weight.requires_grad_(True)
+        optimizer.refresh_trainable()
+        again = Setup("plain", seed=3)
+        mh.save(tmp_path / "third", model=other, optimizer=optimizer)
+        mh.load(tmp_path / "third", **again.given() | {"scheduler": None})
+        expected, mine = setup.held(), again.held()
+        del expected["lr"], mine["lr"]
+        assert_equal(mine, expected)
+
+    run_ranks(2, go)
+
+
+def test_a_rule_that_patches_its_optimizer_is_saved_with_it(tmp_path):
+    def build():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return mh.AdaptiveDataParallel(model, optimizer, mh.AdaScale()), optimizer
+
+    model, optimizer = build()
+    for _ in range(3):
+        model(torch.randn(4, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    other, twin = build()
+    mh.load(tmp_path, model=other, optimizer=twin)
+    assert other.scaling_rule.progress == model.scaling_rule.progress > 0
+    assert str(other.scaling_rule.state_dict()) == str(model.scaling_rule.state_dict())
+
+
+def test_a_model_may_be_loaded_in_another_precision(tmp_path):
+    model = nn.Linear(2, 2)
+    mh.save(tmp_path, model=model)
+    half = nn.Linear(2, 2, dtype=torch.bfloat16)
+    mh.load(tmp_path, model=half)
+    assert torch.equal(half.weight, model.weight.bfloat16())
+
+
+def test_state_in_another_type_than_the_parameter_keeps_it(tmp_path):
+    class Wide(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["wide"] = torch.full(param.shape, 1 / 3)
+
+    def build():
+        model = nn.Linear(2, 2, dtype=torch.bfloat16)
+        return model, Wide(model.parameters(), lr=0.1)
+
+    model, optimizer = build()
+    optimizer.step()
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    other, twin = build()
+    mh.load(tmp_path, model=other, optimizer=twin)
+    assert torch.equal(twin.state[other.weight]["wide"], torch.full((2, 2), 1 / 3))

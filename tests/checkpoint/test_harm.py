@@ -1,0 +1,220 @@
+"""Runs that are killed, disks that are full, files that are damaged, jobs that share a path."""
+
+import errno
+import os
+import pickletools
+import random
+import resource
+import subprocess
+import sys
+from multiprocessing import get_context
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import manyhands as mh
+from checkpoint_oracle import Setup, assert_equal
+from damage import damage_many, kill_while_saving
+from manyhands.checkpoint import _folder, _safetensors
+from pages import ROOT
+from ranks import raises_on_ranks, run_ranks
+
+
+def hidden(path):
+    return sorted(p.name for p in path.iterdir() if p.name.startswith(".") and p.name != ".lock")
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path):
+    choose = random.Random(wait)
+    for _ in range(10):
+        kill_while_saving(tmp_path / "run", choose, wait)  # asserts that what loads is of one step
+    mh.save(tmp_path / "run", value=1)
+    assert hidden(tmp_path / "run") == []  # what was left of the killed is gone
+    assert len(_folder.complete(tmp_path / "run")) == 2
+
+
+def test_a_run_killed_at_each_thing_it_does_to_files(tmp_path):
+    """One operation further each time, until a save comes to its end."""
+    path = tmp_path / "run"
+    mh.save(path, value=torch.zeros(3), step=0, keep=1)
+
+    def save_until(number):
+        done = 0
+
+        def stop(event, args):
+            nonlocal done
+            if args and event.startswith(("open", "os.", "shutil.")) and str(path) in str(args[0]):
+                done += 1
+                if done > number:
+                    os._exit(9)
+
+        sys.addaudithook(stop)
+        mh.save(path, value=torch.full((3,), float(number)), step=number, keep=1)
+        os._exit(0)
+
+    codes = []
+    for number in range(1, 200):
+        child = get_context("fork").Process(target=save_until, args=(number,))
+        _folder.release_locks()
+        child.start()
+        child.join()
+        codes.append(child.exitcode)
+        found = mh.load(path)
+        assert found["value"].tolist() == [found["step"]] * 3
+        if child.exitcode == 0:
+            break
+    assert codes == [9] * (len(codes) - 1) + [0] and len(codes) > 15
+    assert mh.load(path)["step"] == number
+
+
+def test_harmed_files_are_refused_and_change_nothing(tmp_path):
+    def write():
+        mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
+
+    run_ranks(2, write)
+    (source,) = _folder.complete(tmp_path / "run")
+    assert damage_many(Setup("plain", seed=3).train(1), source, tmp_path, 100) == []
+
+
+def test_harm_that_one_rank_sees_is_an_error_on_all(tmp_path):
+    def write():
+        mh.save(tmp_path / "run", **Setup("OSS").train(2).given(), step=5)
+
+    run_ranks(3, write)
+    (source,) = _folder.complete(tmp_path / "run")
+    path = source / "worker-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-40_000 if len(data) > 40_000 else -3] ^= 1  # in some tensor
+    path.write_bytes(data)
+
+    def read():
+        setup = Setup("fully_shard", seed=3).train(1)
+        before = setup.held()
+        try:
+            mh.load(tmp_path / "run", **setup.given())
+        finally:
+            assert_equal(setup.held(), before)
+
+    raises_on_ranks(2, ValueError, read, match="worker-00002.safetensors is damaged: the checksum")
+
+
+def test_a_missing_file_is_an_error_on_all(tmp_path):
+    def write():
+        mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
+
+    run_ranks(2, write)
+    (source,) = _folder.complete(tmp_path / "run")
+    (source / "worker-00001.safetensors").unlink()
+    raises_on_ranks(
+        2,
+        FileNotFoundError,
+        lambda: mh.load(tmp_path / "run", **Setup("OSS").given()),
+        match="is missing: the checkpoint needs each of its 2 files",
+    )
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_is_an_error_on_all_and_leaves_the_last(wait, tmp_path):
+    path = tmp_path / "run"
+
+    def go():
+        setup = Setup("OSS").train(2)
+        mh.save(path, **setup.given(), step=2)
+        setup.train(1)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+        try:
+            mh.save(path, **setup.given(), step=3, wait=wait).wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            assert mh.load(path, **setup.given())["step"] == 2 if wait else True
+
+    raises_on_ranks(2, OSError, go, match="no room for the checkpoint .* as they were")
+    assert hidden(path) == []
+    assert [p.name for p in _folder.complete(path)] == ["000001-step-2"]
+
+
+def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    full = OSError(errno.ENOSPC, "full")
+
+    def fail(*_):
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_safetensors, "_write_all", fail)
+        saving = mh.save(tmp_path, model=model, wait=False)
+        while not saving.done:
+            pass
+    assert "failed" in repr(saving)
+    with pytest.raises(OSError, match="no room"):
+        mh.save(tmp_path, model=model)
+    mh.save(tmp_path, model=model)
+    assert len(_folder.complete(tmp_path)) == 1
+
+
+def test_two_jobs_on_one_path_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder, "PATIENCE", 0.3)
+    script = """
+import sys, time, manyhands as mh
+mh.save(sys.argv[1], value=1)
+print("saved", flush=True)
+time.sleep(60)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout.readline() == "saved\n"
+        assert mh.load(tmp_path) == {"value": 1}  # anybody may read
+        with pytest.raises(RuntimeError, match=f"another job saves to .* process {job.pid} on"):
+            mh.save(tmp_path, value=2)
+    finally:
+        job.kill()
+        job.wait()
+        job.stdout.close()
+    mh.save(tmp_path, value=2)  # the lock of a dead process is nobody's
+    assert mh.load(tmp_path) == {"value": 2}
+
+
+def test_workers_that_do_not_share_a_folder_are_told(tmp_path):
+    def save():
+        os.chdir(tmp_path / str(dist.get_rank()))
+        mh.save("run", value=1)
+
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    raises_on_ranks(2, ValueError, save, match="different path|rank 0 writes to")
+
+    def load():
+        path = tmp_path / str(dist.get_rank()) / "run"
+        mh.load(path)
+
+    mh.save(tmp_path / "0" / "run", value=1)
+    raises_on_ranks(2, FileNotFoundError, load, match="cannot be found")
+    mh.save(tmp_path / "1" / "run", value=2)
+    raises_on_ranks(2, ValueError, load, match="not the same on all workers")
+
+
+def test_no_file_holds_a_pickle_and_none_is_unpickled(tmp_path, monkeypatch):
+    setup = Setup("OSS").train(2)
+    mh.save(tmp_path, **setup.given(), value={"a": torch.ones(3)})
+
+    def no(*_, **__):
+        raise AssertionError("unpickled")
+
+    import pickle
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, no)
+    monkeypatch.setattr(torch, "load", no)
+    mh.load(tmp_path, **setup.given())
+    (checkpoint,) = _folder.complete(tmp_path)
+    for path in checkpoint.iterdir():
+        data = path.read_bytes()
+        assert data[:2] not in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
+        with pytest.raises(ValueError):
+            list(pickletools.genops(data))

@@ -1,0 +1,171 @@
+"""What does not fit, and says so before anything has changed."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from checkpoint_oracle import Setup, assert_equal
+from manyhands.checkpoint import _folder, _index
+from ranks import raises_on_ranks
+
+
+def other_model(change):
+    setup = Setup("plain", seed=3).train(1)
+    change(setup.module)
+    return setup
+
+
+def add_layer(module):
+    module.more = nn.Linear(2, 2)
+
+
+def drop_layer(module):
+    del module.image
+
+
+def widen(module):
+    module.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+
+def as_integers(module):
+    module.norm.running_mean = module.norm.running_mean.long()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (add_layer, "only the model here has 'more.bias', 'more.weight'"),
+        (drop_layer, "only the checkpoint has 'image.bias', 'image.weight'"),
+        (widen, "'frozen' is (4,) there and (5,) here"),
+        (as_integers, "'norm.running_mean' is float32 there and torch.int64 here"),
+    ],
+)
+def test_another_model(change, message, tmp_path):
+    mh.save(tmp_path, **Setup("plain").train(1).given())
+    setup = other_model(change)
+    before = {name: t.clone() for name, t in setup.module.state_dict().items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mh.load(tmp_path, model=setup.model)
+    for name, tensor in setup.module.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def group_of(module, **options):
+    return {"params": list(module.parameters()), **options}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters()), ValueError, "the state of AdamW"),
+        (lambda m: torch.optim.AdamW(m.parameters()), ValueError, "2 parameter groups"),
+        (
+            lambda m: torch.optim.AdamW([group_of(m.first), group_of(m.last)]),
+            ValueError,
+            "only here 'first.bias'",
+        ),
+        (lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(2))]), ValueError, "not the model's"),
+        (lambda m: mh.OSS(m.parameters()), ValueError, "is SGD"),
+        (lambda m: nn.Linear(1, 1), TypeError, "must be a torch.optim.Optimizer"),
+    ],
+)
+def test_another_optimizer(make, error, message, tmp_path):
+    mh.save(tmp_path, **Setup("plain").train(1).given())
+    setup = Setup("plain", seed=3).train(1)
+    before = setup.held()
+    with pytest.raises(error, match=message):
+        mh.load(tmp_path, model=setup.model, optimizer=make(setup.module))
+    assert_equal(setup.held(), before)
+
+
+def test_a_rule_and_none(tmp_path):
+    bare, ruled = Setup("plain").train(1), Setup("plain", rule=mh.AdamScale).train(1)
+    mh.save(tmp_path / "bare", **bare.given())
+    mh.save(tmp_path / "ruled", **ruled.given())
+    with pytest.raises(ValueError, match="load it before wrapping"):
+        mh.load(tmp_path / "bare", **ruled.given())
+    mh.load(tmp_path / "ruled", **bare.given())
+    assert_equal(bare.held(), ruled.held())
+    other = Setup("plain", rule=lambda o: mh.LinearScale(o)).train(1)
+    with pytest.raises(ValueError, match="kind of gradients"):
+        mh.load(tmp_path / "ruled", **other.given())
+
+
+def test_another_scheduler_and_other_values(tmp_path):
+    setup = Setup("plain").train(1)
+    mh.save(tmp_path, **setup.given(), one=1)
+    step = torch.optim.lr_scheduler.StepLR(setup.optimizer, 2)
+    with pytest.raises(ValueError, match="state of a CosineAnnealingLR, and the scheduler here"):
+        mh.load(tmp_path, scheduler=step)
+    with pytest.raises(ValueError, match=r"1 scheduler\(s\), and 2"):
+        mh.load(tmp_path, scheduler=[step, step])
+    with pytest.raises(ValueError, match="has no 'scaler', but 'one'"):
+        mh.load(tmp_path, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(TypeError, match=r"one= must have state_dict\(\)"):
+        mh.load(tmp_path, one=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"keep": 0}, ValueError, "keep must be at least 1"),
+        ({"step": -1}, ValueError, "step must be a whole number"),
+        ({"model": [nn.Linear(1, 1)]}, TypeError, "nn.ModuleDict"),
+        ({"model": nn.Linear(1, 1, device="meta")}, ValueError, "to_empty"),
+        ({"scheduler": 3}, TypeError, "scheduler must have"),
+        ({"value": object()}, TypeError, "value/value is a builtins.object"),
+        ({"value": torch.ones(1, dtype=torch.complex128)}, TypeError, "cannot hold"),
+        ({"sgd": torch.optim.SGD([torch.ones(1)])}, TypeError, "optimizer=.first, second"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)])}, ValueError, "model=model"),
+    ],
+)
+def test_what_cannot_be_saved(given, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        mh.save(tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        mh.load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        mh.load(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        mh.load(tmp_path / "file")
+    (tmp_path / "index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(ValueError, match="no index of a manyhands checkpoint"):
+        mh.load(tmp_path)
+    with pytest.raises(ValueError, match="is one checkpoint"):
+        mh.save(tmp_path, value=1)
+
+
+def test_a_format_of_the_future(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(_index, "VERSION", 2)
+        mh.save(tmp_path, value=1)
+    with pytest.raises(ValueError, match="format version 2, and this release reads 1"):
+        mh.load(tmp_path)
+
+
+def test_workers_that_disagree(tmp_path):
+    import torch.distributed as dist
+
+    def other_steps():
+        mh.save(tmp_path, step=dist.get_rank())
+
+    raises_on_ranks(2, ValueError, other_steps, match="different step: rank 0: 0, rank 1: 1")
+
+    def other_shapes():
+        mh.save(tmp_path, model=nn.Linear(2 + dist.get_rank(), 2))
+
+    raises_on_ranks(2, ValueError, other_shapes, match="different tensors for 'model/weight'")
+
+    def one_wrong():
+        mh.save(tmp_path, value=object() if dist.get_rank() else 1)
+
+    raises_on_ranks(2, TypeError, one_wrong, match="builtins.object")
+    assert _folder.complete(tmp_path) == []

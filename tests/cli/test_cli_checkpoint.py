@@ -1,0 +1,95 @@
+"""`manyhands checkpoint`, as it is called from a shell."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import manyhands as mh
+from checkpoint_oracle import Setup
+from manyhands.checkpoint import _consolidate, _folder
+from ranks import run_ranks
+
+
+@pytest.fixture
+def manyhands(monkeypatch):
+    for package in ("typer", "rich"):
+        pytest.importorskip(package, reason=f'{package} is missing: pip install "manyhands[cli]"')
+    from typer.testing import CliRunner
+
+    from manyhands.cli import app
+
+    monkeypatch.setenv("COLUMNS", "100")
+    yield lambda *arguments: CliRunner().invoke(app(), ["checkpoint", *map(str, arguments)])
+
+
+def saved(path, way="OSS", **options):
+    def go():
+        setup = Setup(way, **options).train(2)
+        mh.save(path, **setup.given(), step=1234, best=0.5)
+        return setup.held()
+
+    return run_ranks(2, go)[0]
+
+
+def test_inspect_shows_what_there_is(manyhands, tmp_path):
+    saved(tmp_path / "run", rule=mh.AdamScale)
+    result = manyhands("inspect", tmp_path / "run", "--verify")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    for words in (
+        "step 1,234, saved 2",
+        f"by 2 worker(s) with torch {torch.__version__}",
+        "optimizer AdamW under AdamScale, 2 parameter group(s)",
+        "scheduler CosineAnnealingLR",
+        "values: best",
+        "model/image.weight",
+        "3 × 2 × 2 × 3",
+        "all checksums are right",
+    ):
+        assert words in said, words
+
+
+def test_verify_finds_what_is_damaged(manyhands, tmp_path):
+    saved(tmp_path / "run")
+    (checkpoint,) = _folder.complete(tmp_path / "run")
+    path = checkpoint / "worker-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert manyhands("inspect", checkpoint).exit_code == 0
+    result = manyhands("inspect", checkpoint, "--verify")
+    assert result.exit_code == 1 and "worker-00001.safetensors is damaged" in result.output
+
+
+@pytest.mark.parametrize("way", ["OSS", "fully_shard"])
+@pytest.mark.parametrize("large", [False, True])
+def test_consolidate_writes_what_one_worker_would_have(
+    manyhands, tmp_path, monkeypatch, way, large
+):
+    held = saved(tmp_path / "run", way)
+    if large:
+        monkeypatch.setattr(_consolidate, "LARGE", 16)
+    result = manyhands("consolidate", tmp_path / "run", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "model.safetensors",
+        "optimizer.pt",
+    ]
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    setup = Setup("plain", seed=3)
+    setup.module.load_state_dict(model)
+    state = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    setup.optimizer.load_state_dict(state)
+    mine = setup.held()
+    assert set(mine) == set(held)
+    for name, value in held.items():
+        assert torch.equal(mine[name], value), name
+
+
+def test_a_mistake_is_said_and_exit_code_2(manyhands, tmp_path):
+    for command in (["inspect", tmp_path], ["consolidate", tmp_path, tmp_path / "out"]):
+        result = manyhands(*command)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"manyhands checkpoint {command[0]}: ")
+        assert "has no complete checkpoint" in result.stderr
+    assert not (tmp_path / "out").exists()

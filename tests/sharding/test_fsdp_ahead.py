@@ -1,0 +1,130 @@
+"""Gathering ahead: who follows whom, and nothing that was gathered too early is used."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import manyhands as mh
+from manyhands.sharding._fsdp_ahead import Ahead
+from ranks import run_ranks
+from sharding_oracle import assert_same, copied
+
+
+def after(ahead, *wraps):
+    for wrap in wraps:
+        ahead.run(wrap)
+    return ahead.end()
+
+
+def test_the_order_is_that_of_the_last_forward():
+    ahead = Ahead()
+    assert after(ahead, 0, 1, 2) and ahead.next == {0: 1, 1: 2} and ahead.begun == []
+    assert not after(ahead, 0, 1, 2) and ahead.begun == []
+    assert after(ahead, 0, 2) and ahead.next == {0: 2}
+    assert ahead.begun == [1]  # after 0, where it would have come
+
+
+def test_what_ran_before_it_was_begun_has_been_begun_again():
+    ahead = Ahead()
+    after(ahead, 0, 1, 2)
+    after(ahead, 1, 0, 2)
+    assert ahead.begun == [1]
+    assert ahead.next == {1: 0, 0: 2}
+
+
+def test_a_wrap_that_runs_several_times_is_followed_by_no_certain_one():
+    ahead = Ahead()
+    after(ahead, 0, 1, 2, 1, 3)
+    assert ahead.next == {0: 1, 2: 1}
+    assert not after(ahead, 0, 1, 2, 1, 3)
+    assert ahead.begun == []
+
+
+def test_a_forward_that_failed_is_not_an_order():
+    ahead = Ahead()
+    ahead.run(2)
+    ahead.run(0)
+    assert ahead.going_on
+    ahead.forget()
+    after(ahead, 0, 1)
+    assert ahead.next == {0: 1}
+
+
+class Ways(nn.Module):
+    """Runs its layers in the order that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.double()
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.layers[number](x).tanh()
+        return x
+
+
+def trained(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x, order, trains in batches:
+        with torch.set_grad_enabled(trains):
+            loss = model(x, order).square().mean()
+        if trains:
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()  # after a look without a backward, too: nothing cleans up before it
+
+
+def test_whatever_way_a_forward_takes_parameters_are_those_of_the_last_step():
+    random = torch.Generator().manual_seed(0)
+    orders = (
+        (0, 1, 2),
+        (0, 1, 2),
+        (0, 2),
+        (0, 1, 2),
+        (2, 1),
+        (0, 1, 0, 2),
+        (0, 1, 2),
+        (1,),
+        (1, 0),
+    )
+    batches = [
+        (torch.randn(3, 4, 5, generator=random, dtype=torch.float64), order, step % 4 != 2)
+        for step, order in enumerate(orders * 2)
+    ]
+
+    def run():
+        model = Ways()
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = mh.FSDP(layer)
+        wrapped = mh.FSDP(model)
+        trained(wrapped, [(x[dist.get_rank()], *rest) for x, *rest in batches])
+        state = wrapped.state_dict()
+        return [state[name] for name, _ in wrapped.named_parameters()]
+
+    alone = Ways()
+    trained(alone, [(x.flatten(0, 1), *rest) for x, *rest in batches])
+    assert_same(run_ranks(3, run), copied(alone.parameters()), rtol=1e-9, atol=1e-11)
+
+
+def test_a_gathering_begins_before_the_wrap_runs():
+    def run():
+        model = nn.Sequential(*(mh.FSDP(nn.Linear(4, 4)) for _ in range(3)))
+        wrapped = mh.FSDP(model)
+        for _ in range(2):
+            wrapped(torch.ones(1, 4)).sum().backward()
+        begun = []
+        for number, layer in enumerate(model):
+            layer.module.register_forward_hook(
+                lambda *_, n=number: begun.append([n, *pending(model)])
+            )
+        wrapped(torch.ones(1, 4)).sum().backward()
+        return begun
+
+    def pending(model):
+        """The layers whose parameters are on their way."""
+        groups = [layer.module._get_fsdp_state()._fsdp_param_groups[0] for layer in model]
+        return [n for n, group in enumerate(groups) if group._all_gather_result is not None]
+
+    assert run_ranks(2, run)[0] == [[0, 1], [1, 2], [2]]

@@ -1,0 +1,389 @@
+"""Corners of sharded parameters: what loops do now and then, and must not change the numbers."""
+
+import contextlib
+import copy
+import io
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW
+
+import manyhands as mh
+from manyhands._nested import changed
+from manyhands.sharding._agreement import all_here
+from ranks import raises_on_ranks, run_ranks
+from sharding_oracle import assert_same, copied, make_batches, make_model
+
+X = make_batches(3, 2, 2)[0]  # of [step][pass][worker]
+
+
+def nested(model, **options):
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.Linear) and name != "4":
+            setattr(model, name, mh.FSDP(child, **options))
+    return mh.FSDP(model, **options)
+
+
+def whole(model):
+    state = model.state_dict()
+    return [state[name] for name, _ in model.named_parameters()]
+
+
+def loss_of(model, x, **options):
+    return model(x, **options).square().mean()
+
+
+def optimizer_of(model):
+    return AdamW(model.parameters(), lr=0.02, weight_decay=0.3)
+
+
+def quietly(model):
+    return model.no_sync() if isinstance(model, mh.FSDP) else contextlib.nullcontext()
+
+
+def compare(loop, model=make_model, wrap=nested):
+    """`loop(model, part)` on two workers is the same in the plain run."""
+
+    def run():
+        wrapped = wrap(model())
+        loop(wrapped, lambda x: x[dist.get_rank()])
+        return whole(wrapped)
+
+    ranks = run_ranks(2, run)
+    module = model()
+    loop(module, lambda x: x.flatten(0, 1))
+    assert_same(ranks, copied(module.parameters()))
+
+
+def train(model, part, optimizer=None):
+    optimizer = optimizer or optimizer_of(model)
+    for x in X[:, 0]:
+        optimizer.zero_grad()
+        loss_of(model, part(x)).backward()
+        optimizer.step()
+
+
+# -- forwards that no backward follows --------------------------------------------------------
+
+
+def test_a_step_after_an_evaluation_with_gradients_on_is_seen_by_the_next_forward():
+    def loop(model, part):
+        optimizer = optimizer_of(model)
+        for x, other in X:
+            optimizer.zero_grad()
+            loss_of(model, part(x)).backward()
+            model(part(other))
+            optimizer.step()
+
+    compare(loop)
+
+
+def test_an_optimizer_made_after_a_forward_trains_the_sharded_parameters():
+    def loop(model, part):
+        model(part(X[0, 1]))
+        train(model, part)
+
+    compare(loop)
+
+
+def test_zero_grad_between_forward_and_backward():
+    def loop(model, part):
+        optimizer = optimizer_of(model)
+        for x in X[:, 0]:
+            loss = loss_of(model, part(x))
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    compare(loop)
+
+
+def test_inference_mode_before_and_between_training():
+    def loop(model, part):
+        optimizer = optimizer_of(model)
+        for _ in range(2):
+            with torch.inference_mode():
+                model(part(X[0, 0]))
+            train(model, part, optimizer)
+
+    compare(loop)
+
+
+# -- passes that were given up ----------------------------------------------------------------
+
+
+class Aborts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError
+
+
+class Three(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(5, 5) for _ in range(3))
+        self.double()
+
+    def forward(self, x, aborts=False, short=False):
+        x = self.b(self.a(x))
+        x = Aborts.apply(x) if aborts else x
+        return x if short else self.c(x)
+
+
+def three_wraps(model):
+    model.a, model.b, model.c = map(mh.FSDP, (model.a, model.b, model.c))
+    return mh.FSDP(model)
+
+
+@pytest.mark.parametrize("wrap", [mh.FSDP, three_wraps])
+def test_a_backward_that_raised_does_not_spoil_the_next(wrap):
+    def loop(model, part):
+        optimizer = optimizer_of(model)
+        with contextlib.suppress(ArithmeticError):
+            loss_of(model, part(X[0, 0]), aborts=True).backward()
+        model.zero_grad()
+        train(model, part, optimizer)
+
+    compare(loop, Three, wrap)
+
+
+def test_what_a_given_up_pass_has_used_has_no_gradient_in_the_next():
+    def loop(model, part):
+        optimizer = optimizer_of(model)
+        with quietly(model):
+            loss_of(model, part(X[0, 0])).backward()
+        model.zero_grad()
+        loss_of(model, part(X[0, 0]), short=True).backward()
+        optimizer.step()  # whose weight decay would move what has a gradient of zeros
+
+    compare(loop, Three, mh.FSDP)
+
+
+# -- modules ----------------------------------------------------------------------------------
+
+
+def test_a_module_under_two_names_goes_through_state_dicts():
+    def build():
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 5)
+        return nn.Sequential(layer, nn.Tanh(), layer).double()
+
+    def loop(model, part):
+        state = model.state_dict()
+        assert list(state) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        model.load_state_dict({name: value / 2 for name, value in state.items()})
+        train(model, part)
+
+    compare(loop, build, mh.FSDP)
+
+
+def test_parameters_in_another_order_of_memory():
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(5, 4, 3, padding=1), nn.Flatten(), nn.Linear(36, 2))
+        return model.double().to(memory_format=torch.channels_last)
+
+    def loop(model, part):
+        train(model, lambda x: part(x)[..., None, None].repeat(1, 1, 3, 3))
+
+    compare(loop, build, mh.FSDP)
+
+
+def test_parameters_that_loading_assigned_are_trained():
+    def loop(model, part):
+        loss_of(model, part(X[0, 0])).backward()
+        state = {name: value.detach() / 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        loss_of(model, part(X[0, 0])).backward()
+        assert type(nn.utils.clip_grad_norm_(model.parameters(), 100.0)) is torch.Tensor
+        optimizer_of(model).step()
+
+    compare(loop)
+
+
+class Box:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Boxes(nn.Linear):
+    def forward(self, x):
+        return Box(super().forward(x))
+
+
+def test_an_output_whose_tensors_are_out_of_sight_is_an_error():
+    def mistake():
+        mh.FSDP(Boxes(5, 5))(torch.ones(1, 5))
+
+    texts = raises_on_ranks(2, TypeError, mistake)
+    assert all("is a Box, and its tensor 'tensor' would not be seen" in text for text in texts)
+
+
+class Output(dict):  # as those of transformers
+    pass
+
+
+def test_tensors_in_dicts_of_other_classes_are_changed():
+    before = Output(x=torch.ones(1))
+    before.note = "kept"
+    after = changed(before, lambda tensor: tensor * 2)
+    assert type(after) is Output and after.note == "kept"
+    assert after["x"].item() == 2 and before["x"].item() == 1
+
+
+def test_missing_keys_have_the_plain_models_names():
+    def run():
+        model = nested(make_model())
+        state = model.state_dict()
+        del state["0.weight"], state["4.bias"]
+        return list(model.load_state_dict(state, strict=False).missing_keys)
+
+    assert run_ranks(2, run) == [["0.weight", "4.bias"]] * 2
+
+
+def test_wrapping_on_one_worker_does_not_take_quadratic_time():
+    def seconds(size):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(size)))
+        begin = time.perf_counter()
+        mh.FSDP(model, mixed_precision=True)
+        return time.perf_counter() - begin
+
+    seconds(10)
+    assert min(seconds(800) for _ in range(3)) < 25 * min(seconds(100) for _ in range(3))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
+def test_torch_compile_of_a_wrapped_model():
+    def loop(model, part):
+        train(torch.compile(model, backend="eager"), part, optimizer_of(model))
+
+    compare(loop)
+
+
+# -- workers that differ ----------------------------------------------------------------------
+
+
+def freezes(rank):
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(rank == 0)
+    mh.FSDP(layer)
+
+
+def buffers(rank):
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("seen", torch.zeros(1 + rank))
+    mh.FSDP(layer)
+
+
+def wraps(rank):
+    model = make_model()
+    if rank == 0:
+        model[0] = mh.FSDP(model[0])
+    mh.FSDP(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (
+            lambda rank: mh.FSDP(nn.Linear(2, 300 if rank == 0 else 2)),
+            r"weight is rank 0: \(300, 2",
+        ),
+        (lambda rank: mh.FSDP(nn.Linear(2, 300 if rank == 1 else 2)), r"rank 1: \(300, 2"),
+        (lambda rank: mh.FSDP(nn.Linear(2, 2), sync_module_states=rank == 0), "sync_module_states"),
+        (lambda rank: mh.FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")), "without memory"),
+        (freezes, "bias is rank 0: .* rank 1: .* frozen"),
+        (buffers, r"seen is rank 0: \(1,\)"),
+        (wraps, "rank 1: absent"),
+    ],
+)
+def test_workers_that_build_different_wraps_all_get_an_error_at_once(build, match):
+    raises_on_ranks(2, ValueError, lambda: build(dist.get_rank()), match=match)
+
+
+def test_workers_may_have_devices_of_different_numbers():
+    def run():
+        options = {name: torch.device("cpu", dist.get_rank()) for name in ["state_dict_device"]}
+        mh.FSDP(nn.Linear(2, 2), **options)(torch.ones(1, 2))
+
+    run_ranks(2, run)
+
+
+def test_wraps_of_one_model_with_different_workers_are_an_error():
+    def mistake():
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        model = nn.Sequential(mh.FSDP(nn.Linear(2, 2), process_group=alone), nn.Linear(2, 2))
+        mh.FSDP(model)(torch.ones(1, 2))
+
+    raises_on_ranks(2, ValueError, mistake, match="the same process_group")
+
+
+def test_a_wrap_that_ran_before_the_one_around_it_is_an_error():
+    def mistake():
+        model = nested(make_model())
+        model[0](X[0, 0, 0])
+        model(X[0, 0, 0])
+
+    raises_on_ranks(2, RuntimeError, mistake, match="Run the outermost")
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+
+def test_a_gradient_is_copied_and_saved():
+    def run():
+        model = mh.FSDP(nn.Linear(3, 3))
+        model(torch.ones(1, 3)).sum().backward()
+        grad = model.module.weight.grad
+        other = copy.deepcopy(grad)
+        file = io.BytesIO()
+        torch.save(grad, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        grad.mul_(other=2.0)
+        return [g.to_local().sum().item() for g in (grad, other, loaded)], type(other) is type(grad)
+
+    (first, alike), (second, _) = run_ranks(2, run)
+    assert alike and first == [12, 6, 6] and second == [6, 3, 3]
+
+
+# -- what only some workers do ----------------------------------------------------------------
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = mh.FSDP(nn.Linear(5, 5)), mh.FSDP(nn.Linear(5, 5))
+
+    def forward(self, x, first):
+        return self.a(x) if first else self.b(x)
+
+
+def test_workers_that_run_different_wraps_of_one_size_all_get_an_error():
+    def mistake():
+        model = mh.FSDP(Either())
+        model(torch.ones(2, 5), dist.get_rank() == 0).sum().backward()
+
+    raises_on_ranks(2, RuntimeError, mistake, match="have run different wraps")
+
+
+def test_after_a_state_dict_of_one_worker_alone_one_of_all_is_right(monkeypatch):
+    def run():
+        model = nested(make_model())
+        if dist.get_rank() == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(all_here, "__defaults__", (0.2,))
+                with pytest.raises(RuntimeError, match="must be called on every worker"):
+                    model.state_dict()
+        dist.barrier()
+        return len(model.state_dict())
+
+    assert run_ranks(2, run) == [6, 6]
