@@ -134,6 +134,7 @@ CLASSES = [
     "fairscale.optim.AdaScaleWrapper",
     "fairscale.optim.OSS",
     "fairscale.nn.ShardedDataParallel",
+    "fairscale.nn.FullyShardedDataParallel",
     "fairscale.optim.grad_scaler.ShardedGradScaler",
     "fairscale.fair_dev.testing.testing.DummyProcessGroup",
     *(

@@ -262,6 +262,11 @@ def test_what_the_wrapper_does_not_have_is_the_modules():
         model.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential()])
+def test_a_wrapped_module_is_true_whatever_its_length(module):
+    assert mh.FSDP(module)
+
+
 @pytest.mark.parametrize("option", ["cpu_offload", "move_params_to_cpu"])
 def test_the_older_name_of_move_params_to_cpu(option):
     layer = mh.FSDP(nn.Linear(2, 2), **{option: True})

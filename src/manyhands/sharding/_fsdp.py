@@ -511,6 +511,9 @@ class FullyShardedDataParallel(nn.Module):
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
 
+    def __bool__(self) -> bool:
+        return True  # without asking for a length, which most modules do not have
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload]
 
