@@ -173,11 +173,11 @@ contender are compared with DDP's.
 
 - FSDP is slower than DDP here, as it must be: what a rank lacks is gathered for the forward, and
   again for the backward pass (not with `reshard_after_forward=False`). It is for models that do not
-  fit otherwise. Where parameters fit and the state does not, `OSS` with `ShardedDataParallel` costs
-  nothing.
-- fairscale's FSDP needs CUDA and is not in this run. Measured once, elsewhere than here, with Adam
-  on 2 ranks: 1.50 of the time of DDP's step for an MLP of 12.5 M parameters, 1.31 for a transformer
-  of 10.8 M.
+  fit otherwise. Where parameters fit and the state does not, `OSS` with `ShardedDataParallel` is
+  the cheaper way.
+- fairscale's FSDP needs CUDA and is not in this run. Measured once, elsewhere, with Adam on 2
+  ranks: 1.50 of the time of DDP's step for an MLP of 12.5 M parameters, 1.31 for a transformer of
+  10.8 M.
 """
 
 
