@@ -43,7 +43,9 @@ def sources(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("there", WORLDS)
+@pytest.mark.parametrize(
+    "there", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)], ids=lambda n: f"{n} workers"
+)
 def test_any_to_any(sources, there):
     def read_all():
         later = []

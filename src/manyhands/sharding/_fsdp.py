@@ -181,7 +181,7 @@ class FullyShardedDataParallel(nn.Module):
         self._is_root: bool | None = None
         self._team: Team | None = None
         self._places = places_of(module, FullyShardedDataParallel)
-        check_parameters(self._places)
+        check_parameters(self._places, self._workers)
         self._buffer_dtypes = self._cast_buffers(module)
         self._engine = self._shard(module, offload, sync_module_states)
         self.register_module(INNER, module)

@@ -83,7 +83,7 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
         )
 
 
-def check_parameters(places: Places) -> None:
+def check_parameters(places: Places, workers: Workers) -> None:
     """Raise where parameters cannot be sharded together."""
     trained: dict[torch.dtype, str] = {}
     for name, param in held(places):
@@ -93,7 +93,7 @@ def check_parameters(places: Places) -> None:
                 "two would go different ways. Wrap the modules that share it together: not each by "
                 "itself, but one around them."
             )
-        if param.dim() == 0 or param.numel() == 0:
+        if workers.size > 1 and (param.dim() == 0 or param.numel() == 0):
             raise ValueError(
                 f"parameter {name} has the shape {tuple(param.shape)}, of which there is nothing "
                 "to share out. Give it one element in one dimension "
