@@ -286,7 +286,7 @@ def fully_sharded(build, code):
             optimizer.zero_grad()
             most.append(held.most)
             rest = settled(held)
-    return rest - tokens.nbytes, min(afters), min(most[1:]), seen.count, seen.sent
+    return rest - tokens.nbytes, min(afters[1:]), min(most[1:]), seen.count, seen.sent
 
 
 def settled(held):
