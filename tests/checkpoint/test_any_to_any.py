@@ -44,7 +44,7 @@ def sources(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "there", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)], ids=lambda n: f"{n} workers"
+    "there", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))], ids=str
 )
 def test_any_to_any(sources, there):
     def read_all():

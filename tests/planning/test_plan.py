@@ -136,7 +136,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_plan_is_what_training_holds_and_sends_to_the_byte(name, workers):
     kind, options = OPTIMIZERS[name]
@@ -299,7 +299,7 @@ def settled(held):
 
 
 @pytest.mark.parametrize("build", [Sharded, even])
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, build):
     row = mh.plan(build, "adamw", workers, backend="gloo", fused=True).rows[3]
     assert row.name == FULLY

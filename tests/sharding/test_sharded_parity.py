@@ -16,7 +16,7 @@ from sharding_oracle import (
 ACCUMULATION = {"none": (1, True), "no_sync": (3, True), "every pass averaged": (3, False)}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_is_the_plain_run(optimizer, workers):
     build = OPTIMIZERS[optimizer]
