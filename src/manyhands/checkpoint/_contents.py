@@ -17,12 +17,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._dtensors import is_dtensor
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._model import ModelLoading, is_module, returned, saved_model
 from manyhands.checkpoint._names import Names, listed, names_of
 from manyhands.checkpoint._optimizer import Loading, collected, taken_apart
 from manyhands.checkpoint._random import random_state
-from manyhands.checkpoint._shares import is_dtensor, part_to_save
+from manyhands.checkpoint._shares import part_to_save
 from manyhands.checkpoint._values import decoded, encoded, has_state
 
 TAKEN = ("step",)

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.scaling._adaptive import AdaptiveDataParallel
 from manyhands.sharding._ddp import ShardedDataParallel
+from manyhands.sharding._fsdp_full import INNER
 
-BETWEEN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+BETWEEN = {"_orig_mod", INNER, "_checkpoint_wrapped_module"}
 AROUND = (
     DistributedDataParallel,
     nn.DataParallel,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._dtensors import is_dtensor
 from manyhands.checkpoint._boxes import Boxes
 from manyhands.sharding._flat import order_of_dims
 from manyhands.sharding._oss import OSS
@@ -62,13 +63,9 @@ def part_to_save(tensor: Tensor) -> Any:
 
 def is_cut(part: Any) -> bool:
     """Whether it is less than the whole tensor."""
-    if is_dtensor(part) and not isinstance(part, Boxes):
+    if is_dtensor(part):
         return True
     return [tuple(piece.shape) for _, piece in part.parts] != [part.shape]
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "__create_write_items__")
 
 
 def sharded(optimizer: Optimizer) -> bool:

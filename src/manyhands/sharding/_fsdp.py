@@ -45,6 +45,7 @@ from manyhands.sharding._fsdp_checks import (
 )
 from manyhands.sharding._fsdp_engine import Engine, eager
 from manyhands.sharding._fsdp_full import (
+    INNER,
     consolidated,
     full_optimizer_state,
     plain,
@@ -53,7 +54,7 @@ from manyhands.sharding._fsdp_full import (
 )
 from manyhands.sharding._fsdp_optimizers import replaced
 from manyhands.sharding._fsdp_options import Precision, check_offload, device_of, workers_of
-from manyhands.sharding._fsdp_state import INNER, after_load, from_plain, to_plain
+from manyhands.sharding._fsdp_state import after_load, from_plain, to_plain
 from manyhands.sharding._fsdp_team import Team
 
 
@@ -224,7 +225,7 @@ class FullyShardedDataParallel(nn.Module):
         dtypes = {}
         for name, buffer in own_buffers(module, FullyShardedDataParallel):
             if self._precision.buffers is not None and buffer.is_floating_point():
-                dtypes[plain(name, INNER)] = buffer.dtype
+                dtypes[plain(name)] = buffer.dtype
                 buffer.data = buffer.data.to(self._precision.buffers)
         return dtypes
 
@@ -248,9 +249,8 @@ class FullyShardedDataParallel(nn.Module):
                 result = self.module(*args, **kwargs)
         except BaseException:
             if self._team is not None and current_task() == -1:
-                with suppress(
-                    RuntimeError
-                ):  # as of a connection that is lost: the first error counts
+                # The first error is the one to be seen, not that of a connection it has cost.
+                with suppress(RuntimeError):
                     self._team.recover()
             raise
         if self._team is not None and current_task() == -1:
@@ -442,7 +442,7 @@ class FullyShardedDataParallel(nn.Module):
                 "same_as": first,
                 "sharded": is_dtensor(param),
             }
-        buffers = [plain(name, INNER) for name, _ in self.named_buffers()]
+        buffers = [plain(name) for name, _ in self.named_buffers()]
         return {"param_metadata": params, "buffer_names": buffers}
 
     @staticmethod
@@ -489,12 +489,12 @@ class FullyShardedDataParallel(nn.Module):
             if wrap._engine is not None and not wrap._whole:
                 sharded.update(wrap._engine.kept_whole())
         for name, param in super().named_parameters(*args, **kwargs):
-            yield plain(name, INNER), sharded.get(id(param), param)
+            yield plain(name), sharded.get(id(param), param)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Buffers, by the plain model's names."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield plain(name, INNER), buffer
+            yield plain(name), buffer
 
     def __getattr__(self, name: str) -> Any:
         """What this module does not have is the wrapped one's."""

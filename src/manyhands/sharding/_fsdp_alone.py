@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._nested import as_type
-
-Place = tuple[nn.Module, str]  # a module and the name of a parameter of its own
+from manyhands.sharding._fsdp_used import Place
 
 
 def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:

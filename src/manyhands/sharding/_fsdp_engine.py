@@ -57,7 +57,7 @@ class Engine:
         self.places = list(places)
         self.on_gloo = workers.on_gloo(device)
         self.divide: tuple[float, float] | None = None
-        if hasattr(self.module, "set_reduce_scatter_unused_params"):  # torch 2.12
+        if hasattr(self.module, "set_reduce_scatter_unused_params"):  # not in every torch
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         self.remember()
 

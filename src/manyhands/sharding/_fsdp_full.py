@@ -20,6 +20,7 @@ from manyhands._dtensors import is_dtensor
 from manyhands._nested import changed
 from manyhands.sharding._fsdp_used import Place
 
+INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
 CHECKPOINTED = "_checkpoint_wrapped_module."  # which torch's wrapper takes out of its state dict
 
 
@@ -213,6 +214,6 @@ def _sliced_state(index: int, state: Mapping[str, Any], param: Tensor) -> dict[s
 # -- names ------------------------------------------------------------------------------------
 
 
-def plain(name: str, inner: str) -> str:
+def plain(name: str) -> str:
     """A parameter's name in the plain model's state dict."""
-    return name.replace(f"{inner}.", "").replace(CHECKPOINTED, "")
+    return name.replace(f"{INNER}.", "").replace(CHECKPOINTED, "")

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from manyhands._dtensors import local
 from manyhands.sharding._fsdp_checks import held
-from manyhands.sharding._fsdp_full import from_local, gathered, plain, rename, sliced
-
-INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
+from manyhands.sharding._fsdp_full import INNER, from_local, gathered, plain, rename, sliced
 
 
 def to_plain(wrap: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -49,4 +47,4 @@ def after_load(wrap: Any, keys: Any) -> None:
     """Parameters may have been assigned; and what is amiss is told by the plain model's names."""
     wrap._look_again()
     for names in (keys.missing_keys, keys.unexpected_keys):
-        names[:] = [plain(name, INNER) for name in names]
+        names[:] = [plain(name) for name in names]

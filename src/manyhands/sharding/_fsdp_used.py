@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from manyhands._comm import Workers
 
-Place = tuple[nn.Module, str]
+Place = tuple[nn.Module, str]  # a module and the name of a parameter of its own
 
 
 class Used:
