@@ -8,30 +8,41 @@ What a fence says is what is done with its code:
     python title="train.py"  written to that file
     diff title="train.py"    the new side (its "+" lines and what both sides have) likewise;
                              `old=True` takes the old side instead
-    sh                       its commands (of RUN only) are run in the folder
+    sh                       its commands (torchrun, python and manyhands) are run in the folder
     bash, anything else      for the reader
+
+A command runs in *forks* of this process, which have torch imported and start in milliseconds; as
+ranks.py does, but with nothing prepared: a script makes its process group by itself, from
+what torchrun puts into the environment. `launch` starts a command as a user does, in seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import runpy
 import shlex
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-RUN = {
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "manyhands": [sys.executable, "-c", "from manyhands.cli import main; main()"],
-}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TIMEOUT = 120  # seconds for one command
+SEED = torch.random.initial_seed()  # that of a process which has just begun
 
 
 @dataclass(frozen=True)
@@ -89,12 +100,106 @@ def run_page(page: Path, in_folder: Path, old: bool = False) -> dict[str, Any]:
 
 
 def run_command(command: str, block: Block) -> None:
-    program, *arguments = shlex.split(command)
-    if program not in RUN:
-        raise AssertionError(f"{block.where}: {program!r} cannot be run; ```bash is only shown")
-    done = launch([*RUN[program], *arguments], Path.cwd())
-    if done.returncode:
-        raise AssertionError(f"{block.where}: {command}\n{done.stdout}\n{done.stderr}")
+    match shlex.split(command):
+        case ["torchrun", "--standalone", "--nproc-per-node", workers, script, *arguments]:
+            code, output = in_forks(int(workers), script, *arguments)
+        case ["python", script, *arguments]:
+            code, output = in_forks(None, script, *arguments)
+        case ["manyhands", *arguments]:
+            code, output = in_forks(None, _manyhands, *arguments)
+        case _:
+            raise AssertionError(f"{block.where}: {command!r} is not run; ```bash is only shown")
+    if code:
+        raise AssertionError(f"{block.where}: {command}\n{output}")
+
+
+def _manyhands() -> None:
+    from manyhands.cli import main
+
+    main()
+
+
+def in_forks(
+    workers: int | None, program: str | Callable[[], None], *arguments: str
+) -> tuple[int, str]:
+    """Run a script in this folder, as `python` does, or so many, as `torchrun` does.
+
+    Returns the exit code of the first that failed, or 0, and what all have printed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile() as output:
+        processes = {}
+        for rank in range(workers or 1):
+            told = {} if workers is None else _told(rank, workers, port)
+            pid = os.fork()
+            if pid == 0:
+                _become(program, arguments, told, output.fileno())
+            processes[pid] = rank
+        code = _first_failure(processes)
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
+def _told(rank: int, workers: int, port: int) -> dict[str, str]:
+    """What torchrun tells a worker."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    return {
+        **{name: str(number) for name, number in numbers.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",  # what dist.is_torchelastic_launched() looks for
+    }
+
+
+def _become(
+    program: str | Callable[[], None], arguments: Sequence[str], told: dict[str, str], output: int
+) -> NoReturn:
+    """In a fork: be a process that has just been started with this program."""
+    code = 1
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        os.environ.update(told)
+        torch.set_num_threads(1)
+        torch.manual_seed(SEED)
+        warnings.simplefilter("default")
+        sys.argv = [program if isinstance(program, str) else program.__name__, *arguments]
+        sys.path.insert(0, os.getcwd())
+        for path in Path().glob("*.py"):
+            sys.modules.pop(path.stem, None)  # another page's
+        if callable(program):
+            program()
+        else:
+            runpy.run_path(os.path.abspath(program), run_name="__main__")
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _first_failure(processes: dict[int, int]) -> int:
+    """Wait for all of them; one that fails, or takes too long, is the end of the others."""
+    left, code, deadline = set(processes), 0, time.monotonic() + TIMEOUT
+    while left:
+        for pid in list(left):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                left.remove(pid)
+                code = code or os.waitstatus_to_exitcode(status)
+        if left and (code or time.monotonic() > deadline):
+            code = code or -signal.SIGALRM
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return code
 
 
 def launch(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

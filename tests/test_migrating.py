@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, RMSprop
 
 import manyhands as mh
-from pages import ROOT, RUN, blocks, launch
+from pages import ROOT, TORCHRUN, blocks, launch
 from ranks import RanksFailed, run_ranks
 
 PAGE = ROOT / "docs" / "migrating.md"
@@ -181,7 +181,7 @@ def test_the_old_side_of_a_loop_runs_too(title, tmp_path):
     for block in blocks(PAGE):
         if block.title is not None:
             (tmp_path / block.title).write_text(block.side(old=True))
-    ranks = [*RUN["torchrun"], "--standalone", "--nproc-per-node", "2"]
+    ranks = [*TORCHRUN, "2"]
     done = launch([*(ranks if title in BY_TORCHRUN else [sys.executable]), title], tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam
 
 import manyhands as mh
 from fairscale_on_cpu import fairscale_on_cpu
-from pages import ROOT, RUN, blocks, launch
+from pages import ROOT, TORCHRUN, blocks, launch
 from ranks import run_ranks
 from sharding_oracle import Lamb
 
@@ -50,7 +50,7 @@ def written(folder):
 def test_the_old_side_of_an_example_runs_too(title, tmp_path):
     need_peer_of("fairscale.nn")
     written(tmp_path)
-    ranks = [*RUN["torchrun"], "--standalone", "--nproc-per-node", "2"]
+    ranks = [*TORCHRUN, "2"]
     start = ranks if title in BY_TORCHRUN else [sys.executable]
     done = launch([*start, ON_CPU, title], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -6,9 +6,13 @@ the whole model.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import AdamW
 
@@ -41,11 +45,32 @@ def bare(module: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(module, **options)
 
 
+def theirs(**options: Any) -> Callable[[Any], Trained]:
+    """fairscale's, made to run on a CPU as the tests make it; for good in this process."""
+
+    def make(model: nn.Module) -> Trained:
+        warnings.simplefilter("ignore")
+        sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+        from fairscale_on_cpu import fairscale_on_cpu
+
+        patched = fairscale_on_cpu()
+        wrapper = patched.__enter__()
+        on_cpu = {"compute_device": torch.device("cpu"), **options}
+        trained = fully_sharded(wrapper, **on_cpu)(model)
+        _kept.append(patched)
+        return trained
+
+    return make
+
+
+_kept: list[Any] = []  # to be left when the process ends
 BARE = "fully_shard"
 BARE_KEPT = "fully_shard, reshard_after_forward=False"
 FSDP = "manyhands FSDP"
 FSDP_KEPT = "manyhands FSDP, reshard_after_forward=False"
 SDP = "manyhands OSS + ShardedDataParallel"
+FAIRSCALE = "fairscale FSDP"
+FAIRSCALE_KEPT = "fairscale FSDP, reshard_after_forward=False"
 FSDP_CONTENDERS = {
     contender.name: contender
     for contender in (
@@ -56,6 +81,8 @@ FSDP_CONTENDERS = {
         Contender(FSDP, fully_sharded(mh.FSDP)),
         Contender(FSDP_KEPT, fully_sharded(mh.FSDP, reshard_after_forward=False)),
         Contender(SDP, sharded()),
+        Contender(FAIRSCALE, theirs(), "fairscale"),
+        Contender(FAIRSCALE_KEPT, theirs(reshard_after_forward=False), "fairscale"),
     )
 }
 RIVAL = {FSDP: BARE, FSDP_KEPT: BARE_KEPT}  # the same with torch alone

@@ -110,9 +110,16 @@ class Workers:
     # -- slices of a bucket --------------------------------------------------------------------
 
     def exchange(
-        self, bucket: torch.Tensor, cuts: Sequence[int], wide: torch.dtype
+        self,
+        bucket: torch.Tensor,
+        cuts: Sequence[int],
+        wide: torch.dtype,
+        into: torch.Tensor | None = None,
     ) -> Exchange | HostExchange:
         """Begin to bring every worker its slice of all workers' `bucket`s, to be summed there.
+
+        `into` is memory that may be used for the sum; `bucket` and it are to be left alone until
+        then.
 
         gloo's reduce-scatter moves twice the bytes that are needed, so each slice is sent to its
         owner, who adds up what comes. With NCCL its own is used, or, for uneven slices, a reduction
@@ -128,7 +135,8 @@ class Workers:
                     f"gloo cannot exchange slices of tensors on {bucket.device}. Start the process "
                     'group with "nccl" (or "cpu:gloo,cuda:nccl").'
                 )
-            return self._exchange_by_pairs(bucket, own, cuts)
+            first = into if bucket.dtype == wide else None
+            return self._exchange_by_pairs(bucket, own, cuts, first)
         sizes = [b - a for a, b in pairwise(cuts)]
         if bucket.dtype == wide and len(set(sizes)) > 1:
             works = [
@@ -147,14 +155,19 @@ class Workers:
         return Exchange(None, list(rows.view(self.size, own.numel())), [work], bucket)
 
     def _exchange_by_pairs(
-        self, bucket: torch.Tensor, own: torch.Tensor, cuts: Sequence[int]
+        self,
+        bucket: torch.Tensor,
+        own: torch.Tensor,
+        cuts: Sequence[int],
+        first: torch.Tensor | None,
     ) -> Exchange:
         """Every slice straight to its owner: its own needs no copy, as in an all-to-all."""
-        rows, works = [], []
+        rows: list[torch.Tensor] = []
+        works = []
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             if own.numel():
-                rows.append(torch.empty_like(own))
+                rows.append(torch.empty_like(own) if rows or first is None else first)
                 works.append(dist.irecv(rows[-1], group=self.group, tag=TAG, group_src=source))
             if cuts[to] < cuts[to + 1]:
                 part = bucket[cuts[to] : cuts[to + 1]]

@@ -486,6 +486,7 @@ def test_division_of_gradients_before_and_after_the_sum(factors):
     def loop(model, optimizers, part):
         if not factors and isinstance(model, mh.FSDP):
             model.set_gradient_divide_factors(3.0, 1.0, recursive=True)
+            assert model.gradient_predivide_factor == 3.0
         steps(model, optimizers, part)
 
     compare(loop, **factors)
@@ -524,9 +525,9 @@ def test_bytes_are_those_of_two_gatherings_and_one_averaging(monkeypatch):
             sent.append(("gather", bucket.numel()))
             return share(self, bucket, cuts)
 
-        def counted_exchange(self, bucket, cuts, wide):
+        def counted_exchange(self, bucket, *how):
             sent.append(("average", bucket.numel()))
-            return exchange(self, bucket, cuts, wide)
+            return exchange(self, bucket, *how)
 
         model = nn.Sequential(*(mh.FSDP(nn.Linear(8, 8)) for _ in range(3)), nn.Linear(8, 2))
         model = mh.FSDP(model)

@@ -317,11 +317,17 @@ def test_workers_may_have_devices_of_different_numbers():
     run_ranks(2, run)
 
 
-def test_wraps_of_one_model_with_different_workers_are_an_error():
+@pytest.mark.parametrize("later", [False, True], ids=["", "put in later"])
+def test_wraps_of_one_model_with_different_workers_are_an_error(later):
     def mistake():
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        model = nn.Sequential(mh.FSDP(nn.Linear(2, 2), process_group=alone), nn.Linear(2, 2))
-        mh.FSDP(model)(torch.ones(1, 2))
+        inside = mh.FSDP(nn.Linear(2, 2), process_group=alone)
+        if later:
+            model = mh.FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+            model.module[0] = inside
+            model(torch.ones(1, 2))
+        else:
+            mh.FSDP(nn.Sequential(inside, nn.Linear(2, 2)))
 
     raises_on_ranks(2, ValueError, mistake, match="the same process_group")
 

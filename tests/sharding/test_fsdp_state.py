@@ -60,6 +60,35 @@ def test_a_state_dict_is_the_plain_models(workers, way):
             assert torch.equal(one, two) and torch.equal(one, three)
 
 
+class Versioned(nn.Linear):
+    """Changes what was saved by an older version of it."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        assert metadata.get("version") == self._version
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_versions_of_modules_are_saved_and_loaded(workers):
+    def run():
+        build = {
+            "plain": lambda: nn.Sequential(nn.Linear(2, 2), Versioned(2, 2)),
+            "one wrap": lambda: mh.FSDP(build["plain"]()),
+            "nested": lambda: mh.FSDP(nn.Sequential(nn.Linear(2, 2), mh.FSDP(Versioned(2, 2)))),
+            "inside": lambda: nn.Sequential(nn.Linear(2, 2), mh.FSDP(Versioned(2, 2))),
+        }
+        states = {name: make().state_dict() for name, make in build.items()}
+        for state in states.values():
+            assert states["plain"]._metadata.items() <= state._metadata.items()
+            for make in ("plain", "one wrap", "nested"):
+                build[make]().load_state_dict(state)
+        build["inside"]().load_state_dict(states["inside"])
+
+    run_ranks(workers, run)
+
+
 class Small(nn.Module):
     """With a tied parameter and a buffer in what is checkpointed."""
 

@@ -223,7 +223,7 @@ class _Wrap:
     whole: int
     gradients: int
     reduced: int
-    rows: int  # what comes for the worker's share of `reduced`
+    rows: int  # what comes for the worker's share of `reduced`, and is not summed up in its place
 
 
 def _fully(job: Job, workers: int, gloo: bool) -> Cost:
@@ -255,11 +255,12 @@ def _fully(job: Job, workers: int, gloo: bool) -> Cost:
 def _wrap(unit: Unit, workers: int, gloo: bool) -> _Wrap:
     trained = [weight for weight in unit.weights if weight.trained]
     reduced = sum(workers * weight.share(workers) * weight.itemsize for weight in trained)
+    in_place = all(weight.itemsize >= 4 for weight in trained)  # half precision is summed wider
     return _Wrap(
         whole=sum(workers * w.share(workers) * w.itemsize for w in unit.weights),
         gradients=sum(weight.bytes for weight in trained),
         reduced=reduced,
-        rows=reduced // workers * (workers - 1) if gloo else 0,
+        rows=reduced // workers * (workers - 1 - in_place) if gloo else 0,
     )
 
 

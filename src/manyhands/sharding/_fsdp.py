@@ -34,6 +34,7 @@ from manyhands.sharding._clip import length_of, norm_of
 from manyhands.sharding._fsdp_alone import cast_in_forward
 from manyhands.sharding._fsdp_checks import (
     begin_alike,
+    check_inside,
     check_module,
     check_parameters,
     check_root,
@@ -54,7 +55,7 @@ from manyhands.sharding._fsdp_full import (
 )
 from manyhands.sharding._fsdp_optimizers import replaced
 from manyhands.sharding._fsdp_options import Precision, check_offload, device_of, workers_of
-from manyhands.sharding._fsdp_state import after_load, from_plain, to_plain
+from manyhands.sharding._fsdp_state import after_load, from_plain, to_plain, with_our_versions
 from manyhands.sharding._fsdp_team import Team
 
 
@@ -143,6 +144,7 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         check_module(module, FullyShardedDataParallel)
         self._workers = workers_of(process_group)
+        check_inside(self._workers, [wrap._workers for wrap in _wraps_in(module)])
         self._precision = Precision.of(
             mixed_precision, compute_dtype, buffer_dtype, fp32_reduce_scatter
         )
@@ -273,7 +275,8 @@ class FullyShardedDataParallel(nn.Module):
     def _become_root(self) -> None:
         """The first wrap that runs has all others inside, and all that they do together."""
         wraps = self._wraps()
-        check_root(self._workers, [(wrap._workers, wrap._is_root) for wrap in wraps])
+        check_inside(self._workers, [wrap._workers for wrap in wraps])
+        check_root(self._workers, [wrap._is_root for wrap in wraps])
         self._is_root = True
         for wrap in wraps:
             if wrap is not self:
@@ -289,7 +292,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _wraps(self) -> list[FullyShardedDataParallel]:
         """This wrap and those inside, each once."""
-        return [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
+        return _wraps_in(self)
 
     def _reshard(self) -> None:
         for wrap in self._wraps():
@@ -330,6 +333,7 @@ class FullyShardedDataParallel(nn.Module):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by `pre` before they are summed over the workers, by `post` after."""
         for wrap in self._wraps() if recursive else [self]:
+            wrap.gradient_predivide_factor = pre
             if wrap._engine is not None:
                 wrap._engine.divide = pre, post
 
@@ -407,6 +411,12 @@ class FullyShardedDataParallel(nn.Module):
             all_here(self._workers, "state_dict()")
         with self._throughout("_asked"):
             return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the plain model's: every worker takes its slices. Nothing is sent."""
+        return super().load_state_dict(with_our_versions(self, state_dict), strict, assign)
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This worker's slices, by the plain model's names. Nothing is sent."""
@@ -544,6 +554,10 @@ class FullyShardedDataParallel(nn.Module):
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in OPTIONS}
+
+
+def _wraps_in(module: nn.Module) -> list[FullyShardedDataParallel]:
+    return [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
 
 
 OPTIONS = (

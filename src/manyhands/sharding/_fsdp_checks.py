@@ -123,19 +123,13 @@ def begin_alike(module: nn.Module, workers: Workers, device: torch.device) -> No
                 tensor.copy_(there)
 
 
-def check_root(workers: Workers, inside: Sequence[tuple[Workers, bool | None]]) -> None:
-    """Raise where wraps inside another cannot work with it; of each, its workers, and whether it
-    has run as a root."""
-    if any(has_run for _, has_run in inside) and workers.size > 1:
-        raise RuntimeError(
-            "a wrap inside this one has run by itself before, as the outermost. Run the outermost "
-            "wrap's forward first; afterwards those inside may run by themselves, too."
-        )
+def check_inside(workers: Workers, inside: Sequence[Workers]) -> None:
+    """Raise where wraps inside another have other workers."""
     mine = _ranks(workers)
-    for each, _ in inside:
+    for each in inside:
         if _ranks(each) != mine:
             raise ValueError(
-                f"a wrap inside has the workers {_ranks(each)}, and the one around it {mine}. "
+                f"a wrap inside has {_named(each)}, and the one around it {_named(workers)}. "
                 "Give all wraps of a model the same process_group."
             )
 
@@ -144,6 +138,20 @@ def _ranks(workers: Workers) -> list[int] | None:
     if workers.size == 1:
         return None
     return dist.get_process_group_ranks(workers.group or dist.group.WORLD)
+
+
+def _named(workers: Workers) -> str:
+    ranks = _ranks(workers)
+    return "one worker" if ranks is None else f"the workers {ranks}"
+
+
+def check_root(workers: Workers, have_run: Sequence[bool | None]) -> None:
+    """Raise where one of the wraps inside has run as a root."""
+    if any(have_run) and workers.size > 1:
+        raise RuntimeError(
+            "a wrap inside this one has run by itself before, as the outermost. Run the outermost "
+            "wrap's forward first; afterwards those inside may run by themselves, too."
+        )
 
 
 def contiguous(places: Places) -> None:

@@ -85,7 +85,8 @@ class Averaging:
         while len(self._flying) >= IN_FLIGHT:
             self._land()
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
-        exchange = self.workers.exchange(grads, cuts, _wide(grads.dtype))
+        into = total if total.dtype == grads.dtype else None
+        exchange = self.workers.exchange(grads, cuts, _wide(grads.dtype), into)
         self._flying.append((exchange, total, divisor))
         if wait:
             self._land_all()
@@ -112,7 +113,9 @@ class Averaging:
 
     def _land(self) -> None:
         exchange, total, divisor = self._flying.popleft()
-        total.copy_(exchange.mean(divisor, total.dtype, _wide(total.dtype)))
+        mean = exchange.mean(divisor, total.dtype, _wide(total.dtype))
+        if mean is not total:  # into which the first row may have come
+            total.copy_(mean)
 
 
 class Average(_Allocate):
