@@ -20,7 +20,7 @@ demo: $(READY) ## the demonstration: a few minutes, then a page with figures
 	@$(BIN)/manyhands demo $(ARGS)
 
 test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: $(READY) ## style, formatting and types
 	@$(BIN)/ruff check

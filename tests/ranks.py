@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import re
@@ -259,6 +260,7 @@ def _describe(ranks: list[_Rank], timeout: float) -> str:
 def _live(rank: _Rank, call: Callable[[], Any], connection: Connection) -> NoReturn:
     """The whole life of a forked rank, to `os._exit`: pytest's teardown is for the parent alone."""
     code = 1
+    gc.freeze()  # what the parent has made is not looked through: its pages stay shared
     try:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
