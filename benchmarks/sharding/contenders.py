@@ -33,6 +33,7 @@ class Trained:
     model: nn.Module
     optimizer: Any
     clear: Callable[[], object]
+    state: Callable[[], dict[str, Any]] | None = None  # where parameters are not tensors of theirs
 
     def finish(self) -> None:
         """Wait for what the last step has left under way."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def theirs(**options: Any) -> Callable[[Any], Trained]:
         on_cpu = {"compute_device": torch.device("cpu"), **options}
         trained = fully_sharded(wrapper, **on_cpu)(model)
         _kept.append(patched)
-        return trained
+        return replace(trained, state=trained.model.state_dict)
 
     return make
 

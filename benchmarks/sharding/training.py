@@ -20,6 +20,7 @@ class Training:
 
     def __init__(self, contender: Contender, size: models.Size, rank: int) -> None:
         model = models.decoder(size)
+        self.names = [name for name, _ in model.named_parameters()]
         self.trained = contender.make(model)
         self.batches = models.batches(size, rank)
         self.params = list(model.parameters())
@@ -54,7 +55,11 @@ class Training:
 
     def sample(self) -> list[float]:
         """Some elements of the parameters, spread over all of them."""
-        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.params]
+        if self.trained.state is not None:
+            state = self.trained.state()
+            whole = [state[name] for name in self.names]
+        else:
+            whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.params]
         flat = torch.cat([p.detach().reshape(-1)[:: max(1, p.numel() // 50)] for p in whole])
         return flat[:: max(1, len(flat) // SAMPLED)].tolist()
 
