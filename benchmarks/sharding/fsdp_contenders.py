@@ -70,6 +70,7 @@ BARE_KEPT = "fully_shard, reshard_after_forward=False"
 FSDP = "manyhands FSDP"
 FSDP_KEPT = "manyhands FSDP, reshard_after_forward=False"
 SDP = "manyhands OSS + ShardedDataParallel"
+FSDP_LEAN = "manyhands FSDP, overlap=False"
 FAIRSCALE = "fairscale FSDP"
 FAIRSCALE_KEPT = "fairscale FSDP, reshard_after_forward=False"
 FSDP_CONTENDERS = {
@@ -81,9 +82,11 @@ FSDP_CONTENDERS = {
         Contender(BARE_KEPT, fully_sharded(bare, reshard_after_forward=False)),
         Contender(FSDP, fully_sharded(mh.FSDP)),
         Contender(FSDP_KEPT, fully_sharded(mh.FSDP, reshard_after_forward=False)),
+        Contender(FSDP_LEAN, fully_sharded(mh.FSDP, overlap=False)),
         Contender(SDP, sharded()),
         Contender(FAIRSCALE, theirs(), "fairscale"),
         Contender(FAIRSCALE_KEPT, theirs(reshard_after_forward=False), "fairscale"),
     )
 }
-RIVAL = {FSDP: BARE, FSDP_KEPT: BARE_KEPT}  # the same with torch alone
+RIVAL = {FSDP: BARE, FSDP_KEPT: BARE_KEPT, FSDP_LEAN: BARE}  # the same with torch alone
+PEER = {FSDP: FAIRSCALE, FSDP_KEPT: FAIRSCALE_KEPT}  # with the original

@@ -398,6 +398,46 @@ def test_state_continues_bitwise(rule, optim, options):
         torch.testing.assert_close(resumed[2], straight[2], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
+def test_state_gathered_as_documented_for_sharded_parameters_continues_bitwise(
+    rule, optim, options, tmp_path
+):
+    def run():
+        def made():
+            model = distributed(Model(), WRAPPED)
+            return model, rule(optim(model.parameters(), **options))
+
+        def step(model, optimizer, batch):
+            optimizer.zero_grad()
+            model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+            optimizer.step()
+            return numbers(optimizer)
+
+        model, optimizer = made()
+        *before, last = batches(6)
+        for batch in before:
+            step(model, optimizer, batch)
+        state = {
+            "model": model.state_dict(),
+            "optim": model.gather_full_optim_state_dict(optimizer),
+        }
+        if dist.get_rank() == 0:
+            torch.save(state, tmp_path / "whole.pt")
+        dist.barrier()
+        state = torch.load(tmp_path / "whole.pt", weights_only=True)
+        model_2, optimizer_2 = made()
+        model_2.load_state_dict(state["model"])
+        optimizer_2.load_state_dict(model_2.get_shard_from_optim_state_dict(state["optim"]))
+        straight, resumed = (
+            step(*each, last) for each in ((model, optimizer), (model_2, optimizer_2))
+        )
+        return straight, resumed, whole(model), whole(model_2)
+
+    for straight, resumed, params, params_2 in run_ranks(2, run):
+        assert resumed == straight
+        torch.testing.assert_close(params_2, params, rtol=0, atol=0)
+
+
 def test_the_optimizers_state_may_be_saved_by_torch_and_the_scalings_beside_it():
     def run():
         def made():

@@ -1,5 +1,6 @@
 """Gathering ahead: who follows whom, and nothing that was gathered too early is used."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,6 +9,8 @@ import manyhands as mh
 from manyhands.sharding._fsdp_ahead import Ahead
 from ranks import run_ranks
 from sharding_oracle import assert_same, copied
+
+from test_fsdp import compare, steps  # isort: skip
 
 
 def after(ahead, *wraps):
@@ -108,23 +111,59 @@ def test_whatever_way_a_forward_takes_parameters_are_those_of_the_last_step():
     assert_same(run_ranks(3, run), copied(alone.parameters()), rtol=1e-9, atol=1e-11)
 
 
-def test_a_gathering_begins_before_the_wrap_runs():
+class Watched(nn.Linear):
+    """Calls `watched` in the middle of its backward."""
+
+    def watched(self, grad):
+        pass
+
+    def forward(self, x):
+        result = super().forward(x)
+        result.register_hook(lambda grad: self.watched(grad))
+        return 2 * result
+
+
+@pytest.mark.parametrize(
+    ("overlap", "in_forward", "in_backward"),
+    [
+        (True, [[0, 1], [1, 2], [2]], [[1, 2], [0, 1], [0]]),
+        (False, [[0], [1], [2]], [[2], [1], [0]]),
+    ],
+)
+def test_whose_parameters_are_there_or_coming_while_one_computes(overlap, in_forward, in_backward):
+    """And with `overlap` the last one's gradients are still leaving when the next one's begin."""
+    seen = {"forward": [], "backward": [], "leaving": []}
+
     def run():
-        model = nn.Sequential(*(mh.FSDP(nn.Linear(4, 4)) for _ in range(3)))
-        wrapped = mh.FSDP(model)
+        model = nn.Sequential(*(mh.FSDP(Watched(4, 4), overlap=overlap) for _ in range(3)))
+        wrapped = mh.FSDP(model, overlap=overlap)
         for _ in range(2):
             wrapped(torch.ones(1, 4)).sum().backward()
-        begun = []
-        for number, layer in enumerate(model):
-            layer.module.register_forward_hook(
-                lambda *_, n=number: begun.append([n, *pending(model)])
-            )
+            wrapped.zero_grad()  # what is added to gradients is waited for at once
+        flying = wrapped._team.averaging._flying
+
+        def look(kind):
+            groups = [layer.module._get_fsdp_state()._fsdp_param_groups[0] for layer in model]
+            there = [n for n, g in enumerate(groups) if g.is_unsharded or g._all_gather_result]
+            seen[kind].append(there)
+
+        def look_back(*_):
+            look("backward")
+            seen["leaving"].append(len(flying))
+
+        for layer in model:
+            layer.module.register_forward_pre_hook(lambda *_: look("forward"))
+            layer.module.watched = look_back
         wrapped(torch.ones(1, 4)).sum().backward()
-        return begun
+        assert not flying
+        return seen
 
-    def pending(model):
-        """The layers whose parameters are on their way."""
-        groups = [layer.module._get_fsdp_state()._fsdp_param_groups[0] for layer in model]
-        return [n for n, group in enumerate(groups) if group._all_gather_result is not None]
+    for rank in run_ranks(2, run):
+        assert rank["forward"] == in_forward
+        assert rank["backward"] == in_backward
+        assert rank["leaving"] == ([0, 1, 1] if overlap else [0, 0, 0])
 
-    assert run_ranks(2, run)[0] == [[0, 1], [1, 2], [2]]
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_without_overlap_the_numbers_are_the_same(kept):
+    compare(steps, overlap=False, reshard_after_forward=not kept)

@@ -128,7 +128,9 @@ class Average(_Allocate):
         *,
         divide: Callable[[], tuple[float, float] | None],
         on_gloo: bool,
+        overlap: bool,
     ) -> None:
+        self._overlap = overlap
         self._averaging = averaging
         self._params = params
         self._divide = divide
@@ -152,7 +154,7 @@ class Average(_Allocate):
         if before != 1:
             input_tensor.div_(before)
         if self._on_gloo:
-            wait = op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
+            wait = not self._overlap or op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
             self._averaging.send(output_tensor, input_tensor, after if meant else 1.0, wait=wait)
         elif divide is None:
             workers.scatter(output_tensor, input_tensor, op)

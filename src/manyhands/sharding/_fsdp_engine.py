@@ -35,6 +35,7 @@ class Engine:
         *,
         reshard_after_forward: bool | None,
         offload: bool,
+        overlap: bool,
     ) -> None:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -53,6 +54,10 @@ class Engine:
             mp_policy=MixedPrecisionPolicy(precision.compute, precision.reduce),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
         )
+        self.overlap = overlap
+        if not overlap:
+            # The engine gathers whom it is told to, else the next; itself it has gathered already.
+            self.module.set_modules_to_backward_prefetch([self.module])
         self.workers = workers
         self.places = list(places)
         self.on_gloo = workers.on_gloo(device)
@@ -83,7 +88,11 @@ class Engine:
         if self.on_gloo:
             self.module.set_custom_all_gather(Gather(self.workers))
         average = Average(
-            averaging, lambda: of(me).params, divide=lambda: of(me).divide, on_gloo=self.on_gloo
+            averaging,
+            lambda: of(me).params,
+            divide=lambda: of(me).divide,
+            on_gloo=self.on_gloo,
+            overlap=self.overlap,
         )
         self.module.set_custom_reduce_scatter(average)
         places = self.places

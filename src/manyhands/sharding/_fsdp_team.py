@@ -28,7 +28,8 @@ class Team:
         self.used = Used(workers, params)
         self.averaging = Averaging(workers, self.used.begin, self.used.end)
         self._ahead = Ahead()
-        self._gathers_ahead = all(engine.on_gloo for engine in engines)  # else it has streams
+        # Without gloo the engine has streams.
+        self._gathers_ahead = all(engine.on_gloo and engine.overlap for engine in engines)
         first = 0
         for number, engine in enumerate(engines):
             engine.connect(self.averaging, self.used, first, partial(self._ahead.run, number))
