@@ -27,7 +27,7 @@ WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python m
 
 import torch  # noqa: E402
 from sharding.contenders import DDP, OPTIONS, Contender, Trained  # noqa: E402
-from sharding.fsdp_contenders import BARE, FAIRSCALE, FSDP, FSDP_CONTENDERS, FSDP_LEAN  # noqa: E402
+from sharding.fsdp_contenders import BARE, FSDP, FSDP_CONTENDERS, FSDP_LEAN  # noqa: E402
 from sharding.team import Team  # noqa: E402
 
 import manyhands as mh  # noqa: E402
@@ -38,7 +38,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "fsdp-memory.json"
 RANKS = (1, 2, 4)
 BYTES = ("parameters", "between_steps", "after_backward", "most", "resident")
 PLANNED = "manyhands FSDP, as planned"
-COMPARED = (DDP, BARE, FAIRSCALE, FSDP, FSDP_LEAN)
+COMPARED = (DDP, BARE, FSDP, FSDP_LEAN)
 Row = dict[str, Any]
 
 
@@ -82,7 +82,7 @@ def measured(size: models.Size) -> list[Row]:
     for ranks in RANKS:
         plan = mh.plan(lambda: models.decoder(size), "adamw", ranks, backend="gloo", fused=True)
         planned = Contender(PLANNED, lambda model, code=plan.rows[3].code: pasted(model, code))
-        known = [FSDP_CONTENDERS[name] for name in COMPARED if FSDP_CONTENDERS[name].present]
+        known = [FSDP_CONTENDERS[name] for name in COMPARED]
         for contender in (*known, planned):
             with Team(ranks, memory.work(contender, size)) as team:
                 seen = team.ask({})

@@ -244,7 +244,7 @@ def _fully(job: Job, workers: int, gloo: bool) -> Cost:
         parameters=gathered // workers,
         gradients=reduced // workers,
         optimizer=state,
-        in_flight=max(0, _most_whole(job.units, wraps, workers, gloo) - reduced // workers),
+        in_flight=max(0, _most_whole(job.units, wraps, workers) - reduced // workers),
         sent=_travels(2 * gathered - kept + reduced + 2 * flags, workers),
         collectives=gatherings * (workers if gloo else 1)
         + sum(wrap.reduced > 0 for wrap in wraps)
@@ -264,12 +264,12 @@ def _wrap(unit: Unit, workers: int, gloo: bool) -> _Wrap:
     )
 
 
-def _most_whole(units: Sequence[Unit], wraps: Sequence[_Wrap], workers: int, gloo: bool) -> int:
+def _most_whole(units: Sequence[Unit], wraps: Sequence[_Wrap], workers: int) -> int:
     """The most bytes of gradients, shares of them, and whole parameters while backward runs.
 
     A wrap is whole while any inside of it computes; its gradients are given to their owners
     once all inside of it are done. Meanwhile come the parameters of the next wrap, and the
-    gradients of the last one are under way: on gloo until the next ones are laid out beside them.
+    gradients of the last one are under way, until the next ones are laid out.
     """
     most = owned = leaving = 0
     open_: list[int] = []
@@ -283,8 +283,7 @@ def _most_whole(units: Sequence[Unit], wraps: Sequence[_Wrap], workers: int, glo
             done = wraps[open_.pop()]
             present -= done.whole
             owned += done.reduced // workers
-            before = leaving if gloo else 0
-            most = max(most, owned + before + coming + present + done.reduced)
+            most = max(most, owned + coming + present + done.reduced)
             present -= done.gradients
             leaving = done.reduced + done.rows if done.reduced else leaving
     return most

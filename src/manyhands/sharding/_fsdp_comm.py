@@ -81,15 +81,21 @@ class Averaging:
         self._passes = BackwardPasses(begin, lambda: me._finish(), early=True)
 
     def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
-        """Begin to fill `total` with our slice of the workers' summed `grads` / `divisor`."""
-        while len(self._flying) >= IN_FLIGHT:
-            self._land()
+        """Begin to fill `total` with our slice of the workers' summed `grads` / `divisor`.
+
+        The memory of `grads` is let go afterwards.
+        """
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
         into = total if total.dtype == grads.dtype else None
         exchange = self.workers.exchange(grads, cuts, _wide(grads.dtype), into)
         self._flying.append((exchange, total, divisor))
         if wait:
             self._land_all()
+
+    def make_room(self) -> None:
+        """More gradients are about to be laid out."""
+        while len(self._flying) >= IN_FLIGHT:
+            self._land()
 
     def enter(self) -> None:
         """Gradients are about to be sent."""
@@ -116,6 +122,7 @@ class Averaging:
         mean = exchange.mean(divisor, total.dtype, _wide(total.dtype))
         if mean is not total:  # into which the first row may have come
             total.copy_(mean)
+        exchange.sent.untyped_storage().resize_(0)  # the engine keeps the tensor for a while
 
 
 class Average(_Allocate):
@@ -135,6 +142,10 @@ class Average(_Allocate):
         self._params = params
         self._divide = divide
         self._on_gloo = on_gloo
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._averaging.make_room()
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
