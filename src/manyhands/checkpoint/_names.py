@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.scaling._adaptive import AdaptiveDataParallel
+from manyhands.sharding._as_wrapped import INNER
 from manyhands.sharding._ddp import ShardedDataParallel
-from manyhands.sharding._fsdp_full import INNER
 
 BETWEEN = {"_orig_mod", INNER, "_checkpoint_wrapped_module"}
 AROUND = (

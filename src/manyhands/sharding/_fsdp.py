@@ -30,6 +30,7 @@ from manyhands._dtensors import is_dtensor, local
 from manyhands._nested import as_type
 from manyhands._passes import current_task
 from manyhands.sharding._agreement import all_here
+from manyhands.sharding._as_wrapped import INNER, AsWrapped, plain
 from manyhands.sharding._clip import length_of, norm_of
 from manyhands.sharding._fsdp_alone import cast_in_forward
 from manyhands.sharding._fsdp_checks import (
@@ -46,10 +47,8 @@ from manyhands.sharding._fsdp_checks import (
 )
 from manyhands.sharding._fsdp_engine import Engine, eager
 from manyhands.sharding._fsdp_full import (
-    INNER,
     consolidated,
     full_optimizer_state,
-    plain,
     sharded_optimizer_state,
     whole_parameters,
 )
@@ -59,7 +58,7 @@ from manyhands.sharding._fsdp_state import after_load, from_plain, to_plain, wit
 from manyhands.sharding._fsdp_team import Team
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(AsWrapped):
     """Each of N workers holds 1/N of the parameters, of their gradients and optimizer state.
 
     Make the optimizer after wrapping, from the wrapped module's parameters. Everything else of a
@@ -489,13 +488,6 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- as the wrapped module -----------------------------------------------------------------
 
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        inner = self._modules[INNER]
-        assert inner is not None
-        return inner
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters, by the plain model's names; the sharded ones between forward and backward,
         too, when the root's are whole."""
@@ -505,32 +497,6 @@ class FullyShardedDataParallel(nn.Module):
                 sharded.update(wrap._engine.kept_whole())
         for name, param in super().named_parameters(*args, **kwargs):
             yield plain(name), sharded.get(id(param), param)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, by the plain model's names."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield plain(name), buffer
-
-    def __getattr__(self, name: str) -> Any:
-        """What this module does not have is the wrapped one's."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if INNER not in self.__dict__.get("_modules", {}):
-                raise
-            return getattr(self.module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True  # without asking for a length, which most modules do not have
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor
+from manyhands.sharding._as_wrapped import CHECKPOINTED
 from manyhands.sharding._ddp import ShardedDataParallel
-from manyhands.sharding._fsdp_full import CHECKPOINTED
 from manyhands.sharding._fsdp_optimizers import REPLACED
 from manyhands.sharding._fsdp_used import Place
 

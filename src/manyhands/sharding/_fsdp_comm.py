@@ -76,6 +76,7 @@ class Averaging:
         self.workers = workers
         self._end = end
         self._flying: deque[tuple[Exchange | HostExchange, Tensor, float]] = deque()
+        self._landed: torch.UntypedStorage | None = None  # memory that the next gradients may have
         me = weakref.proxy(self)
         # The engine has queued its own end before, and we come before whoever measures the mean.
         self._passes = BackwardPasses(begin, lambda: me._finish(), early=True)
@@ -92,10 +93,17 @@ class Averaging:
         if wait:
             self._land_all()
 
-    def make_room(self) -> None:
-        """More gradients are about to be laid out."""
+    def memory(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Where to lay out the next gradients: if it fits, where those were that have gone.
+
+        (New memory costs a page fault for every 4 KiB: a quarter of the time to fill it.)
+        """
         while len(self._flying) >= IN_FLIGHT:
             self._land()
+        memory, self._landed = self._landed, None
+        if memory is None or memory.nbytes() != size * dtype.itemsize or memory.device != device:
+            return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty(0, dtype=dtype, device=device).set_(memory)
 
     def enter(self) -> None:
         """Gradients are about to be sent."""
@@ -116,13 +124,18 @@ class Averaging:
     def _land_all(self) -> None:
         while self._flying:
             self._land()
+        if self._landed is not None:
+            self._landed.resize_(0)  # the engine keeps the tensor for a while
+            self._landed = None
 
     def _land(self) -> None:
         exchange, total, divisor = self._flying.popleft()
         mean = exchange.mean(divisor, total.dtype, _wide(total.dtype))
         if mean is not total:  # into which the first row may have come
             total.copy_(mean)
-        exchange.sent.untyped_storage().resize_(0)  # the engine keeps the tensor for a while
+        if self._landed is not None:
+            self._landed.resize_(0)
+        self._landed = exchange.sent.untyped_storage()
 
 
 class Average(_Allocate):
@@ -138,14 +151,20 @@ class Average(_Allocate):
         overlap: bool,
     ) -> None:
         self._overlap = overlap
+        self._sent = 0  # elements that are laid out
         self._averaging = averaging
         self._params = params
         self._divide = divide
         self._on_gloo = on_gloo
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._averaging.make_room()
-        return super().allocate(size, dtype=dtype, device=device)
+        """Asked first for what is sent, then for our share of it."""
+        (elements,) = size
+        if elements * self._averaging.workers.size == self._sent or not self._on_gloo:
+            self._sent = 0
+            return super().allocate(size, dtype=dtype, device=device)
+        self._sent = elements
+        return self._averaging.memory(elements, dtype, device)
 
     def __call__(
         self,

@@ -20,9 +20,6 @@ from manyhands._dtensors import is_dtensor
 from manyhands._nested import changed
 from manyhands.sharding._fsdp_used import Place
 
-INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
-CHECKPOINTED = "_checkpoint_wrapped_module."  # which torch's wrapper takes out of its state dict
-
 
 def whole(tensor: Any) -> Any:
     """All of a sharded tensor, on every worker; to be called on each."""
@@ -209,11 +206,3 @@ def _sliced_state(index: int, state: Mapping[str, Any], param: Tensor) -> dict[s
         return tensor.clone()
 
     return {name: changed(value, change) for name, value in state.items()}
-
-
-# -- names ------------------------------------------------------------------------------------
-
-
-def plain(name: str) -> str:
-    """A parameter's name in the plain model's state dict."""
-    return name.replace(f"{INNER}.", "").replace(CHECKPOINTED, "")

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhands._dtensors import local
+from manyhands.sharding._as_wrapped import INNER, plain
 from manyhands.sharding._fsdp_checks import held
-from manyhands.sharding._fsdp_full import INNER, from_local, gathered, plain, rename, sliced
+from manyhands.sharding._fsdp_full import from_local, gathered, rename, sliced
 
 
 def to_plain(wrap: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
