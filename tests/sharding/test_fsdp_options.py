@@ -1,6 +1,7 @@
 """Options of FullyShardedDataParallel: precision, one worker, and mistakes."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -411,6 +412,7 @@ def test_different_options_on_different_workers_are_an_error_on_all():
         ),
         (lambda: mh.FSDP(nn.Linear(2, 2), process_group="world"), TypeError, "process group"),
         (lambda: copy.deepcopy(mh.FSDP(nn.Linear(2, 2))), TypeError, "is not copied"),
+        (lambda: pickle.dumps(mh.FSDP(nn.Linear(2, 2))), TypeError, "is not pickled"),
     ],
 )
 def test_mistakes_say_what_is_needed(build, error, match):

@@ -504,6 +504,12 @@ class FullyShardedDataParallel(AsWrapped):
             "plain model before wrapping, or load state_dict() into one."
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a FullyShardedDataParallel is not pickled: a file cannot hold its workers. Save "
+            "state_dict(), or use manyhands.save."
+        )
+
     def _look_again(self) -> None:
         """After what may have replaced parameters."""
         if self._engine is not None and not self._whole:

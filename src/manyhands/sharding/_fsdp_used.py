@@ -77,6 +77,7 @@ class Used:
         some_unused = len(self._here) < len(trained)
         looked_at = some_unused or flags.device.type == "cpu"  # else the host would wait for a GPU
         if looked_at and not torch.equal(255 - flags[-4:], flags[-8:-4]):
+            self.forget()
             raise RuntimeError(
                 "workers have run different wraps, or in another order, since the last averaged "
                 "backward, and their gradients are not to be used. Every worker must run the same "
