@@ -215,8 +215,8 @@ contender are compared with DDP's.
 
 - What a rank lacks is gathered for the forward, and again for the backward pass (not with
   `reshard_after_forward=False`): FSDP is for models that do not fit otherwise. With few tokens in a
-  step it is slower than DDP. The larger the model, the more it gains by computing 1 / N of AdamW. Where
-  parameters fit and the state does not, `OSS` with `ShardedDataParallel` is the cheaper way.
+  step it is slower than DDP; the larger the model, the more it gains by computing 1 / N of AdamW.
+  Where parameters fit and the state does not, `OSS` with `ShardedDataParallel` is the cheaper way.
 - fairscale 0.4.13 asks for CUDA. Here what it does with streams is left out, as the library's tests
   do to compare numbers (`tests/fairscale_on_cpu.py`): it sends while nothing else runs.
 """
