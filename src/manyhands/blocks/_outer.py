@@ -1,0 +1,101 @@
+"""The outer steps: from the last common point and the workers' mean to the next one.
+
+All of them see the *anchor* (the last common point) and the *gradient* (the anchor less the mean of
+the workers' parameters: where a block of inner steps has led, turned around), and change the
+anchor in place. In units of these:
+
+    Average          anchor -= gradient                  McDonald et al., 2010: the mean itself
+    BlockMomentum    s = η s + ζ gradient
+                     anchor -= s                         Chen & Huo, 2016
+      nesterov       anchor -= ζ gradient + η s          Chen & Huo, 2016; as DiLoCo (Douillard et
+                                                         al., 2023), outer lr ζ and momentum η
+      use_nbm        anchor -= s + η s                   fairseq's, which is not Nesterov's
+    SlowMo           u = β u + gradient / γ              Wang et al., 2020, with inner
+                     anchor -= α γ u                     learning rate γ
+
+A step of your own is a subclass: how many tensors of the anchor's size it remembers, and what it
+does with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+
+class Outer:
+    """What becomes of the common point once the workers' mean is known."""
+
+    memories: ClassVar[int] = 0  # tensors like the anchor that are kept from block to block
+
+    def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
+        """Move `anchor` in place. `gradient` may be overwritten; memories begin as zeros."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Average(Outer):
+    """The workers' mean is the next common point."""
+
+    def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
+        anchor.sub_(gradient)
+
+
+@dataclass(frozen=True)
+class BlockMomentum(Outer):
+    """A momentum of blocks: `lr` is the documented block_lr, `momentum` the block_momentum."""
+
+    lr: float = 1.0
+    momentum: float = 0.875
+    nesterov: bool = False
+    use_nbm: bool = False
+
+    memories: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"block_lr must be positive, got {self.lr}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"block_momentum must be at least 0 and less than 1, got {self.momentum}. With 1 "
+                "and more, what one block has done would never fade."
+            )
+        if self.nesterov and self.use_nbm:
+            raise ValueError(
+                "nesterov=True and use_nbm=True exclude each other: use_nbm is fairseq's form, "
+                "which equals a longer step of plain momentum."
+            )
+
+    def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
+        (momentum,) = memories
+        momentum.mul_(self.momentum).add_(gradient, alpha=self.lr)
+        if self.nesterov:
+            anchor.sub_(gradient, alpha=self.lr).sub_(momentum, alpha=self.momentum)
+        else:
+            anchor.sub_(momentum, alpha=1 + self.momentum if self.use_nbm else 1)
+
+
+@dataclass(frozen=True)
+class SlowMo(Outer):
+    """A slow momentum, in units of the inner learning rate."""
+
+    inner_lr: float
+    slow_lr: float = 1.0
+    momentum: float = 0.7
+
+    memories: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        for name in ("inner_lr", "slow_lr"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and less than 1, got {self.momentum}.")
+
+    def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
+        (slow,) = memories
+        slow.mul_(self.momentum).add_(gradient, alpha=1 / self.inner_lr)
+        anchor.sub_(slow, alpha=self.slow_lr * self.inner_lr)

@@ -1,0 +1,147 @@
+"""The outer steps: fairseq's table, formulas written out, and what equals what."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocks_oracle import REFERENCE, problem, reference, train
+from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMo
+
+
+def stepping(outer):
+    """An outer step as the oracle calls it, with the memories of each rank kept between blocks."""
+    kept = {}
+
+    def step(rank, anchor, mean):
+        memories = kept.setdefault(
+            rank, [[torch.zeros_like(a) for _ in range(outer.memories)] for a in anchor]
+        )
+        moved = [a.clone() for a in anchor]
+        for a, m, memory in zip(moved, mean, memories, strict=True):
+            outer.step(a, a - m, memory)
+        return moved
+
+    return step
+
+
+def documented(cfg):
+    """fairseq's: with a block momentum of 0 it averages, and looks at nothing else."""
+    if cfg["block_momentum"] == 0:
+        return Average()
+    return BlockMomentum(cfg["block_lr"], cfg["block_momentum"], use_nbm=cfg["use_nbm"])
+
+
+@pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is missing: fairseq's values")
+def test_fairseqs_values():
+    table = reference()
+    init, data = problem(table)
+    for case in table["cases"]:
+        cfg = case["cfg"]
+        seen = train(
+            init,
+            cfg["optimizer"],
+            data,
+            stepping(documented(cfg)),
+            every=cfg["global_sync_iter"],
+            warmup=cfg["warmup_iterations"],
+            average_sync=cfg["average_sync"],
+        )
+        for rank, steps in enumerate(seen):
+            ours = torch.stack([torch.cat([p.flatten() for p in params]) for params in steps])
+            theirs = torch.tensor(case["ranks"][rank]["traj"], dtype=torch.float64)
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=str(cfg))
+
+
+numbers = st.floats(-10, 10, allow_subnormal=False)
+blocks = st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=12)
+
+
+def walk(outer, means):
+    """The common points, where the workers' means are so far from the one before."""
+    anchor = torch.zeros(3, dtype=torch.float64)
+    memories = [torch.zeros_like(anchor) for _ in range(outer.memories)]
+    points = []
+    for difference in means:
+        outer.step(anchor, torch.tensor(difference, dtype=torch.float64), memories)
+        points.append(anchor.clone())
+    return torch.stack(points)
+
+
+@given(blocks, st.floats(0.1, 2), st.floats(0, 0.99))
+def test_nesterovs_block_momentum_is_torchs_sgd_on_the_differences(differences, lr, momentum):
+    """Which is how DiLoCo is defined."""
+    point = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    sgd = torch.optim.SGD([point], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    points = []
+    for difference in differences:
+        point.grad = torch.tensor(difference, dtype=torch.float64)
+        sgd.step()
+        points.append(point.detach().clone())
+    ours = walk(BlockMomentum(lr, momentum, nesterov=True), differences)
+    torch.testing.assert_close(ours, torch.stack(points), rtol=1e-12, atol=1e-12)
+
+
+@given(blocks, st.floats(0.1, 2), st.floats(0, 0.99))
+def test_chen_and_huos_look_ahead_is_the_same(differences, lr, momentum):
+    """Their formula: the model is broadcast one momentum ahead of the one that is kept."""
+    model, s = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    points = []
+    for difference in differences:
+        # the workers began at model - momentum * s, and the difference is from there
+        s = momentum * s + lr * torch.tensor(difference, dtype=torch.float64)
+        model = model - s
+        points.append(model - momentum * s)
+    ours = walk(BlockMomentum(lr, momentum, nesterov=True), differences)
+    torch.testing.assert_close(ours, torch.stack(points), rtol=1e-9, atol=1e-9)
+
+
+@given(blocks, st.floats(0.1, 2), st.floats(0, 0.99))
+def test_what_fairseq_calls_nesterov_is_a_longer_step_of_plain_momentum(differences, lr, momentum):
+    torch.testing.assert_close(
+        walk(BlockMomentum(lr, momentum, use_nbm=True), differences),
+        walk(BlockMomentum(lr * (1 + momentum), momentum), differences),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+@given(blocks, st.floats(0.01, 2))
+def test_block_momentum_of_zero_and_slow_momentum_of_zero_average(differences, inner_lr):
+    expected = walk(Average(), differences)
+    for outer in (BlockMomentum(1.0, 0.0), SlowMo(inner_lr, momentum=0.0)):
+        torch.testing.assert_close(walk(outer, differences), expected, rtol=1e-9, atol=1e-9)
+
+
+@given(blocks, st.floats(0.01, 2), st.floats(0.1, 2), st.floats(0, 0.99))
+def test_slowmo_at_a_constant_rate_is_block_momentum(differences, inner_lr, slow_lr, momentum):
+    torch.testing.assert_close(
+        walk(SlowMo(inner_lr, slow_lr, momentum), differences),
+        walk(BlockMomentum(slow_lr, momentum), differences),
+        rtol=1e-9,
+        atol=1e-8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BlockMomentum(momentum=1.0), "block_momentum must be at least 0 and less than 1"),
+        (lambda: BlockMomentum(momentum=-0.1), "block_momentum must be at least 0"),
+        (lambda: BlockMomentum(lr=0.0), "block_lr must be positive"),
+        (lambda: BlockMomentum(nesterov=True, use_nbm=True), "exclude each other"),
+        (lambda: SlowMo(0.0), "inner_lr must be positive"),
+        (lambda: SlowMo(0.1, momentum=1.0), "momentum must be at least 0"),
+    ],
+)
+def test_mistakes(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_step_of_ones_own_is_a_subclass():
+    class Sign(Outer):
+        def step(self, anchor, gradient, memories):
+            anchor.sub_(gradient.sign())
+
+    assert walk(Sign(), [[3.0, -2.0, 0.0]]).tolist() == [[-1.0, 1.0, 0.0]]
