@@ -1,0 +1,90 @@
+"""Codecs: what arrives is what was sent, up to the rounding that is stated."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.blocks._codec import CODECS, Feedback, Integers, codec_of
+
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+SIZES = st.integers(0, 700)
+
+
+def made(seed, elements, dtype, spread=6):
+    """Values of very different sizes, some of them 0."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = spread * (torch.rand(elements, generator=generator, dtype=dtype) - 0.5)
+    values = torch.randn(elements, generator=generator, dtype=dtype) * 10**exponents
+    return values * (torch.rand(elements, generator=generator) > 0.1)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(seed=st.integers(0, 99), elements=SIZES, dtype=DTYPES)
+def test_bytes_are_as_many_as_was_said_and_give_the_values_back(name, seed, elements, dtype):
+    values, codec = made(seed, elements, dtype), CODECS[name]
+    data = codec.encode(values.clone())
+    assert data.dtype == torch.uint8 and data.numel() == codec.size(elements)
+    back = codec.decode(data, elements, dtype)
+    assert back.dtype == dtype and back.shape == values.shape
+    if name == "float32":
+        assert torch.equal(back, values.float().to(dtype))
+    elif name == "bfloat16":
+        assert torch.equal(back, values.bfloat16().to(dtype))
+    else:
+        parts = values.split(codec.group) if elements else ()
+        largest = torch.tensor([float(part.abs().max()) for part in parts], dtype=dtype)
+        step = (largest / codec.largest).repeat_interleave(codec.group)[:elements]
+        # half a step; and the scale is rounded to 8 bits, which the largest value feels in full
+        assert ((back - values).abs() <= step * (0.5 + codec.largest / 256) * 1.01).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_times_a_scale_arrive_exactly(bits):
+    largest = 2 ** (bits - 1) - 1
+    values = torch.arange(-largest, largest + 1).float() / 8
+    codec = Integers(bits, group=2 * largest + 2)
+    back = codec.decode(codec.encode(values), values.numel(), torch.float32)
+    assert torch.equal(back, values)
+
+
+def test_four_bits_are_packed_two_in_a_byte():
+    codec = Integers(4, group=4)
+    data = codec.encode(torch.tensor([7.0, -7.0, 1.0, 0.0]))
+    assert data[:2].view(torch.bfloat16).tolist() == [1.0]
+    assert data[2:].tolist() == [0x97, 0x01]  # 7 and -7, which is 9 in four bits; 1 and 0
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_nothing_stays_nothing_and_the_smallest_do_no_harm(name):
+    codec = CODECS[name]
+    assert codec.decode(codec.encode(torch.zeros(5)), 5, torch.float32).tolist() == [0.0] * 5
+    tiny = torch.full((5,), 1e-44)
+    assert torch.isfinite(codec.decode(codec.encode(tiny), 5, torch.float32)).all()
+
+
+@pytest.mark.parametrize(("name", "bytes_each"), [("int8", 1.01), ("int4", 0.54)])
+def test_what_a_value_costs(name, bytes_each):
+    assert CODECS[name].size(10_000_000) <= bytes_each * 10_000_000
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_rounding_leaves_goes_with_the_next(name):
+    """So the sum of what has arrived is never further from what was sent than one rounding."""
+    generator = torch.Generator().manual_seed(0)
+    differences = torch.randn(50, 300, generator=generator)
+    sender, arrived = Feedback(CODECS[name], differences[0]), torch.zeros(300)
+    for difference in differences:
+        data = sender.encode(difference.clone())
+        arrived += CODECS[name].decode(data, 300, torch.float32)
+    left = differences.sum(dim=0) - arrived
+    torch.testing.assert_close(left, sender.residual, rtol=0, atol=1e-4)
+    assert left.abs().max() < {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.04, "int4": 0.6}[name]
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="one of float32, bfloat16, int8, int4, got 'int2'"):
+        codec_of("int2")
+    with pytest.raises(ValueError, match="4 or 8 bits, in groups of an even size"):
+        Integers(4, group=7)
+    assert codec_of("int8") is CODECS["int8"]
