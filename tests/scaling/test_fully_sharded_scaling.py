@@ -398,6 +398,14 @@ def test_state_continues_bitwise(rule, optim, options):
         torch.testing.assert_close(resumed[2], straight[2], rtol=0, atol=0)
 
 
+def step_of_two(model, optimizer, batch):
+    """One step of each of two workers, and what it was like."""
+    optimizer.zero_grad()
+    model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+    optimizer.step()
+    return numbers(optimizer)
+
+
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_state_gathered_as_documented_for_sharded_parameters_continues_bitwise(
     rule, optim, options, tmp_path
@@ -407,16 +415,10 @@ def test_state_gathered_as_documented_for_sharded_parameters_continues_bitwise(
             model = distributed(Model(), WRAPPED)
             return model, rule(optim(model.parameters(), **options))
 
-        def step(model, optimizer, batch):
-            optimizer.zero_grad()
-            model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
-            optimizer.step()
-            return numbers(optimizer)
-
         model, optimizer = made()
         *before, last = batches(6)
         for batch in before:
-            step(model, optimizer, batch)
+            step_of_two(model, optimizer, batch)
         state = {
             "model": model.state_dict(),
             "optim": model.gather_full_optim_state_dict(optimizer),
@@ -429,7 +431,7 @@ def test_state_gathered_as_documented_for_sharded_parameters_continues_bitwise(
         model_2.load_state_dict(state["model"])
         optimizer_2.load_state_dict(model_2.get_shard_from_optim_state_dict(state["optim"]))
         straight, resumed = (
-            step(*each, last) for each in ((model, optimizer), (model_2, optimizer_2))
+            step_of_two(*each, last) for each in ((model, optimizer), (model_2, optimizer_2))
         )
         return straight, resumed, whole(model), whole(model_2)
 
@@ -444,16 +446,10 @@ def test_the_optimizers_state_may_be_saved_by_torch_and_the_scalings_beside_it()
             model = distributed(Model(), NESTED)
             return model, mh.AdamScale(AdamW(model.parameters(), lr=0.01))
 
-        def step(model, optimizer, batch):
-            optimizer.zero_grad()
-            model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
-            optimizer.step()
-            return numbers(optimizer)
-
         model, optimizer = made()
         *before, last = batches(8)
         for batch in before:
-            step(model, optimizer, batch)
+            step_of_two(model, optimizer, batch)
         file = io.BytesIO()
         state = model.state_dict(), get_optimizer_state_dict(model, optimizer.optimizer)
         torch.save((*state, optimizer.scaling_state_dict()), file)
@@ -463,7 +459,7 @@ def test_the_optimizers_state_may_be_saved_by_torch_and_the_scalings_beside_it()
         model_2.load_state_dict(weights)
         set_optimizer_state_dict(model_2, optimizer_2.optimizer, state)
         optimizer_2.load_scaling_state_dict(scaling)
-        return step(model, optimizer, last), step(model_2, optimizer_2, last)
+        return step_of_two(model, optimizer, last), step_of_two(model_2, optimizer_2, last)
 
     for straight, resumed in run_ranks(2, run):
         assert resumed == straight
