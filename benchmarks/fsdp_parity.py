@@ -1,6 +1,6 @@
 """Are the parameters after training with sharded parameters those of one process?
 
-    python benchmarks/fsdp_parity.py            three minutes; writes the page
+    python benchmarks/fsdp_parity.py            fifteen minutes; writes the page
     python benchmarks/fsdp_parity.py --quick    a smoke test: up to 2 ranks, writes nothing
 
 FSDP as one wrap, nested and by auto_wrap x {SGD with momentum, AdamW, LAMB} x {accumulation or not}
