@@ -65,7 +65,7 @@ def test_any_to_any(sources, there):
         return later
 
     first = {}
-    for source, where, held in run_ranks(there, read_all)[0]:
+    for source, where, held in run_ranks(there, read_all, timeout=300)[0]:
         assert_equal(held, first.setdefault(source, held), where, rtol=2e-3, atol=2e-4)
 
 
