@@ -3,8 +3,13 @@
 import os
 import random
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples in every run, and as much time as a busy machine needs for one.
+hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ours")
 
 torch.set_num_threads(1)
 # The first optimizer of a process imports half of torch (about a second); after this

@@ -421,7 +421,7 @@ def sites(module, path="", box=None):
 
 
 @given(models(), st.integers(1, 40), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_parameter_is_in_one_innermost_wrapper_or_none(model, least, skip):
     before = {path: param for path, param, _ in sites(model)}
     model = auto_wrapped(model, min_num_params=least, skip_params_check_for_root=skip)
@@ -440,7 +440,7 @@ def test_every_parameter_is_in_one_innermost_wrapper_or_none(model, least, skip)
 
 
 @given(models(sharing=False), st.integers(1, 40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_in_a_tree_nothing_of_that_size_is_left_over(model, least):
     model = auto_wrapped(model, min_num_params=least)
     left = sum(param.numel() for _, param, box in sites(model) if box is None)
