@@ -1,6 +1,6 @@
 """How fast is a step with sharded parameters, beside torch's fully_shard and beside DDP?
 
-    python benchmarks/fsdp_speed.py                    about ten minutes; writes the page
+    python benchmarks/fsdp_speed.py                    twenty minutes; writes the page
     python benchmarks/fsdp_speed.py --workload 25Mx2   one of them; writes it into the page
     python benchmarks/fsdp_speed.py --quick            a smoke test: a small model, writes nothing
 
@@ -140,6 +140,9 @@ def verdict(workloads: dict[str, list[Row]]) -> str:
     """Whether the aims are met, and where not."""
     heavy, slower = [], []
     beside = []  # fairscale's wall time over ours
+    absent = [
+        title for title, rows in workloads.items() if FAIRSCALE not in {row.name for row in rows}
+    ]
     for title, name, row, unit in _ours(workloads):
         if row.sent > BYTES * unit * 1.005:  # a few messages of some bytes
             heavy.append(f"{name}, {title}: {row.sent / unit:.3f}")
@@ -165,7 +168,12 @@ def verdict(workloads: dict[str, list[Row]]) -> str:
                 [
                     "- **Faster than the same of fairscale's:** "
                     + ("not everywhere: " + "; ".join(slower) + "." if slower else "everywhere,")
-                    + f" {min(beside):.2f} to {max(beside):.2f} × (of medians)."
+                    + f" {min(beside):.2f} to {max(beside):.2f} × (of medians)"
+                    + (
+                        f"; not in memory beside the others: {', '.join(absent)}."
+                        if absent
+                        else "."
+                    )
                 ]
                 if beside
                 else []
@@ -206,7 +214,9 @@ and what is left with the whole model. "× DDP's speed" is DDP's CPU time of all
 over the contender's, "tokens/s" are by wall time: **above 1 is faster.** All are ratios of medians
 over rounds with their bootstrap intervals. Every contender has processes of its own; they take
 turns in an order drawn anew in each round. **"{control}" is DDP a second time: what it is away
-from 1 is noise.** (At 100 M it is the same processes once more: there is no room for others.)
+from 1 is noise.** (At 100 M it is the same processes once more: there is no room for others.) Where
+not all fit into memory at once, they run in two groups, each beside DDP of its own, and are
+compared with that; the tables show the first group's.
 Bytes are what a rank's sockets have sent in a step, collectives those that a rank starts, each
 message between two ranks counted as one. Before anything is measured, the parameters of every
 contender are compared with DDP's.

@@ -18,7 +18,6 @@ what torchrun puts into the environment. `launch` starts a command as a user doe
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import runpy
@@ -130,13 +129,13 @@ def in_forks(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryFile() as output:
-        processes = {}
+        processes = set()
         for rank in range(workers or 1):
             told = {} if workers is None else _told(rank, workers, port)
             pid = os.fork()
             if pid == 0:
                 _become(program, arguments, told, output.fileno())
-            processes[pid] = rank
+            processes.add(pid)
         code = _first_failure(processes)
         output.seek(0)
         return code, output.read().decode(errors="replace")
@@ -184,7 +183,7 @@ def _become(
         os._exit(code)
 
 
-def _first_failure(processes: dict[int, int]) -> int:
+def _first_failure(processes: set[int]) -> int:
     """Wait for all of them; one that fails, or takes too long, is the end of the others."""
     left, code, deadline = set(processes), 0, time.monotonic() + TIMEOUT
     while left:
@@ -196,8 +195,7 @@ def _first_failure(processes: dict[int, int]) -> int:
         if left and (code or time.monotonic() > deadline):
             code = code or -signal.SIGALRM
             for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is still there
         time.sleep(0.01)
     return code
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands._host import HostExchange, HostMemory
+from manyhands._host import HostExchange, HostMemory, summed_in
 
 TAG = 28_008  # of our messages between two workers, apart from other people's
 LARGE = 65_536  # elements: a message of its own costs less than a copy
@@ -113,7 +113,6 @@ class Workers:
         self,
         bucket: torch.Tensor,
         cuts: Sequence[int],
-        wide: torch.dtype,
         into: torch.Tensor | None = None,
     ) -> Exchange | HostExchange:
         """Begin to bring every worker its slice of all workers' `bucket`s, to be summed there.
@@ -123,29 +122,28 @@ class Workers:
 
         gloo's reduce-scatter moves twice the bytes that are needed, so each slice is sent to its
         owner, who adds up what comes. With NCCL its own is used, or, for uneven slices, a reduction
-        to each owner; and an all-to-all if the sum is to be of another type (`wide`) than what
-        is sent.
+        to each owner; and an all-to-all in half precision, which is summed in float32.
         """
         if self.host is not None:
             return self.host.exchange(bucket, cuts)
         own = bucket[cuts[self.rank] : cuts[self.rank + 1]]
+        as_sent = bucket.dtype == summed_in(bucket.dtype)
         if self.on_gloo(bucket.device):
             if bucket.device.type != "cpu":
                 raise RuntimeError(
                     f"gloo cannot exchange slices of tensors on {bucket.device}. Start the process "
                     'group with "nccl" (or "cpu:gloo,cuda:nccl").'
                 )
-            first = into if bucket.dtype == wide else None
-            return self._exchange_by_pairs(bucket, own, cuts, first)
+            return self._exchange_by_pairs(bucket, own, cuts, into if as_sent else None)
         sizes = [b - a for a, b in pairwise(cuts)]
-        if bucket.dtype == wide and len(set(sizes)) > 1:
+        if as_sent and len(set(sizes)) > 1:
             works = [
                 dist.reduce(part, group_dst=rank, group=self.group, async_op=True)
                 for rank, part in enumerate(bucket.split(sizes))
                 if part.numel()
             ]
             return Exchange(own, [], works, bucket)
-        if bucket.dtype == wide:
+        if as_sent:
             total = torch.empty_like(own)
             return Exchange(None, [total], [_reduce_scatter(total, bucket, self.group)], bucket)
         rows = bucket.new_empty(self.size * own.numel())
@@ -270,8 +268,8 @@ class Exchange:
     works: list[Any]
     sent: torch.Tensor  # kept until it has gone
 
-    def mean(self, workers: float, dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
-        """The mean over so many workers, summed in `wide`, as `dtype`."""
+    def mean(self, workers: float, dtype: torch.dtype) -> torch.Tensor:
+        """The mean over so many workers, as `dtype`; half precision is summed in float32."""
         for work in self.works:
             work.wait()
         if not self.rows:  # our part was summed up in place, or is empty
@@ -280,7 +278,7 @@ class Exchange:
         first, *others = self.rows
         if self.own is not None:
             others.append(self.own)
-        total = first.to(wide)
+        total = first.to(summed_in(self.sent.dtype))
         for row in others:
             total.add_(row)
         return total.div_(workers).to(dtype)

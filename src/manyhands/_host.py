@@ -96,14 +96,19 @@ class HostExchange:
     told: Any
     sent: Tensor
 
-    def mean(self, workers: float, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-        """The mean over the workers, summed in `wide`, as `dtype`."""
+    def mean(self, workers: float, dtype: torch.dtype) -> Tensor:
+        """The mean over the workers, as `dtype`; half precision is summed in float32."""
         self.told.wait()
         first, second, *others = self.slices
-        total = torch.add(first.to(wide), second)
+        total = torch.add(first.to(summed_in(first.dtype)), second)
         for other in others:
             total.add_(other)
         return total.div_(workers).to(dtype)
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of this one are added up."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _host() -> str:

@@ -163,3 +163,11 @@ FACTORS = {
     "SqrtScale": lambda sqr, var, scale, progress: math.sqrt(scale),
     "LEGWScale": legw(warmup_steps=2),
 }
+
+
+def assert_as_under_ddp(everyone, plain):
+    """Each rank's statistics and parameters are those of DDP; all ranks' statistics are alike."""
+    for seen, params in everyone:
+        torch.testing.assert_close(seen, plain[0], rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(params, plain[1], rtol=1e-4, atol=1e-6)
+        assert torch.equal(seen, everyone[0][0])

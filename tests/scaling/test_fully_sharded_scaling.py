@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands._comm import Workers
+from oracle import assert_as_under_ddp
 from ranks import raises_on_ranks, run_ranks
 
 SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9}
@@ -154,10 +155,7 @@ def train(
 def check_equal_to_ddp(world, how, *args, **kwargs):
     everyone = run_ranks(world, train, how, *args, **kwargs)
     plain = run_ranks(world, train, PLAIN, *args, **kwargs)[0]
-    for seen, params in everyone:
-        torch.testing.assert_close(seen, plain[0], rtol=1e-5, atol=1e-12)
-        torch.testing.assert_close(params, plain[1], rtol=1e-4, atol=1e-6)
-        assert torch.equal(seen, everyone[0][0])
+    assert_as_under_ddp(everyone, plain)
 
 
 RULES = [

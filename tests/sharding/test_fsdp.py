@@ -179,39 +179,40 @@ def test_no_sync_is_left_as_it_was_after_an_error():
     assert all(m.require_backward_grad_sync for m in model.modules() if isinstance(m, mh.FSDP))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_is_that_of_the_whole_gradient(norm_type):
+def clipping(clip):
+    """A loop in which `clip(model)` comes before each step, and what it returned."""
+
     def loop(model, optimizers, part):
         x, y = make_batches(2, 1, 3)
         norms = []
         for step in range(2):
             optimizers[0].zero_grad()
             loss_of(model, part(x[step, 0]), part(y[step, 0])).backward()
-            if isinstance(model, mh.FSDP):
-                norms.append(model.clip_grad_norm_(0.1, norm_type))
-            else:
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type))
+            norms += clip(model)
             optimizers[0].step()
         return norms
 
-    compare(loop)
+    return loop
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_is_that_of_the_whole_gradient(norm_type):
+    def clip(model):
+        if isinstance(model, mh.FSDP):
+            return [model.clip_grad_norm_(0.1, norm_type)]
+        return [nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)]
+
+    compare(clipping(clip))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
 def test_clipping_with_torchs_function_is_right_and_returns_a_plain_number(norm_type, monkeypatch):
-    def loop(model, optimizers, part):
-        x, y = make_batches(2, 1, 3)
-        norms = []
-        for step in range(2):
-            optimizers[0].zero_grad()
-            loss_of(model, part(x[step, 0]), part(y[step, 0])).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-            assert type(norm) is torch.Tensor and float(f"{norm:.3f}") > 0
-            norms += [norm, nn.utils.get_total_norm([p.grad for p in model.parameters()])]
-            optimizers[0].step()
-        return norms
+    def clip(model):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+        assert type(norm) is torch.Tensor and float(f"{norm:.3f}") > 0
+        return [norm, nn.utils.get_total_norm([p.grad for p in model.parameters()])]
 
-    compare(loop)
+    compare(clipping(clip))
 
 
 def test_clipping_with_torchs_function_takes_one_collective(monkeypatch):

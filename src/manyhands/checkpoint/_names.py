@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.scaling._adaptive import AdaptiveDataParallel
-from manyhands.sharding._as_wrapped import INNER
+from manyhands.sharding._as_wrapped import CHECKPOINTED, INNER
 from manyhands.sharding._ddp import ShardedDataParallel
 
-BETWEEN = {"_orig_mod", INNER, "_checkpoint_wrapped_module"}
+BETWEEN = {"_orig_mod", INNER, CHECKPOINTED}
 AROUND = (
     DistributedDataParallel,
     nn.DataParallel,

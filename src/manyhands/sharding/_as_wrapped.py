@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
-CHECKPOINTED = "_checkpoint_wrapped_module."  # which torch's wrapper takes out of its state dict
+CHECKPOINTED = "_checkpoint_wrapped_module"  # which torch's wrapper takes out of its state dict
 
 
 def plain(name: str) -> str:
     """A parameter's name in the plain model's state dict."""
-    return name.replace(f"{INNER}.", "").replace(CHECKPOINTED, "")
+    return name.replace(f"{INNER}.", "").replace(f"{CHECKPOINTED}.", "")
 
 
 class AsWrapped(nn.Module):

@@ -229,8 +229,7 @@ class Reducer:
         while len(self._flying) >= IN_FLIGHT:
             self._land()
         assert bucket.filling is not None
-        wide = _wide(bucket.filling.dtype)
-        bucket.exchange = self.workers.exchange(bucket.filling, bucket.flat.plan.cuts, wide)
+        bucket.exchange = self.workers.exchange(bucket.filling, bucket.flat.plan.cuts)
         bucket.filling = None
         self._flying.append(bucket)
         self._next += 1
@@ -238,8 +237,7 @@ class Reducer:
     def _land(self) -> None:
         bucket = self._flying.popleft()
         assert bucket.exchange is not None
-        dtype = bucket.flat.data.dtype
-        bucket.slice = bucket.exchange.mean(self.workers.size, dtype, _wide(self._wire or dtype))
+        bucket.slice = bucket.exchange.mean(self.workers.size, bucket.flat.data.dtype)
         if bucket.copied:
             self._buffers.give_back(bucket.exchange.sent)
         bucket.exchange = None
@@ -344,11 +342,6 @@ class Reducer:
             for grad, places in zip((p.grad for p in self.params), self._places, strict=True)
             if places
         )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients are summed."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _listening(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor], None]:

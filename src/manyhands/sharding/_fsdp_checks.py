@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor
-from manyhands.sharding._as_wrapped import CHECKPOINTED
+from manyhands.sharding._as_wrapped import plain
 from manyhands.sharding._ddp import ShardedDataParallel
 from manyhands.sharding._fsdp_optimizers import REPLACED
 from manyhands.sharding._fsdp_used import Place
@@ -46,7 +46,7 @@ def held(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
     for name, (module, attribute) in places.items():
         param = module._parameters[attribute]
         if param is not None:
-            yield name.replace(CHECKPOINTED, ""), param
+            yield plain(name), param
 
 
 def own_buffers(

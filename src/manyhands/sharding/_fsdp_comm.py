@@ -76,7 +76,6 @@ class Averaging:
         self.workers = workers
         self._end = end
         self._flying: deque[tuple[Exchange | HostExchange, Tensor, float]] = deque()
-        self._landed: torch.UntypedStorage | None = None  # memory that the next gradients may have
         me = weakref.proxy(self)
         # The engine has queued its own end before, and we come before whoever measures the mean.
         self._passes = BackwardPasses(begin, lambda: me._finish(), early=True)
@@ -88,7 +87,7 @@ class Averaging:
         """
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
         into = total if total.dtype == grads.dtype else None
-        exchange = self.workers.exchange(grads, cuts, _wide(grads.dtype), into)
+        exchange = self.workers.exchange(grads, cuts, into)
         self._flying.append((exchange, total, divisor))
         if wait:
             self._land_all()
@@ -96,14 +95,14 @@ class Averaging:
     def memory(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Where to lay out the next gradients: if it fits, where those were that have gone.
 
-        (New memory costs a page fault for every 4 KiB: a quarter of the time to fill it.)
+        (New memory costs a page fault for every 4 KiB.)
         """
         while len(self._flying) >= IN_FLIGHT:
-            self._land()
-        memory, self._landed = self._landed, None
-        if memory is None or memory.nbytes() != size * dtype.itemsize or memory.device != device:
-            return torch.empty(size, dtype=dtype, device=device)
-        return torch.empty(0, dtype=dtype, device=device).set_(memory)
+            memory = self._land()
+            if memory.nbytes() == size * dtype.itemsize and memory.device == device:
+                return torch.empty(0, dtype=dtype, device=device).set_(memory)
+            memory.resize_(0)
+        return torch.empty(size, dtype=dtype, device=device)
 
     def enter(self) -> None:
         """Gradients are about to be sent."""
@@ -123,19 +122,15 @@ class Averaging:
 
     def _land_all(self) -> None:
         while self._flying:
-            self._land()
-        if self._landed is not None:
-            self._landed.resize_(0)  # the engine keeps the tensor for a while
-            self._landed = None
+            self._land().resize_(0)  # the engine keeps the tensor for a while
 
-    def _land(self) -> None:
+    def _land(self) -> torch.UntypedStorage:
+        """Have the first mean there; returns the memory of what was sent for it."""
         exchange, total, divisor = self._flying.popleft()
-        mean = exchange.mean(divisor, total.dtype, _wide(total.dtype))
+        mean = exchange.mean(divisor, total.dtype)
         if mean is not total:  # into which the first row may have come
             total.copy_(mean)
-        if self._landed is not None:
-            self._landed.resize_(0)
-        self._landed = exchange.sent.untyped_storage()
+        return exchange.sent.untyped_storage()
 
 
 class Average(_Allocate):
@@ -180,7 +175,7 @@ class Average(_Allocate):
         divide = self._divide()
         before, after = divide or (1.0, float(workers.size))
         if divide is not None and not meant:
-            before, after, meant = before, after / workers.size, True
+            after, meant = after / workers.size, True
         if before != 1:
             input_tensor.div_(before)
         if self._on_gloo:
@@ -200,8 +195,3 @@ class Average(_Allocate):
             or getattr(param, "_post_accumulate_grad_hooks", None)
             for param in self._params()
         )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of this one are summed."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
