@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from manyhands._dtensors import local
 from manyhands._host import summed_in
 from manyhands.blocks._codec import CODECS, Codec
+from manyhands.blocks._meeting import Outcome
 from manyhands.blocks._vector import Vector
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # which fairseq averages: Adam's
@@ -34,10 +35,10 @@ class Values:
         self.dtype = summed_in(first.real.dtype)
         self.first_only = first_only
 
-    def read(self, start: int, length: int) -> Tensor:
-        return self._vector.read(start, torch.empty(length, dtype=self.dtype, device=self.device))
+    def read(self, start: int, out: Tensor) -> None:
+        self._vector.read(start, out)
 
-    def write(self, start: int, mean: Tensor) -> None:
+    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
         self._vector.write(start, mean)
 
 

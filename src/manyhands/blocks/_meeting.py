@@ -32,7 +32,7 @@ from manyhands.blocks._codec import Codec, encode_with
 
 SEND, SHARE = 28_101, 28_102  # tags of the two messages
 NOTE = 64  # bytes of a note: eight float64
-UNDER_WAY = 3  # chunks in each of the two phases
+UNDER_WAY = 2  # chunks in each of the two phases
 LARGEST = 1 << 20  # elements of a chunk
 SMALLEST = 1 << 16
 ALIGNED = 256  # elements: no group of a codec, and no type, is cut by a slice
@@ -48,11 +48,14 @@ class Row(Protocol):
     residual: Tensor | None  # what rounding has left, as long as the row
     first_only: bool  # take the first worker's for the mean
 
-    def read(self, start: int, length: int) -> Tensor:
-        """New memory with these numbers."""
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` with the numbers from `start` on."""
 
-    def write(self, start: int, mean: Tensor) -> None:
-        """The mean of these numbers; of this chunk nothing is read any more."""
+    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
+        """Take in the mean of the numbers from `start` on, which are read no more.
+
+        Of the outcome the notes are there.
+        """
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,11 @@ class Outcome:
     def counted(self) -> list[int]:
         """The ranks whose numbers are in the mean."""
         return [rank for rank, note in enumerate(self.notes) if note.finite]
+
+    @property
+    def lr(self) -> float:
+        """The inner learning rate, as the first of them has it."""
+        return self.notes[self.counted[0]].lr
 
     @property
     def more(self) -> bool:
@@ -124,12 +132,7 @@ class _Meeting:
         while len(self._sent) >= UNDER_WAY:
             self._share(self._sent.popleft())
         chunk.counts = counts
-        values = chunk.row.read(chunk.start, chunk.stop - chunk.start)
-        if not self.note.finite:
-            values.zero_()  # the codec takes finite numbers only, and nobody adds them
-        square = float(torch.linalg.vector_norm(values)) ** 2 if counts else 0.0
-        chunk.note = _as_bytes([*_numbers(self.note), square])
-        chunk.send(values, self.workers, keep=bool(self.note.finite))
+        chunk.send(self.workers, self.note)
         self._sent.append(chunk)
 
     def _share(self, chunk: _Chunk) -> None:
@@ -138,7 +141,7 @@ class _Meeting:
             self._land(self._shared.popleft())
         notes = chunk.receive(self.workers)
         if not self.outcome.notes:
-            self.outcome.notes = [Note(*numbers[:-2]) for numbers in notes]
+            self.outcome.notes = [Note(*numbers[: len(fields(Note))]) for numbers in notes]
             _check(self.outcome.notes)
         if chunk.counts:
             for rank in self.outcome.counted:
@@ -147,28 +150,31 @@ class _Meeting:
         self._shared.append(chunk)
 
     def _land(self, chunk: _Chunk) -> None:
-        square = chunk.land(self.workers)
+        square = chunk.land(self.workers, self.outcome)
         if chunk.counts:
             self.outcome.square_of_mean += square
 
 
 class _Chunk:
-    """A range of a row on its way."""
+    """A range of a row on its way.
 
-    counts = False
-    note: Tensor
+    A message is a note and a slice, encoded. With a codec that leaves values as they are, they
+    are read into the message, and the mean of the slice that we own is made in ours.
+    """
+
+    counts = False  # whether its length is that of what the meeting is about
 
     def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None:
-        self.row, self.start, self.stop = row, start, stop
+        self.row, self.start = row, start
         step = -(-(stop - start) // workers.size)
         step = -(-step // ALIGNED) * ALIGNED
         self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
+        self._lengths = [b - a for a, b in pairwise(self.cuts)]
+        self._sizes = [self._bytes(length) for length in self._lengths]
         self._works: list[Any] = []
         self._outgoing: list[Tensor] = []  # kept until it has gone
         self._incoming: list[Tensor] = []
-
-    def _lengths(self) -> list[int]:
-        return [stop - start for start, stop in pairwise(self.cuts)]
+        self._notes: list[list[float]] = []
 
     def _bytes(self, elements: int) -> int:
         size = NOTE + self.row.codec.size(elements, self.row.dtype)
@@ -180,79 +186,97 @@ class _Chunk:
             return None
         return self.row.residual[self.start + self.cuts[rank] : self.start + self.cuts[rank + 1]]
 
-    def send(self, values: Tensor, workers: Workers, keep: bool) -> None:
-        self._own = values[self.cuts[workers.rank] : self.cuts[workers.rank + 1]]
-        lengths = self._lengths()
-        for rank, part in enumerate(values.split(lengths)):
+    def send(self, workers: Workers, note: Note) -> None:
+        """Every slice to its owner."""
+        row, messages, square = self.row, [], 0.0
+        for rank, length in enumerate(self._lengths):
+            message = torch.empty(self._sizes[rank], dtype=torch.uint8, device=row.device)
+            values = self._values_in(message, length)
+            row.read(self.start + self.cuts[rank], values)
+            if not note.finite:
+                values.zero_()  # codecs take finite numbers only, and nobody adds them
+            if self.counts:
+                square += _square(values)
             if rank == workers.rank:
-                self._outgoing.append(_wire(values[:0].view(torch.uint8), workers))
-                continue
-            data, _ = encode_with(self.row.codec, part, self._residual(rank) if keep else None)
-            self._outgoing.append(self._message(data, workers))
-        sizes = [self._bytes(lengths[workers.rank])] * workers.size
+                self._own = values
+            elif row.codec.rounds:
+                residual = self._residual(rank) if note.finite else None
+                _put(encode_with(row.codec, values, residual)[0], message)
+            messages.append(message)
+        self._message = messages[workers.rank]
+        mine = [*(getattr(note, f.name) for f in fields(Note)), square]
+        for message in messages:
+            _put_note(mine, message)
+        self._notes = [mine] * workers.size
+        messages[workers.rank] = messages[workers.rank][:0]
+        sizes = [self._sizes[workers.rank]] * workers.size
         sizes[workers.rank] = 0
-        self._exchange(workers, sizes, SEND)
+        self._exchange(workers, messages, sizes, SEND)
 
     def receive(self, workers: Workers) -> list[list[float]]:
-        """Wait for all messages; everyone's note."""
+        """Wait for everyone's slice; everyone's note."""
         self._wait()
-        return [
-            _numbers_in(self.note if rank == workers.rank else self._incoming[rank])
-            for rank in range(workers.size)
-        ]
+        for rank, message in enumerate(self._incoming):
+            if rank != workers.rank:
+                self._notes[rank] = _note_in(message)
+        return self._notes
 
     def share(self, workers: Workers, counted: Sequence[int]) -> None:
-        mean = self._mean(workers, counted)
-        residual = self._residual(workers.rank) if counted else None
-        data, self._own = encode_with(self.row.codec, mean, residual)
-        self.note = _as_bytes([float(torch.linalg.vector_norm(self._own)) ** 2])
-        message = self._message(data, workers)
-        empty = message[:0]
-        lengths = self._lengths()
-        self._outgoing = [
-            empty if rank == workers.rank else message for rank in range(len(lengths))
-        ]
-        sizes = [0 if r == workers.rank else self._bytes(n) for r, n in enumerate(lengths)]
-        self._exchange(workers, sizes, SHARE)
+        """The mean of our slice to everybody."""
+        self._average(workers, counted)
+        if self.row.codec.rounds:
+            residual = self._residual(workers.rank) if counted else None
+            data, self._own = encode_with(self.row.codec, self._own, residual)
+            _put(data, self._message)
+        square = _square(self._own) if self.counts else 0.0
+        _put_note([square], self._message)
+        self._notes = [[square]] * workers.size
+        messages = [self._message] * workers.size
+        messages[workers.rank] = self._message[:0]
+        sizes = list(self._sizes)
+        sizes[workers.rank] = 0
+        self._exchange(workers, messages, sizes, SHARE)
 
-    def land(self, workers: Workers) -> float:
+    def land(self, workers: Workers, outcome: Outcome) -> float:
         """Wait for the means and write them; the squared length of all of them."""
         self._wait()
         square = 0.0
-        for rank, (start, stop) in enumerate(pairwise(self.cuts)):
-            if rank == workers.rank:
-                part, note = self._own, self.note
-            else:
-                part, note = self._decoded(rank, stop - start), self._incoming[rank]
-            square += _numbers_in(note)[0]
-            if start < stop:
-                self.row.write(self.start + start, part)
+        for rank, length in enumerate(self._lengths):
+            mine = rank == workers.rank
+            square += (self._notes[rank] if mine else _note_in(self._incoming[rank]))[0]
+            if length:
+                part = self._own if mine else self._decoded(rank, length)
+                self.row.write(self.start + self.cuts[rank], part, outcome)
         return square
 
-    def _mean(self, workers: Workers, counted: Sequence[int]) -> Tensor:
-        """Of our slice, over those who are finite, in the order of ranks."""
-        total = None
+    def _average(self, workers: Workers, counted: Sequence[int]) -> None:
+        """Of our slice, over those who are finite."""
         counted = counted[:1] if self.row.first_only else counted
+        if workers.rank not in counted:
+            self._own.zero_()
         for rank in counted:
-            mine = rank == workers.rank
-            values = self._own if mine else self._decoded(rank, self._own.numel())
-            total = values if total is None else total.add_(values)
-        return torch.zeros_like(self._own) if total is None else total.div_(len(counted))
+            if rank != workers.rank:
+                self._own.add_(self._decoded(rank, self._own.numel()))
+        if len(counted) > 1:
+            self._own.div_(len(counted))
+
+    def _values_in(self, message: Tensor, elements: int) -> Tensor:
+        """Memory for a slice's values: in its message, if they travel as they are."""
+        dtype = self.row.dtype
+        if self.row.codec.rounds:
+            return torch.empty(elements, dtype=dtype, device=self.row.device)
+        return message[NOTE : NOTE + elements * dtype.itemsize].view(dtype)
 
     def _decoded(self, rank: int, elements: int) -> Tensor:
         size = self.row.codec.size(elements, self.row.dtype)
         data = self._incoming[rank][NOTE : NOTE + size].to(self.row.device)
         return self.row.codec.decode(data, elements, self.row.dtype)
 
-    def _message(self, data: Tensor, workers: Workers) -> Tensor:
-        size = NOTE + data.numel()
-        message = torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=data.device)
-        message[:NOTE] = self.note
-        message[NOTE:size] = data
-        return _wire(message, workers)
-
-    def _exchange(self, workers: Workers, sizes: list[int], tag: int) -> None:
+    def _exchange(
+        self, workers: Workers, messages: list[Tensor], sizes: list[int], tag: int
+    ) -> None:
         if workers.size > 1:
+            self._outgoing = [_wire(message, workers) for message in messages]
             self._incoming, self._works = workers.swap(self._outgoing, sizes, tag)
 
     def _wait(self) -> None:
@@ -275,16 +299,19 @@ def _wire(data: Tensor, workers: Workers) -> Tensor:
     return data.cpu() if on_host else data
 
 
-def _numbers(note: Note) -> list[float]:
-    return [getattr(note, f.name) for f in fields(note)]
+def _square(values: Tensor) -> float:
+    return float(torch.dot(values, values))  # the fastest read of a slice
 
 
-def _as_bytes(numbers: list[float]) -> Tensor:
-    padded = numbers + [0.0] * (NOTE // 8 - len(numbers))
-    return torch.tensor(padded, dtype=torch.float64).view(torch.uint8)
+def _put(data: Tensor, message: Tensor) -> None:
+    message[NOTE : NOTE + data.numel()] = data
 
 
-def _numbers_in(message: Tensor) -> list[float]:
+def _put_note(numbers: list[float], message: Tensor) -> None:
+    message[: 8 * len(numbers)] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+
+
+def _note_in(message: Tensor) -> list[float]:
     return message[:NOTE].cpu().view(torch.float64).tolist()
 
 

@@ -17,7 +17,7 @@ meanwhile, and are moved by as much as the common point has moved from where the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,9 +27,9 @@ from manyhands._comm import Workers
 from manyhands._dtensors import local
 from manyhands._host import summed_in
 from manyhands.blocks._codec import Codec
-from manyhands.blocks._meeting import LARGEST
+from manyhands.blocks._meeting import LARGEST, Outcome
 from manyhands.blocks._outer import Outer
-from manyhands.blocks._vector import Vector
+from manyhands.blocks._vector import Vector, values_of
 
 
 @dataclass
@@ -71,24 +71,42 @@ class Difference:
         """Where it begins among the parameters."""
         return self.segment.span[0] + self.start
 
-    def read(self, start: int, length: int) -> Tensor:
-        values = torch.empty(length, dtype=self.dtype, device=self.device)
-        self.params.read(self.first + start, values)
-        chosen = slice(self.start + start, self.start + start + length)
-        return torch.sub(self.segment.anchor[chosen].to(self.device), values, out=values)
+    def read(self, start: int, out: Tensor) -> None:
+        anchor = self.segment.anchor[self.start + start :]
+        for part, inner, outer in self.params.pieces(self.first + start, out.numel()):
+            there = anchor[outer].to(self.device)
+            torch.sub(there, values_of(part, inner), out=out[outer])
 
-    def write(self, start: int, mean: Tensor) -> None:
+    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
         if self._stage is not None:
             self._stage[start : start + mean.numel()].copy_(mean)
         else:
             self.params.write(self.first + start, mean)
 
-    def staged(self, start: int, length: int) -> Tensor:
-        """The mean that was written."""
-        if self._stage is not None:
-            return self._stage[start : start + length]
-        values = torch.empty(length, dtype=self.dtype, device=self.device)
-        return self.params.read(self.first + start, values)
+    def staged(self) -> Iterator[tuple[int, Tensor]]:
+        """The mean that was written, in pieces: where each begins in the row, and its numbers."""
+        for start in range(0, self.length, LARGEST):
+            length = min(LARGEST, self.length - start)
+            if self._stage is not None:
+                yield start, self._stage[start : start + length]
+                continue
+            for part, inner, outer in self.params.pieces(self.first + start, length):
+                yield start + outer.start, values_of(part, inner)
+
+
+class SteppedDifference(Difference):
+    """The same where nothing is ever undone: the outer step is taken as each part arrives."""
+
+    def __init__(self, difference: Difference, outer: Outer) -> None:
+        vars(self).update(vars(difference))
+        self._outer = outer
+
+    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
+        if outcome.counted:
+            anchor = _moved(self, start, mean, self._outer.at(outcome.lr))
+        else:
+            anchor = self.segment.anchor[self.start + start :][: mean.numel()]
+        self.params.write(self.first + start, anchor)
 
 
 class HeldDifference:
@@ -113,14 +131,13 @@ class HeldDifference:
         """As the parameters are now."""
         row = cls(difference)
         for start in range(0, row.length, LARGEST):
-            part = row.held[start : start + LARGEST]
-            part.copy_(difference.read(start, part.numel()))
+            difference.read(start, row.held[start : start + LARGEST])
         return row
 
-    def read(self, start: int, length: int) -> Tensor:
-        return self.held[start : start + length].clone()
+    def read(self, start: int, out: Tensor) -> None:
+        out.copy_(self.held[start : start + out.numel()])
 
-    def write(self, start: int, mean: Tensor) -> None:
+    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
         self.arrived[start : start + mean.numel()].copy_(mean)
 
 
@@ -191,10 +208,8 @@ class CommonPoint:
     def step(self, rows: Sequence[Difference], outer: Outer) -> None:
         """The outer step with the means in `rows`; the parameters are at the new point."""
         for row in rows:
-            for start in range(0, row.length, LARGEST):
-                length = min(LARGEST, row.length - start)
-                anchor = _moved(row, start, row.staged(start, length), outer)
-                row.params.write(row.first + start, anchor)
+            for start, mean in row.staged():
+                row.params.write(row.first + start, _moved(row, start, mean, outer))
 
     def step_under_way(self, rows: Sequence[HeldDifference], outer: Outer, finite: bool) -> None:
         """The outer step with the means that have arrived; parameters keep what they did since.

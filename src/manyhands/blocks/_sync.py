@@ -23,10 +23,12 @@ from torch.optim import Optimizer
 
 from manyhands._comm import Workers
 from manyhands._dtensors import local
+from manyhands._host import summed_in
+from manyhands._norms import norm
 from manyhands.blocks._drift import Drift
 from manyhands.blocks._extras import MOMENTS, Buffers, rows_of, state_of, trained
 from manyhands.blocks._meeting import LARGEST, Note, Outcome, Row, meet
-from manyhands.blocks._point import CommonPoint, HeldDifference
+from manyhands.blocks._point import CommonPoint, HeldDifference, SteppedDifference
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks._team import Errand, Team
 
@@ -146,6 +148,8 @@ class Sync:
         rows: Sequence[Any] = [row for f in fragments for row in self.point.differences(f)]
         if merge_at > self.steps:
             rows = [HeldDifference.now(row) for row in rows]
+        elif not self.team.elastic:
+            rows = [SteppedDifference(row, self.point.outer) for row in rows]
         more = self._more() if self.schedule.fragments - 1 in fragments else []
         note = self._note(more)
         errand = self._errand(rows, more, note)
@@ -162,15 +166,14 @@ class Sync:
             return
         self._hear(outcome)
         finite = bool(pending.note.finite)
+        stepped = isinstance(pending.rows[0], SteppedDifference)
         if not outcome.counted:  # of the differences nothing can be used
             for fragment in pending.fragments:
                 self.point.go_back(fragment)
-        else:
-            outer = self.point.outer.at(outcome.notes[outcome.counted[0]].lr)
-            if under_way:
-                self.point.step_under_way(pending.rows, outer, finite)
-            else:
-                self.point.step(pending.rows, outer)
+        elif under_way:
+            self.point.step_under_way(pending.rows, self.point.outer.at(outcome.lr), finite)
+        elif not stepped:
+            self.point.step(pending.rows, self.point.outer.at(outcome.lr))
         self.point.share()
         if not finite:
             drop_what_is_not_finite(self.optimizer)
@@ -358,17 +361,26 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all numbers are: their lengths are, in one read."""
     parts = [local(tensor).detach() for tensor in tensors if tensor.numel()]
     parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
-    lengths = torch._foreach_norm([part for part in parts if part.numel()])
-    return not lengths or bool(torch.isfinite(torch.stack([n.float() for n in lengths])).all())
+    lengths = [_length(part) for part in parts if part.numel()]
+    return not lengths or bool(torch.isfinite(torch.stack(lengths)).all())
+
+
+def _length(part: Tensor) -> Tensor:
+    """Not finite if a number is not. (A product is the fastest read of large tensors.)"""
+    if part.is_contiguous() and part.dtype == torch.float32:
+        return torch.dot(part.view(-1), part.view(-1))
+    return torch.linalg.vector_norm(part, dtype=summed_in(part.dtype)).float()
 
 
 def is_finite(row: Row) -> bool:
     """Whether all its numbers are."""
-    parts = range(0, row.length, LARGEST)
-    return all(
-        bool(torch.isfinite(row.read(start, min(LARGEST, row.length - start))).all())
-        for start in parts
-    )
+    part = torch.empty(min(LARGEST, row.length), dtype=row.dtype, device=row.device)
+    for start in range(0, row.length, LARGEST):
+        chosen = part[: row.length - start]
+        row.read(start, chosen)
+        if not torch.isfinite(norm(chosen)):
+            return False
+    return True
 
 
 def drop_what_is_not_finite(optimizer: Optimizer) -> None:

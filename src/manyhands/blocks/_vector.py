@@ -25,18 +25,14 @@ class Vector:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def read(self, start: int, out: Tensor) -> Tensor:
+    def read(self, start: int, out: Tensor) -> None:
         """Fill `out` with the numbers from `start` on, as its type."""
-        for part, inner, outer in self._pieces(start, out.numel()):
-            if part.dim() == 1:
-                out[outer].copy_(part[inner])
-            else:
-                out[outer].copy_(part.take(_indices(inner, part)))
-        return out
+        for part, inner, outer in self.pieces(start, out.numel()):
+            out[outer].copy_(values_of(part, inner))
 
     def write(self, start: int, values: Tensor) -> None:
         """Set the numbers from `start` on."""
-        for part, inner, outer in self._pieces(start, values.numel()):
+        for part, inner, outer in self.pieces(start, values.numel()):
             if part.dim() == 1:
                 part[inner].copy_(values[outer])
             else:
@@ -44,14 +40,14 @@ class Vector:
 
     def add(self, start: int, values: Tensor) -> None:
         """Add to the numbers from `start` on."""
-        for part, inner, outer in self._pieces(start, values.numel()):
+        for part, inner, outer in self.pieces(start, values.numel()):
             if part.dim() == 1:
                 part[inner].add_(values[outer].to(part.device))
             else:
                 more = values[outer].to(part.device, part.dtype)
                 part.put_(_indices(inner, part), more, accumulate=True)
 
-    def _pieces(self, start: int, length: int) -> Iterator[tuple[Tensor, slice, slice]]:
+    def pieces(self, start: int, length: int) -> Iterator[tuple[Tensor, slice, slice]]:
         """Each part in a range, with which of its numbers they are and where in the range."""
         index, done = bisect_right(self._starts, start) - 1, 0
         while done < length:
@@ -72,6 +68,11 @@ def _flat(tensor: Tensor) -> Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))  # in the order of its memory
     return tensor if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
+def values_of(part: Tensor, chosen: slice) -> Tensor:
+    """Some numbers of a part: where they are, if its memory is in one piece."""
+    return part[chosen] if part.dim() == 1 else part.take(_indices(chosen, part))
 
 
 def _indices(chosen: slice, part: Tensor) -> Tensor:

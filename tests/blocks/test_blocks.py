@@ -1,0 +1,611 @@
+"""Blocks on real workers equal the plain loop: outer steps, overlap, fragments, codecs, types."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+import manyhands as mh
+from blocks_plain import train
+from ranks import raises_on_ranks, run_ranks
+
+LR = 0.1
+OUTER = {
+    "LocalSGD": {},
+    "BMUF": {"block_lr": 0.9, "block_momentum": 0.6},
+    "DiLoCo": {"lr": 0.7, "momentum": 0.9},
+    "SlowMo": {"slow_lr": 0.8, "slow_momentum": 0.5, "inner_lr": LR},
+}
+SHAPES = [(7, 5), (1,), (11,), (3, 2, 2), (0,), (40,)]
+SIZE = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def start():
+    return torch.linspace(-1, 1, SIZE, dtype=torch.float64)
+
+
+def gradient(x, rank, step):
+    """Of a bowl whose middle each worker sees elsewhere, and elsewhere at each step."""
+    target = torch.sin(torch.arange(len(x), dtype=x.dtype) * (rank + 1) + step)
+    return x * 0.3 - target
+
+
+def wrapped(name, params, options, every, **more):
+    inner = SGD(params, lr=LR)
+    if name == "BMUF":
+        return mh.BMUF(inner, global_sync_iter=every, warmup_iterations=0, **options, **more)
+    return getattr(mh, name)(inner, every=every, **options, **more)
+
+
+def parameters(dtype=torch.float64, value=None):
+    flat, params, at = (start() if value is None else value).to(dtype), [], 0
+    for shape in SHAPES:
+        size = torch.Size(shape).numel()
+        params.append(nn.Parameter(flat[at : at + size].view(shape).clone()))
+        at += size
+    return params
+
+
+def flat_of(params):
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def step_along(optimizer, params, rank, step):
+    """One step along `gradient`."""
+    grad, at = gradient(flat_of(params), rank, step), 0
+    for param in params:
+        param.grad = grad[at : at + param.numel()].view(param.shape).clone()
+        at += param.numel()
+    optimizer.step()
+
+
+def run(name, options, every, steps, **more):
+    params = parameters()
+    optimizer = wrapped(name, params, options, every, **more)
+    seen = []
+    for step in range(1, steps + 1):
+        step_along(optimizer, params, dist.get_rank(), step)
+        seen.append(flat_of(params))
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", OUTER)
+def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, workers):
+    cases = [(4, 0, 1), (4, 2, 1), (5, 0, 3), (6, 1, 3), (6, 5, 2), (1, 0, 1)]
+
+    def all_cases():
+        return [
+            run(name, OUTER[name], every, 17, overlap=overlap, fragments=fragments)
+            for every, overlap, fragments in cases
+        ]
+
+    results = run_ranks(workers, all_cases)
+    for i, (every, overlap, fragments) in enumerate(cases):
+        plain = train(
+            start(),
+            gradient,
+            workers,
+            17,
+            LR,
+            name,
+            OUTER[name],
+            every=every,
+            overlap=overlap,
+            fragments=fragments,
+        )
+        for rank in range(workers):
+            torch.testing.assert_close(
+                results[rank][i], plain[:, rank], rtol=1e-11, atol=1e-11, msg=str(cases[i])
+            )
+
+
+def test_workers_agree_bit_for_bit_after_each_meeting():
+    for codec in ("float32", "bfloat16", "int8", "int4"):
+        results = run_ranks(3, run, "DiLoCo", OUTER["DiLoCo"], 3, 12, codec=codec)
+        for step in (2, 5, 8, 11):
+            assert torch.equal(results[0][step], results[1][step]), codec
+            assert torch.equal(results[0][step], results[2][step]), codec
+        assert not torch.equal(results[0][3], results[1][3])
+
+
+@pytest.mark.parametrize(("codec", "near"), [("bfloat16", 0.01), ("int8", 0.02), ("int4", 0.2)])
+def test_what_rounding_loses_comes_with_the_next_block(codec, near):
+    exact = run_ranks(2, run, "LocalSGD", {}, 3, 60)[0][-1]
+    rounded = run_ranks(2, run, "LocalSGD", {}, 3, 60, codec=codec)[0][-1]
+    assert 0 < (rounded - exact).abs().max() < near
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_one_worker_is_bitwise_the_bare_optimizer(name):
+    params, bare = parameters(), parameters()
+    optimizer, plain = wrapped(name, params, OUTER[name], 2, codec="int4"), SGD(bare, lr=LR)
+    for step in range(1, 8):
+        step_along(optimizer, params, 0, step)
+        step_along(plain, bare, 0, step)
+        assert torch.equal(flat_of(params), flat_of(bare))
+    assert optimizer.steps == 7
+
+
+def test_workers_begin_with_the_first_ones_parameters_and_buffers():
+    def begin():
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        model[1].running_mean.fill_(dist.get_rank() + 1)
+        mh.LocalSGD(SGD(model.parameters(), lr=0.1))
+        return [*model.parameters(), model[1].running_mean]
+
+    first, second = run_ranks(2, begin)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert second[-1].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(("buffers", "expected"), [("average", 1.5), ("broadcast", 1), ("keep", 2)])
+def test_buffers(buffers, expected):
+    def one_block():
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=1, buffers=buffers)
+        model[1].running_mean.fill_(dist.get_rank() + 1)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        return model[1].running_mean[0].item()
+
+    assert run_ranks(2, one_block)[1] == expected
+
+
+@pytest.mark.parametrize("state", ["keep", "average", "reset"])
+@pytest.mark.parametrize("optim", [Adam, lambda p: SGD(p, lr=0.1, momentum=0.9)])
+def test_the_inner_optimizers_state(state, optim):
+    def one_block():
+        param = nn.Parameter(torch.ones(3))
+        inner = optim([param])
+        optimizer = mh.LocalSGD(inner, every=2, state=state)
+        seen = []
+        for _ in range(2):
+            param.grad = torch.full((3,), dist.get_rank() + 1.0)
+            optimizer.step()
+        name = "exp_avg" if optim is Adam else "momentum_buffer"
+        seen = inner.state[param].get(name) if param in inner.state else None
+        return None if seen is None else seen[0].item()
+
+    first, second = run_ranks(2, one_block)
+    if state == "reset":
+        assert first is None and second is None
+    elif state == "average":
+        assert first == second
+    else:
+        assert second == pytest.approx(2 * first)
+
+
+def test_half_precision_parameters_keep_a_common_point_in_single():
+    def blocks():
+        param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=1)
+        for _ in range(8):  # each moves it by less than half of what bfloat16 can show
+            with torch.no_grad():
+                param.grad = torch.full_like(param, 0.01 * dist.get_rank())
+            optimizer.step()
+        segment = optimizer._sync.point.segments[0]
+        return segment.anchor, param.detach()
+
+    for anchor, param in run_ranks(2, blocks):
+        assert anchor.dtype == torch.float32
+        assert torch.equal(anchor.bfloat16(), param)
+        assert (anchor < 1).all()
+
+
+def test_parameters_of_several_types_complex_strided_and_frozen():
+    def blocks():
+        torch.manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(3, 4)),
+            nn.Parameter(torch.randn(5, dtype=torch.float64)),
+            nn.Parameter(torch.randn(2, dtype=torch.complex64)),
+            nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+            nn.Parameter(torch.randn(6, 6)[:, ::2]),
+            nn.Parameter(torch.randn(3), requires_grad=False),
+            nn.Parameter(torch.tensor(2.0)),
+        ]
+        before = [p.detach().clone() for p in params]
+        optimizer = mh.LocalSGD(SGD(params, lr=1.0), every=1)
+        for param in params:
+            if param.requires_grad:
+                param.grad = torch.full_like(param, 1.0 + dist.get_rank())
+        optimizer.step()
+        return [(p.detach() - b).flatten() for p, b in zip(params, before, strict=True)]
+
+    for moved in run_ranks(2, blocks):
+        for i, difference in enumerate(moved):
+            expected = torch.full_like(difference, -1.5 if i != 5 else 0.0)
+            torch.testing.assert_close(difference, expected)
+
+
+def test_a_parameter_that_thaws_is_taken_in():
+    def blocks():
+        fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+        moving = nn.Parameter(torch.ones(2))
+        optimizer = mh.LocalSGD(SGD([fixed, moving], lr=1.0), every=2)
+        for step in range(4):
+            if step == 1:
+                fixed.requires_grad_()
+            for param in (fixed, moving):
+                param.grad = (
+                    torch.full((2,), 1.0 + dist.get_rank()) if param.requires_grad else None
+                )
+            optimizer.step()
+        return fixed.detach(), moving.detach()
+
+    for fixed, moving in run_ranks(2, blocks):
+        assert fixed.tolist() == [1 - 3 * 1.5] * 2
+        assert moving.tolist() == [1 - 4 * 1.5] * 2
+
+
+def test_a_parameter_group_added_later():
+    def blocks():
+        first, later = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1) + dist.get_rank())
+        optimizer = mh.LocalSGD(SGD([first], lr=1.0), every=2)
+        first.grad = torch.ones(2)
+        optimizer.step()
+        optimizer.add_param_group({"params": [later], "lr": 2.0})
+        later.grad = torch.full((1,), 1.0 + dist.get_rank())
+        optimizer.step()
+        return later.detach(), first.detach()
+
+    for later, first in run_ranks(2, blocks):
+        assert later.tolist() == [1 - 2 * 1.5]
+        assert first.tolist() == [-1.0, -1.0]
+
+
+def test_one_workers_overflow_does_not_shift_its_count_of_steps():
+    def blocks():
+        rank = dist.get_rank()
+        param = nn.Parameter(torch.ones(2))
+        optimizer = mh.LocalSGD(SGD([param], lr=0.5), every=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = (param * (1.0 + rank)).sum()
+            if rank == 1 and step == 0:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return param.detach(), optimizer.steps, optimizer.meetings
+
+    for param, steps, meetings in run_ranks(2, blocks):
+        assert (steps, meetings) == (4, 2)
+        # the first worker takes four steps of .5, the second three of 1
+        assert param.tolist() == pytest.approx([1 - (4 * 0.5 + 3 * 1.0) / 2] * 2)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_worker_that_is_not_finite_is_left_out_and_healed(overlap):
+    def blocks():
+        rank = dist.get_rank()
+        param = nn.Parameter(torch.ones(2))
+        optimizer = mh.LocalSGD(AdamW([param], lr=0.1), every=2, overlap=overlap, codec="int8")
+        for step in range(6):
+            param.grad = torch.full((2,), float("nan") if rank == 1 and step < 2 else 1.0)
+            optimizer.step()
+        optimizer.meet()
+        snapshot = optimizer.snapshot()
+        return param.detach(), snapshot["left_out"], optimizer.meetings
+
+    for param, left_out, _ in run_ranks(3, blocks):
+        assert torch.isfinite(param).all() and left_out == 1
+        assert (param < 0.75).all()
+
+
+def test_if_nobody_is_finite_all_go_back():
+    def blocks():
+        param = nn.Parameter(torch.ones(2))
+        optimizer = mh.DiLoCo(SGD([param], lr=0.1), every=2)
+        for step in range(4):
+            param.grad = torch.full((2,), float("inf") if step == 0 else 1.0)
+            optimizer.step()
+        return param.detach(), optimizer.snapshot()["left_out"]
+
+    for param, left_out in run_ranks(2, blocks):
+        assert left_out == 2
+        assert param.tolist() == pytest.approx([1 - 0.7 * 1.9 * 0.2] * 2)
+
+
+def test_a_synchronous_warm_up_is_training_on_the_mean_gradient():
+    def blocks():
+        params = parameters()
+        optimizer = mh.DiLoCo(SGD(params, lr=LR), every=4, warmup=5)
+        seen = []
+        for step in range(1, 9):
+            step_along(optimizer, params, dist.get_rank(), step)
+            seen.append(flat_of(params))
+        return torch.stack(seen)
+
+    results = run_ranks(2, blocks)
+    x = start()
+    for step in range(1, 6):
+        x = x - LR * (gradient(x, 0, step) + gradient(x, 1, step)) / 2
+        for seen in results:
+            torch.testing.assert_close(seen[step - 1], x)
+    assert torch.equal(results[0][4], results[1][4])
+    assert not torch.equal(results[0][6], results[1][6])
+    assert torch.equal(results[0][7], results[1][7])
+
+
+def test_schedulers_closures_and_hooks_are_the_inner_optimizers():
+    param = nn.Parameter(torch.ones(1))
+    optimizer = mh.BMUF(SGD([param], lr=1.0))
+    scheduler, calls = StepLR(optimizer, 1, 0.5), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+
+    def closure():
+        optimizer.zero_grad()
+        (param * 2).sum().backward()
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+    scheduler.step()
+    assert (
+        calls == ["before"]
+        and optimizer.get_lr() == 0.5 == optimizer.optimizer.param_groups[0]["lr"]
+    )
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+def continued(name, kill_at, steps, options, workers_after=None):
+    """Train, save into bytes, make everything anew, load, and go on."""
+    rank = dist.get_rank()
+    params = parameters()
+    optimizer = wrapped(name, params, OUTER[name], 4, **options)
+    for step in range(1, steps + 1):
+        if step == kill_at:
+            file = io.BytesIO()
+            torch.save({"params": params, "optimizer": optimizer.state_dict()}, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+            params = [nn.Parameter(p.detach().clone()) for p in parameters(value=start() * 0)]
+            optimizer = wrapped(name, params, OUTER[name], 4, **options)
+            with torch.no_grad():
+                for param, value in zip(params, state["params"], strict=True):
+                    param.copy_(value)
+            optimizer.load_state_dict(state["optimizer"])
+        step_along(optimizer, params, rank, step)
+    return flat_of(params)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"codec": "int8"},
+        {"codec": "int4", "overlap": 2, "fragments": 2},
+        {"codec": "bfloat16", "overlap": 3},
+    ],
+)
+@pytest.mark.parametrize("kill_at", [6, 9, 10])
+def test_a_resumed_run_goes_on_bit_for_bit(options, kill_at):
+    through = run_ranks(2, continued, "DiLoCo", 99, 14, options)
+    resumed = run_ranks(2, continued, "DiLoCo", kill_at, 14, options)
+    for a, b in zip(through, resumed, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_resume_with_more_workers():
+    def first():
+        params = parameters()
+        optimizer = wrapped("BMUF", params, OUTER["BMUF"], 4, codec="int8")
+        for step in range(1, 7):
+            step_along(optimizer, params, dist.get_rank(), step)
+        return {"params": [p.detach() for p in params], "optimizer": optimizer.state_dict()}
+
+    saved = run_ranks(2, first)[0]
+
+    def second():
+        params = parameters()
+        with torch.no_grad():
+            for param, value in zip(params, saved["params"], strict=True):
+                param.copy_(value)
+        optimizer = wrapped("BMUF", params, OUTER["BMUF"], 4, codec="int8")
+        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        memory = optimizer._sync.point.segments[0].memories[0].clone()
+        for step in range(7, 9):
+            step_along(optimizer, params, dist.get_rank(), step)
+        return flat_of(params), memory, optimizer.meetings
+
+    results = run_ranks(3, second)
+    for params, memory, meetings in results:
+        assert torch.equal(params, results[0][0]) and meetings == 2
+        assert torch.equal(memory, saved["optimizer"]["blocks"]["memories"][0][0])
+
+
+def test_a_resume_with_other_options_names_them():
+    def other():
+        params = parameters()
+        state = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4, codec="int8").state_dict()
+        changed = wrapped("DiLoCo", params, {"lr": 0.5, "momentum": 0.9}, 8, codec="int8")
+        before = copy.deepcopy(changed.state_dict())
+        try:
+            changed.load_state_dict(state)
+        finally:
+            assert str(before) == str(changed.state_dict())
+
+    (message, _) = raises_on_ranks(2, ValueError, other, match="other options: outer: saved")
+    assert "every: saved 4, now 8" in message and "codec" not in message
+
+    def meant():
+        params = parameters()
+        state = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4).state_dict()
+        changed = wrapped("DiLoCo", params, OUTER["DiLoCo"], 8)
+        changed.load_state_dict(state, optimizer_overrides={"every": 8, "lr": 0.25})
+        return changed.param_groups[0]["lr"]
+
+    assert run_ranks(2, meant) == [0.25, 0.25]
+
+
+def test_a_state_of_the_bare_optimizer_begins_at_the_parameters_that_are():
+    def blocks():
+        params = parameters()
+        optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
+        with torch.no_grad():
+            for param in params:
+                param.fill_(3.0)
+        optimizer.load_state_dict(SGD(parameters(), lr=0.3).state_dict())
+        return optimizer._sync.point.segments[0].anchor, optimizer.param_groups[0]["lr"]
+
+    anchor, lr = run_ranks(2, blocks)[1]
+    assert (anchor == 3).all() and lr == 0.3
+
+
+def test_the_common_point_can_be_looked_at_by_one_worker():
+    def blocks():
+        params = parameters()
+        optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
+        for step in range(1, 7):
+            step_along(optimizer, params, dist.get_rank(), step)
+        before = flat_of(params)
+        if dist.get_rank() == 0:
+            with optimizer.at_the_common_point():
+                seen = flat_of(params)
+        else:
+            seen = optimizer._sync.point.segments[0].anchor.clone()
+        assert torch.equal(before, flat_of(params))
+        optimizer.meet()
+        return seen, flat_of(params)
+
+    (seen, met), (anchor, met_too) = run_ranks(2, blocks)
+    assert torch.equal(seen, anchor) and torch.equal(met, met_too)
+    assert not torch.equal(seen, met)
+
+
+def test_drift_is_that_of_the_differences():
+    def blocks():
+        params = parameters()
+        optimizer = wrapped("LocalSGD", params, {}, 3)
+        for step in range(1, 4):
+            if step == 3:
+                before = flat_of(params)
+            step_along(optimizer, params, dist.get_rank(), step)
+        there = before - LR * gradient(before, dist.get_rank(), 3)
+        snapshot = optimizer.snapshot()
+        return start() - there, [snapshot[k] for k in ("distance", "spread", "cosine")]
+
+    results = run_ranks(2, blocks)
+    a, b = (difference for difference, _ in results)
+    mean = (a + b) / 2
+    expected = [
+        mean.norm().item(),
+        ((a - mean).norm().square() / 2 + (b - mean).norm().square() / 2).sqrt().item(),
+        (a @ b / ((a @ a + b @ b) / 2)).item(),
+    ]
+    for _, told in results:
+        assert told == pytest.approx(expected, rel=1e-6)
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("every", [mh.Seconds(0.05, first=3), mh.ByDrift(0.05, least=2, most=64)])
+def test_intervals_that_choose_themselves_are_the_same_on_all_workers(every):
+    def blocks():
+        params = parameters()
+        optimizer = wrapped("LocalSGD", params, {}, every)
+        lengths = []
+        for step in range(1, 40):
+            step_along(optimizer, params, dist.get_rank(), step)
+            lengths.append(optimizer.snapshot()["every"])
+        return lengths, optimizer.meetings
+
+    first, second = run_ranks(2, blocks)
+    assert first == second and len(set(first[0])) > 1
+
+
+def test_the_anchor_on_the_host_and_an_inner_group():
+    """Four workers: two pairs, each of which trains as one."""
+    plain = train(start(), gradient, 2, 9, LR, "DiLoCo", OUTER["DiLoCo"], every=4)
+
+    def blocks():
+        rank = dist.get_rank()
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        inner, outer = groups[rank // 2], groups[2 + rank % 2]
+        params = parameters()
+        optimizer = wrapped(
+            "DiLoCo",
+            params,
+            OUTER["DiLoCo"],
+            4,
+            anchor_on_host=True,
+            process_group=outer,
+            inner_group=inner,
+        )
+        seen = []
+        for step in range(1, 10):
+            step_along(optimizer, params, rank // 2, step)
+            seen.append(flat_of(params))
+        held = sum(s.anchor.numel() for s in optimizer._sync.point.segments)
+        return torch.stack(seen), held
+
+    for rank, (seen, held) in enumerate(run_ranks(4, blocks)):
+        torch.testing.assert_close(seen, plain[:, rank // 2], rtol=1e-11, atol=1e-11)
+        assert abs(held - SIZE / 2) < 1
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: mh.BMUF(nn.Linear(1, 1)), TypeError, "wraps a torch.optim.Optimizer, got Linear"),
+        (lambda: mh.LocalSGD(mh.LocalSGD(SGD(parameters()))), TypeError, "in blocks already"),
+        (lambda: mh.Blocks(SGD(parameters()), "nesterov"), TypeError, "outer must be an outer"),
+        (lambda: mh.LocalSGD(SGD(parameters()), every=0), ValueError, "every must be a number"),
+        (lambda: mh.LocalSGD(SGD(parameters()), every=2.5), ValueError, "every must be a number"),
+        (lambda: mh.LocalSGD(SGD(parameters()), codec="int2"), ValueError, "codec must be one of"),
+        (lambda: mh.LocalSGD(SGD(parameters()), every=4, overlap=4), ValueError, "overlap must be"),
+        (lambda: mh.LocalSGD(SGD(parameters()), every=4, fragments=5), ValueError, "5 fragments"),
+        (lambda: mh.LocalSGD(SGD(parameters()), state="x"), ValueError, "state must be one of"),
+        (lambda: mh.LocalSGD(SGD(parameters()), buffers=""), ValueError, "buffers must be one of"),
+        (lambda: mh.BMUF(SGD(parameters()), block_momentum=1.0), ValueError, "block_momentum must"),
+        (lambda: mh.BMUF(SGD(parameters()), warmup=3), TypeError, "warmup_iterations"),
+        (lambda: mh.Seconds(0), ValueError, "seconds must be positive"),
+        (lambda: mh.ByDrift(1.5), ValueError, "cosine must be between 0 and 1"),
+    ],
+)
+def test_mistakes(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_an_optimizer_without_parameters():
+    class Empty(SGD):
+        def __init__(self):
+            super().__init__([nn.Parameter(torch.ones(1))], lr=0.1)
+            self.param_groups[0]["params"] = []
+
+    with pytest.raises(ValueError, match="no parameters"):
+        mh.LocalSGD(Empty())
+
+
+def test_other_options_and_other_models_on_one_worker_are_errors_on_all():
+    def other_interval():
+        wrapped("LocalSGD", parameters(), {}, 4 + dist.get_rank())
+
+    message = raises_on_ranks(2, ValueError, other_interval, match="given different options")[0]
+    assert "'every': '4'" in message and "'every': '5'" in message
+
+    def other_model():
+        mh.LocalSGD(SGD([nn.Parameter(torch.ones(2 + dist.get_rank()))], lr=0.1))
+
+    raises_on_ranks(2, ValueError, other_model, match="disagree on the number of elements")
+
+
+def test_workers_that_have_taken_different_numbers_of_steps():
+    def blocks():
+        params = parameters()
+        optimizer = wrapped("BMUF", params, OUTER["BMUF"], 3)
+        if dist.get_rank() == 1:
+            optimizer.set_num_updates(6)
+        for step in range(1, 4):
+            step_along(optimizer, params, dist.get_rank(), step)
+
+    raises_on_ranks(2, ValueError, blocks, match=r"rank 0: 3, rank 1: 9\)")
