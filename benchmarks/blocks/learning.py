@@ -1,0 +1,172 @@
+"""Two tasks to learn, by one worker at the whole batch or by several that meet now and then.
+
+The workers are forks of this process, on gloo, and use the library as a user does. Each draws its
+own samples; the one worker of the synchronous run draws as many in one batch.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from quality.workloads import mnist, shakespeare
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import manyhands as mh
+
+WORKERS = 4
+
+
+class Transformer(nn.Module):
+    """Causal, for characters; 0.8 M parameters."""
+
+    def __init__(self, symbols: int, length: int, width: int = 128, layers: int = 4) -> None:
+        super().__init__()
+        self.symbol = nn.Embedding(symbols, width)
+        self.place = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, heads=4) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.readout = nn.Linear(width, symbols)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.symbol(x) + self.place[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.readout(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.before(x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned; `batch` is one worker's of four."""
+
+    name: str
+    batch: int
+    steps: int
+    lr: float
+    load: Callable[[Path], Any]
+
+    def model(self, data: Any) -> nn.Module:
+        if self.name == "Shakespeare":
+            return Transformer(data.symbols, 64)
+        return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def draw(self, data: Any, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        if self.name == "Shakespeare":
+            starts = torch.randint(len(data.train) - 65, (count, 1), generator=generator)
+            windows = data.train[starts + torch.arange(65)]
+            return windows[:, :-1], windows[:, 1:]
+        x, y = data.train
+        chosen = torch.randint(len(x), (count,), generator=generator)
+        return x[chosen], y[chosen]
+
+    @torch.no_grad()
+    def loss_at_the_end(self, data: Any, model: nn.Module) -> float:
+        """On what was not trained on."""
+        if self.name == "Shakespeare":
+            count = (len(data.test) - 1) // 64
+            x = data.test[: count * 64].view(count, 64)
+            y = data.test[1 : count * 64 + 1].view(count, 64)
+        else:
+            x, y = data.test
+        parts = zip(x.split(256), y.split(256), strict=True)
+        return sum(loss_of(model, a, b).item() * len(a) for a, b in parts) / len(x)
+
+
+TASKS = {
+    "Shakespeare": Task("Shakespeare", batch=8, steps=1200, lr=2e-3, load=shakespeare),
+    "MNIST": Task("MNIST", batch=16, steps=2400, lr=1e-3, load=mnist),
+}
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    return F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))
+
+
+def lr_at(step: int, steps: int) -> float:
+    """Of the whole: up in the first twentieth, then a cosine down to a tenth."""
+    up = steps // 20
+    if step < up:
+        return (step + 1) / up
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - up) / (steps - up)))
+
+
+def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
+    """The loss on what was not trained on, after training; on this worker."""
+    torch.set_num_threads(1)
+    data = task.load(folder)
+    workers = dist.get_world_size() if method else 1
+    rank = dist.get_rank() if method else 0
+    torch.manual_seed(seed)
+    model = task.model(data)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=task.lr, betas=(0.9, 0.95))
+    if method:
+        options = dict(method)
+        optimizer = getattr(mh, options.pop("kind"))(optimizer, **options)
+    schedule = LambdaLR(optimizer, lambda step: lr_at(step, task.steps))
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    count = task.batch * (WORKERS // workers)
+    for _ in range(task.steps):
+        x, y = task.draw(data, count, generator)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        schedule.step()
+    if method:
+        optimizer.meet()
+    return task.loss_at_the_end(data, model) if rank == 0 else 0.0
+
+
+def run(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
+    """The same in processes of its own."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as name:
+        store, result = str(Path(name, "store")), Path(name, "loss")
+        workers = WORKERS if method else 1
+
+        def work(rank: int) -> None:
+            if method:
+                dist.init_process_group(
+                    "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
+                )
+            loss = learn(task, folder, seed, method)
+            if rank == 0:
+                result.write_text(repr(loss))
+            if method:
+                dist.barrier()
+                dist.destroy_process_group()
+
+        processes = [context.Process(target=work, args=(rank,)) for rank in range(workers)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise RuntimeError(f"a worker of {method} failed")
+        return float(result.read_text())
