@@ -157,7 +157,7 @@ class Blocks(AroundOptimizer):
         if isinstance(sync.team, Coming):
             sync.team.join(-1)
             sync.welcome()
-            sync._after_settling()
+            sync.come_together(sync.owed)
             return
         self._check_agreement(params, buffers)
         sync.team.workers.send_first([*_locals(params), *_locals(buffers)])
@@ -232,7 +232,7 @@ class Blocks(AroundOptimizer):
         else:
             result = self._step_together(news, closure, *args, **kwargs)
         vars(self._optimizer)["_opt_called"] = True  # a scheduler of the inner optimizer asks
-        sync.steps += 1
+        sync.steps, sync.is_new = sync.steps + 1, False
         if not self.alone:
             with torch.no_grad():
                 sync.after_step()

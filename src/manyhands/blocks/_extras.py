@@ -42,6 +42,29 @@ class Values:
         self._vector.write(start, mean)
 
 
+class HeldValues:
+    """The same as they were when they were sent; their mean is kept apart until `put`."""
+
+    residual: Tensor | None = None
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self.length, self.dtype, self.device = values.length, values.dtype, values.device
+        self.codec, self.first_only = values.codec, values.first_only
+        self._held = torch.empty(self.length, dtype=self.dtype, device=self.device)
+        values.read(0, self._held)
+
+    def read(self, start: int, out: Tensor) -> None:
+        out.copy_(self._held[start : start + out.numel()])
+
+    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
+        self._held[start : start + mean.numel()].copy_(mean)
+
+    def put(self, outcome: Outcome) -> None:
+        """Set the tensors to what has arrived."""
+        self._values.write(0, self._held, outcome)
+
+
 def rows_of(tensors: Sequence[Tensor], first_only: bool = False) -> list[Values]:
     """Tensors of any types; those that hold no real numbers are left out."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -7,17 +7,17 @@ Tensors held, and when (n: elements of the trained parameters, in float32 unless
     residual    n                   with a codec that rounds: what it has not yet sent
     held        n / fragments       with overlap, while under way: the differences as sent,
     arrived     n / fragments       and the mean that came of them
-    stage       n                   16-bit parameters only, during a meeting without overlap
+    stage       n / fragments       in a crew without overlap, during a meeting: the mean
 
-Without overlap the mean is put where the parameters are, which are replaced in any case, and only
-when all of it is there does the outer step change anchor and memories: a meeting that fails in
-the middle has changed nothing that is common. With overlap the parameters train on
-meanwhile, and are moved by as much as the common point has moved from where they were.
+In a process group, without overlap, the outer step is taken part by part as means arrive, and
+nothing is held. A crew may undo a meeting, so nothing is changed before all have agreed that it has
+taken place. With overlap the parameters train on meanwhile, and are then moved by as much as the
+common point has moved from where they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,17 +54,16 @@ class Segment:
 
 
 class Difference:
-    """A row: the anchor less the parameters. Its mean goes where the parameters are."""
+    """A row: the anchor less the parameters. The outer step is taken as each part arrives."""
 
     first_only = False
 
-    def __init__(self, segment: Segment, start: int, stop: int, codec: Codec) -> None:
+    def __init__(self, segment: Segment, start: int, stop: int, codec: Codec, outer: Outer) -> None:
         self.segment, self.start, self.length = segment, start, stop - start
         self.dtype, self.device, self.codec = segment.anchor.dtype, segment.device, codec
         self.residual = None if segment.residual is None else segment.residual[start:stop]
         self.params = segment.vector
-        in_place = local(segment.params[0]).dtype in (self.dtype, _COMPLEX.get(self.dtype))
-        self._stage = None if in_place else torch.empty_like(segment.anchor[start:stop])
+        self.outer = outer
 
     @property
     def first(self) -> int:
@@ -78,51 +77,45 @@ class Difference:
             torch.sub(there, values_of(part, inner), out=out[outer])
 
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
-        if self._stage is not None:
-            self._stage[start : start + mean.numel()].copy_(mean)
-        else:
-            self.params.write(self.first + start, mean)
+        self.params.write(self.first + start, self.moved(start, mean, outcome))
 
-    def staged(self) -> Iterator[tuple[int, Tensor]]:
-        """The mean that was written, in pieces: where each begins in the row, and its numbers."""
-        for start in range(0, self.length, LARGEST):
-            length = min(LARGEST, self.length - start)
-            if self._stage is not None:
-                yield start, self._stage[start : start + length]
-                continue
-            for part, inner, outer in self.params.pieces(self.first + start, length):
-                yield start + outer.start, values_of(part, inner)
+    def moved(self, start: int, mean: Tensor, outcome: Outcome) -> Tensor:
+        """The anchor from `start` on, after the outer step with this mean.
 
-
-class SteppedDifference(Difference):
-    """The same where nothing is ever undone: the outer step is taken as each part arrives."""
-
-    def __init__(self, difference: Difference, outer: Outer) -> None:
-        vars(self).update(vars(difference))
-        self._outer = outer
-
-    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
+        If nobody's numbers could be used, it stays.
+        """
+        first = self.start + start
+        chosen = slice(first, first + mean.numel())
+        anchor = self.segment.anchor[chosen]
         if outcome.counted:
-            anchor = _moved(self, start, mean, self._outer.at(outcome.lr))
-        else:
-            anchor = self.segment.anchor[self.start + start :][: mean.numel()]
-        self.params.write(self.first + start, anchor)
+            memories = [memory[chosen] for memory in self.segment.memories]
+            self.outer.at(outcome.lr).step(anchor, mean.to(anchor.device), memories)
+        return anchor
+
+    def merge(self, outcome: Outcome, finite: bool) -> None:
+        """Take in what has arrived: here it has been."""
 
 
-class HeldDifference:
-    """A row: the difference as it was when it was sent. Its mean is kept beside it."""
-
-    first_only = False
+class StagedDifference(Difference):
+    """The same; the outer step is taken when all of the mean is there, and nobody objects."""
 
     def __init__(self, difference: Difference) -> None:
-        self.segment, self.start, self.length = (
-            difference.segment,
-            difference.start,
-            difference.length,
-        )
-        self.dtype, self.device, self.codec = difference.dtype, difference.device, difference.codec
-        self.residual = difference.residual
-        self.first = difference.first
+        vars(self).update(vars(difference))
+        self._stage = torch.empty(self.length, dtype=self.dtype, device=self.device)
+
+    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
+        self._stage[start : start + mean.numel()].copy_(mean)
+
+    def merge(self, outcome: Outcome, finite: bool) -> None:
+        for start in range(0, self.length, LARGEST):
+            super().write(start, self._stage[start : start + LARGEST], outcome)
+
+
+class HeldDifference(Difference):
+    """The difference as it was when it was sent. Parameters keep what they have done since."""
+
+    def __init__(self, difference: Difference) -> None:
+        vars(self).update(vars(difference))
         self.held = torch.empty(self.length, dtype=self.dtype, device=self.device)
         self.arrived = torch.empty_like(self.held)
 
@@ -140,8 +133,19 @@ class HeldDifference:
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
         self.arrived[start : start + mean.numel()].copy_(mean)
 
-
-_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+    def merge(self, outcome: Outcome, finite: bool) -> None:
+        """The outer step. A worker that is not finite takes the new point as it is."""
+        params, anchors = self.segment.vector, self.segment.anchor[self.start :]
+        keep = finite and bool(outcome.counted)
+        for start in range(0, self.length, LARGEST):
+            held = self.held[start : start + LARGEST]
+            before = anchors[start : start + held.numel()].clone()
+            anchor = self.moved(start, self.arrived[start : start + LARGEST], outcome)
+            if keep:
+                moved = torch.sub(anchor, before, out=before).to(self.device)
+                params.add(self.first + start, moved.add_(held))
+            else:
+                params.write(self.first + start, anchor)
 
 
 @dataclass
@@ -201,53 +205,21 @@ class CommonPoint:
     def differences(self, fragment: int) -> list[Difference]:
         """The rows of a fragment."""
         return [
-            Difference(segment, *segment.part(fragment, self.fragments), self.codec)
+            Difference(segment, *segment.part(fragment, self.fragments), self.codec, self.outer)
             for segment in self.segments
         ]
 
-    def step(self, rows: Sequence[Difference], outer: Outer) -> None:
-        """The outer step with the means in `rows`; the parameters are at the new point."""
-        for row in rows:
-            for start, mean in row.staged():
-                row.params.write(row.first + start, _moved(row, start, mean, outer))
-
-    def step_under_way(self, rows: Sequence[HeldDifference], outer: Outer, finite: bool) -> None:
-        """The outer step with the means that have arrived; parameters keep what they did since.
-
-        A worker whose parameters are not finite takes the new point as it is.
-        """
-        for row in rows:
-            params, anchors = row.segment.vector, row.segment.anchor[row.start :]
-            for start in range(0, row.length, LARGEST):
-                held = row.held[start : start + LARGEST]
-                before = anchors[start : start + held.numel()].clone()
-                anchor = _moved(row, start, row.arrived[start : start + LARGEST], outer)
-                if finite:
-                    moved = torch.sub(anchor, before, out=before).to(row.device)
-                    params.add(row.first + start, moved.add_(held))
-                else:
-                    params.write(row.first + start, anchor)
-
-    def go_back(self, fragment: int | None = None) -> None:
-        """Put the parameters (of a fragment) at the common point."""
+    def go_back(self) -> None:
+        """Put the parameters at the common point."""
         for segment in self.segments:
-            start, stop = (0, segment.anchor.numel())
-            if fragment is not None:
-                start, stop = segment.part(fragment, self.fragments)
-            segment.vector.write(segment.span[0] + start, segment.anchor[start:stop])
+            segment.vector.write(segment.span[0], segment.anchor)
         self.share()
 
     def forget_residuals(self) -> None:
-        """Slices have other owners now, and what is left of the mean is not theirs."""
+        """Slices have other owners now, and what is left of the mean is not theirs.
+
+        In new memory: a meeting that was given up may still write to the old.
+        """
         for segment in self.segments:
             if segment.residual is not None:
-                segment.residual.zero_()
-
-
-def _moved(row: Difference | HeldDifference, start: int, mean: Tensor, outer: Outer) -> Tensor:
-    """The anchor from `start` on in a row, after the outer step with this mean."""
-    segment, first = row.segment, row.start + start
-    chosen = slice(first, first + mean.numel())
-    anchor = segment.anchor[chosen]
-    outer.step(anchor, mean.to(anchor.device), [memory[chosen] for memory in segment.memories])
-    return anchor
+                segment.residual = torch.zeros_like(segment.residual)

@@ -26,9 +26,17 @@ from manyhands._dtensors import local
 from manyhands._host import summed_in
 from manyhands._norms import norm
 from manyhands.blocks._drift import Drift
-from manyhands.blocks._extras import MOMENTS, Buffers, rows_of, state_of, trained
+from manyhands.blocks._extras import (
+    MOMENTS,
+    Buffers,
+    HeldValues,
+    Values,
+    rows_of,
+    state_of,
+    trained,
+)
 from manyhands.blocks._meeting import LARGEST, Note, Outcome, Row, meet
-from manyhands.blocks._point import CommonPoint, HeldDifference, SteppedDifference
+from manyhands.blocks._point import CommonPoint, Difference, HeldDifference, StagedDifference
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks._team import Errand, Team
 
@@ -42,6 +50,7 @@ class Pending:
     fragments: Sequence[int]
     merge_at: int
     rows: Sequence[Any]
+    more: Sequence[HeldValues]
     note: Note
     errand: Errand
 
@@ -105,6 +114,8 @@ class Sync:
         self._last: Errand | None = None
         self._since = (time.perf_counter(), 0)
         self._regroups = 0
+        self.owed: list[int] = []  # fragments of a meeting that has to be held again
+        self.is_new = False  # whether nothing was done since the common state came
         self._fresh = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else {}
 
     # -- the life of a block -------------------------------------------------------------------
@@ -145,42 +156,38 @@ class Sync:
             self._merge(self.pending.popleft())
 
     def _send(self, fragments: Sequence[int], merge_at: int) -> None:
-        rows: Sequence[Any] = [row for f in fragments for row in self.point.differences(f)]
+        rows: Sequence[Difference] = [r for f in fragments for r in self.point.differences(f)]
         if merge_at > self.steps:
             rows = [HeldDifference.now(row) for row in rows]
-        elif not self.team.elastic:
-            rows = [SteppedDifference(row, self.point.outer) for row in rows]
+        elif self.team.elastic:
+            rows = [StagedDifference(row) for row in rows]
         more = self._more() if self.schedule.fragments - 1 in fragments else []
+        held = self._held(more) if merge_at > self.steps or self.team.elastic else []
         note = self._note(more)
-        errand = self._errand(rows, more, note)
-        self.pending.append(Pending(fragments, merge_at, rows, note, errand))
+        errand = self._errand(rows, held or more, note)
+        self.pending.append(Pending(fragments, merge_at, rows, held, note, errand))
 
     def _merge(self, pending: Pending) -> None:
         outcome = self._settle(pending.errand)
-        under_way = isinstance(pending.rows[0], HeldDifference)
         if outcome is None:
             self.news.undone += 1
-            if not under_way:
-                self.point.go_back()
-            self._after_settling()
+            under_way = isinstance(pending.rows[0], HeldDifference)
+            self.come_together([] if under_way else pending.fragments)
             return
         self._hear(outcome)
         finite = bool(pending.note.finite)
-        stepped = isinstance(pending.rows[0], SteppedDifference)
-        if not outcome.counted:  # of the differences nothing can be used
-            for fragment in pending.fragments:
-                self.point.go_back(fragment)
-        elif under_way:
-            self.point.step_under_way(pending.rows, self.point.outer.at(outcome.lr), finite)
-        elif not stepped:
-            self.point.step(pending.rows, self.point.outer.at(outcome.lr))
+        for row in pending.rows:
+            row.merge(outcome, finite)
+        for more in pending.more if outcome.more else []:
+            more.put(outcome)
         self.point.share()
         if not finite:
             drop_what_is_not_finite(self.optimizer)
         if self.state == "reset" and self.schedule.fragments - 1 in pending.fragments:
             self.reset_state()
         self.meetings += 1
-        self._after_settling()
+        self.is_new = False
+        self.come_together()
 
     def _end_warmup(self) -> None:
         """Everybody has the common point from here on: what all have, or the first worker's."""
@@ -198,13 +205,22 @@ class Sync:
 
     # -- meetings ------------------------------------------------------------------------------
 
-    def hold(self, rows: Sequence[Row], more: Sequence[Row] = ()) -> Outcome | None:
+    def hold(self, rows: Sequence[Any], more: Sequence[Any] = ()) -> Outcome | None:
         """A meeting about other things than blocks, now. None: undone, and the team is another."""
         note = self._note(more, finite=all(map(is_finite, rows)))
+        if self.team.elastic:
+            rows, more = self._held(rows), self._held(more)
         outcome = self._settle(self._errand(rows, more, note))
-        self.news.undone += outcome is None
-        self._after_settling()
+        if outcome is None:
+            self.news.undone += 1
+        elif self.team.elastic:
+            for row in [*rows, *(more if outcome.more else [])]:
+                row.put(outcome)
+        self.come_together()
         return outcome
+
+    def _held(self, rows: Sequence[Values]) -> list[HeldValues]:
+        return [HeldValues(row) for row in rows]
 
     def _errand(self, rows: Sequence[Row], more: Sequence[Row], note: Note) -> Errand:
         def meeting(workers: Workers) -> Outcome:
@@ -226,8 +242,8 @@ class Sync:
 
     def _note(self, more: Sequence[Row], finite: bool | None = None) -> Note:
         now, (then, step) = time.perf_counter(), self._since
-        if finite is None:
-            finite = are_finite(trained(self.optimizer))
+        if finite is None:  # a newcomer has nothing to bring
+            finite = not self.is_new and are_finite(trained(self.optimizer))
         return Note(
             step=float(self.steps),
             finite=float(finite),
@@ -237,9 +253,9 @@ class Sync:
             lr=float(self.optimizer.param_groups[0].get("lr", 1.0)),
         )
 
-    def _more(self) -> list[Row]:
+    def _more(self) -> list[Values]:
         """Buffers and optimizer state that are averaged with the last fragment."""
-        rows: list[Row] = []
+        rows: list[Values] = []
         if self.buffers is not None:
             rows += rows_of(self.buffers.tensors(), self.first_buffers_only)
         if self.state in ("average", "average_moments"):
@@ -257,14 +273,29 @@ class Sync:
 
     # -- those who come and go -----------------------------------------------------------------
 
-    def _after_settling(self) -> None:
+    def come_together(self, owed: Sequence[int] = ()) -> None:
+        """After a meeting: let those go who have left, and take in those who wait.
+
+        `owed` are the fragments of a meeting that was undone: it is held again with those who are
+        there now, so that no work of theirs is lost.
+        """
+        self.owed = list(owed)
         while self.team.regroup_due:
             self.pending.clear()  # they have changed nothing, and are sent again when due
             self._last = None
             self._regroups += 1
-            self.team.regroup(self.meetings if self.agreed else -1)
+            self.team.regroup(self.version)
             self.point.forget_residuals()
             self.welcome()
+        if self.owed:
+            fragments, self.owed = self.owed, []
+            self._send(fragments, self.steps)
+            self._merge(self.pending.popleft())
+
+    @property
+    def version(self) -> int:
+        """Grows with all that workers may have ahead of each other."""
+        return (self.meetings << 32) + self.steps if self.agreed else -1
 
     def welcome(self) -> None:
         """Bring newcomers the common state; all agree that they have it."""
@@ -294,7 +325,8 @@ class Sync:
             self.point.begin()
         file = io.BytesIO()
         buffers = [] if self.buffers is None else self.buffers.tensors()
-        torch.save({**self.common_state(), "buffers": [b.detach() for b in buffers]}, file)
+        state = {**self.common_state(), "owed": self.owed}
+        torch.save({**state, "buffers": [buffer.detach() for buffer in buffers]}, file)
         return file.getvalue()
 
     def _unpack(self, data: bytearray) -> None:
@@ -305,6 +337,7 @@ class Sync:
             for buffer, value in zip(buffers, state["buffers"], strict=True):
                 buffer.copy_(value)
         self.point.go_back()
+        self.owed, self.is_new = state["owed"], True
         self._since = (time.perf_counter(), self.steps)
 
     # -- state ---------------------------------------------------------------------------------
@@ -345,7 +378,7 @@ class Sync:
         *squares, of_mean = saved["squares"]
         outcome = Outcome([Note(*note) for note in saved["notes"]], squares, of_mean)
         note, errand = Note(*saved["note"]), Errand.come_back(outcome)
-        pending = Pending(saved["fragments"], saved["merge_at"], rows, note, errand)
+        pending = Pending(saved["fragments"], saved["merge_at"], rows, [], note, errand)
         self.pending.append(pending)
 
     def reset_state(self) -> None:
