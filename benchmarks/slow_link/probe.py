@@ -11,17 +11,19 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from slow_link.relay import Link
 
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of one's own network
 PORT = 7700
 PINGS = 20
 WARM, SENT = 4_000_000, 25_000_000  # bytes: until TCP is up to speed, and those that count
 
 
-def probe(link: Link) -> dict[str, float]:
+def probe(link: Link) -> dict[str, Any]:
     """Round trip in ms, Mbit/s of one direction and of both at once, and the relay's CPU share."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -35,7 +37,7 @@ def probe(link: Link) -> dict[str, float]:
             process.start()
         if not ours.poll(60):
             raise RuntimeError("the slow link carries nothing: its probe had no answer in 60 s.")
-        found: dict[str, float] = ours.recv()
+        found: dict[str, Any] = ours.recv()
     finally:
         for process in processes:
             process.kill()
@@ -79,6 +81,7 @@ def _ask(link: Link, result: Connection) -> None:
     both_ways, after = time.perf_counter() - began, link.carried()
     result.send(
         {
+            "congestion_control": CONGESTION_CONTROL.read_text().strip(),
             "round_trip_ms": 1e3 * median(pings),
             "one_way": 8e-6 * SENT / one_way,
             "both_ways": 8e-6 * SENT / both_ways,
