@@ -1,0 +1,30 @@
+"""manyhands' ways to synchronise: the only file here that knows their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import manyhands as mh
+
+PRESENT = hasattr(mh, "BMUF")
+Make = Callable[[Optimizer, int, nn.Module | None], Any]
+
+
+def local_sgd(**options: Any) -> Make:
+    return lambda optimizer, every, model: mh.LocalSGD(optimizer, every=every, **options)
+
+
+def bmuf(lr: float, momentum: float, **options: Any) -> Make:
+    return lambda optimizer, every, model: mh.BMUF(
+        optimizer, block_lr=lr, block_momentum=momentum, global_sync_iter=every, **options
+    )
+
+
+def diloco(lr: float, momentum: float, **options: Any) -> Make:
+    return lambda optimizer, every, model: mh.DiLoCo(
+        optimizer, lr=lr, momentum=momentum, every=every, **options
+    )
