@@ -3,6 +3,10 @@
 `__all__` below is the whole public surface; `help(manyhands.AdaScale)` explains each name.
 """
 
+from manyhands.blocks._blocks import Blocks
+from manyhands.blocks._outer import Outer
+from manyhands.blocks._presets import BMUF, DiLoCo, LocalSGD, SlowMo
+from manyhands.blocks._schedule import ByDrift, Seconds
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import plan
 from manyhands.record import Record, Run, read_record
@@ -24,23 +28,31 @@ FSDP = FullyShardedDataParallel
 __version__ = "0.1.0"
 
 __all__ = [
+    "BMUF",
     "FSDP",
     "OSS",
     "AdaScale",
     "AdamScale",
     "AdaptiveDataParallel",
+    "Blocks",
+    "ByDrift",
+    "DiLoCo",
     "DummyProcessGroup",
     "FullyShardedDataParallel",
     "LEGWScale",
     "LinearScale",
+    "LocalSGD",
     "NoiseScale",
+    "Outer",
     "ProgressScheduler",
     "Record",
     "Run",
     "Saving",
     "ScalingRuleBase",
+    "Seconds",
     "ShardedDataParallel",
     "ShardedGradScaler",
+    "SlowMo",
     "SqrtScale",
     "auto_wrap",
     "auto_wrap_bn",

@@ -88,6 +88,8 @@ class Workers:
     @cached_property
     def _backends(self) -> dict[str, str]:
         """By type of device. (A group may have several: "cpu:gloo,cuda:nccl".)"""
+        if isinstance(self.group, dist.ProcessGroupGloo):  # that torch has no record of
+            return {"cpu": "gloo"}
         pairs = dist.get_backend_config(self.group).split(",")
         return dict(pair.split(":") for pair in pairs if ":" in pair)
 
@@ -187,6 +189,32 @@ class Workers:
         """Fill `total` with this worker's slice of all workers' `bucket`s, reduced."""
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         reduce(total, bucket, op=op, group=self.group)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def swap(
+        self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], tag: int
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """Begin to send bytes to each worker; what arrives from each, and what to wait for.
+
+        `sizes` are the bytes that come from each. Both have one entry for each rank, the own
+        one empty. On gloo they go straight from one to the other, without a copy.
+        """
+        device = outgoing[0].device
+        inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        incoming = list(inbox.split(list(sizes)))
+        group = self._process_group
+        if not self.on_gloo(device):
+            work = group.alltoall_base(
+                inbox, torch.cat(list(outgoing)), list(sizes), [len(data) for data in outgoing]
+            )
+            return incoming, [work]
+        works = []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            works.append(group.recv([incoming[source]], source, tag))
+            works.append(group.send([outgoing[to]], to, tag))
+        return incoming, works
 
     def send_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give every worker rank 0's values of these tensors; small ones of a type together."""

@@ -1,11 +1,11 @@
 """How a difference travels: as it is, in half precision, or as small integers with shared scales.
 
-    float32, bfloat16    the values, rounded
+    float32, bfloat16    the values; float64 as such with "float32", too: nothing is lost with it
     int8, int4           a group of neighbours shares a scale, the largest of them over the largest
                          integer; then the integers, of 4 bits two in a byte
 
 What is encoded is one flat tensor, and what travels one tensor of bytes, scales first. What is
-lost in rounding is not lost for good: `Feedback` keeps it and adds it to the next difference.
+lost in rounding is not lost for good: `encode_with` keeps it and adds it to the next difference.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch.nn import functional as F
 class Codec:
     """Flat values to bytes and back; the same bytes give the same values everywhere."""
 
-    def size(self, elements: int) -> int:
-        """Bytes of so many encoded values."""
+    rounds = True  # whether values come back changed
+
+    def size(self, elements: int, dtype: torch.dtype) -> int:
+        """Bytes of so many values, encoded."""
         raise NotImplementedError
 
     def encode(self, values: Tensor) -> Tensor:
@@ -34,12 +36,28 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Plain(Codec):
-    """The values in a floating type."""
+class AsTheyAre(Codec):
+    """The values in their own type."""
+
+    rounds = False
+
+    def size(self, elements: int, dtype: torch.dtype) -> int:
+        return elements * dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.view(torch.uint8)
+
+    def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        return data.view(dtype)
+
+
+@dataclass(frozen=True)
+class Half(Codec):
+    """The values in a type of 16 bits."""
 
     dtype: torch.dtype
 
-    def size(self, elements: int) -> int:
+    def size(self, elements: int, dtype: torch.dtype) -> int:
         return elements * self.dtype.itemsize
 
     def encode(self, values: Tensor) -> Tensor:
@@ -70,7 +88,7 @@ class Integers(Codec):
     def _groups(self, elements: int) -> int:
         return -(-elements // self.group)
 
-    def size(self, elements: int) -> int:
+    def size(self, elements: int, dtype: torch.dtype) -> int:
         return self._groups(elements) * (2 + self.group * self.bits // 8)
 
     def encode(self, values: Tensor) -> Tensor:
@@ -95,8 +113,8 @@ class Integers(Codec):
 
 
 CODECS: dict[str, Codec] = {
-    "float32": Plain(torch.float32),
-    "bfloat16": Plain(torch.bfloat16),
+    "float32": AsTheyAre(),
+    "bfloat16": Half(torch.bfloat16),
     "int8": Integers(8, 256),
     "int4": Integers(4, 64),
 }
@@ -109,17 +127,17 @@ def codec_of(name: str) -> Codec:
     return CODECS[name]
 
 
-class Feedback:
-    """Encodes differences one after the other, each with what rounding has left of the last."""
+def encode_with(codec: Codec, values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The bytes of values and what rounding has left of those before, and what will arrive.
 
-    def __init__(self, codec: Codec, like: Tensor) -> None:
-        self.codec = codec
-        self.residual = torch.zeros_like(like)
-
-    def encode(self, values: Tensor) -> Tensor:
-        """The bytes of `values` and what was left, which is added to them in place."""
-        values.add_(self.residual)
-        data = self.codec.encode(values)
-        arriving = self.codec.decode(data, values.numel(), values.dtype)
-        torch.sub(values, arriving, out=self.residual)
-        return data
+    `residual` becomes what is left now. Without one, nothing is kept. `values` may be overwritten.
+    """
+    if residual is not None:
+        values.add_(residual)
+    data = codec.encode(values)
+    if not codec.rounds:
+        return data, values
+    arriving = codec.decode(data, values.numel(), values.dtype)
+    if residual is not None:
+        torch.sub(values, arriving, out=residual)
+    return data, arriving

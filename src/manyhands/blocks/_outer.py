@@ -20,7 +20,7 @@ does with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -32,8 +32,15 @@ class Outer:
     memories: ClassVar[int] = 0  # tensors like the anchor that are kept from block to block
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
-        """Move `anchor` in place. `gradient` may be overwritten; memories begin as zeros."""
+        """Move `anchor` in place. `gradient` may be overwritten; memories begin as zeros.
+
+        It is called with parts of the whole, one after the other.
+        """
         raise NotImplementedError
+
+    def at(self, lr: float) -> Outer:
+        """This step where the inner learning rate is `lr`."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class BlockMomentum(Outer):
 class SlowMo(Outer):
     """A slow momentum, in units of the inner learning rate."""
 
-    inner_lr: float
+    inner_lr: float | None = None  # None: as the inner optimizer's first group has it
     slow_lr: float = 1.0
     momentum: float = 0.7
 
@@ -90,12 +97,17 @@ class SlowMo(Outer):
 
     def __post_init__(self) -> None:
         for name in ("inner_lr", "slow_lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be at least 0 and less than 1, got {self.momentum}.")
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
         (slow,) = memories
+        assert self.inner_lr is not None
         slow.mul_(self.momentum).add_(gradient, alpha=1 / self.inner_lr)
         anchor.sub_(slow, alpha=self.slow_lr * self.inner_lr)
+
+    def at(self, lr: float) -> Outer:
+        return self if self.inner_lr is not None else replace(self, inner_lr=max(lr, 1e-12))

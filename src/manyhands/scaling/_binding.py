@@ -1,9 +1,6 @@
 """How a rule is tied to an optimizer, a scale and its workers.
 
-The bound rule *is* a `torch.optim.Optimizer` without state of its own: `param_groups`, `state`,
-`defaults` and hooks are the inner optimizer's, so that schedulers, scalers and hooks act once
-and on the right thing. It therefore does not call `Optimizer.__init__`, which would make a
-second set of them.
+The bound rule is an optimizer around another (`_around.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands import _amp
+from manyhands._around import AroundOptimizer
 from manyhands._comm import Workers
 from manyhands._dtensors import workers_of
-from manyhands.scaling import _amp
 from manyhands.scaling._average import Average, Debiased, PaperAverage
 from manyhands.scaling._batch import Batch, checked_passes, checked_scale, checked_smoothing
 from manyhands.scaling._measures import Norms, Plain
@@ -30,7 +28,7 @@ from manyhands.scaling._statistics import NoiseAverage
 from manyhands.scaling._tap import Accumulation, GradientTap
 
 
-class BoundOptimizer(Optimizer):
+class BoundOptimizer(AroundOptimizer):
     """A rule's ties: see `ScalingRuleBase` for the arguments."""
 
     #: GradScaler.step leaves the loss scale with us instead of unscaling (see `_amp.py`).
@@ -211,11 +209,6 @@ class BoundOptimizer(Optimizer):
             _ = self._optimizer  # raises
         return self._noise_meter
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer inside."""
-        return self._optimizer
-
     def unhook(self) -> None:
         """Stop listening to the parameters, and give the optimizer back as it was."""
         optimizer = self._optimizer
@@ -228,29 +221,6 @@ class BoundOptimizer(Optimizer):
     # -- as an Optimizer ---------------------------------------------------------------------
 
     _patch: OptimizerPatch | None = None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._optimizer.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else (hooks, the inner optimizer's own attributes) is the inner one's."""
-        inner = self.__dict__.get("_inner")
-        if inner is None or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(inner, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they are measured from the next backward pass on."""
@@ -316,12 +286,6 @@ class BoundOptimizer(Optimizer):
         twin = type(self).__new__(type(self))
         twin.__dict__ = self.__dict__
         return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} is not pickled: it is tied to its parameters by hooks. Save "
-            "state_dict(), and load it into a rule wrapped around the optimizer as before."
-        )
 
     # -- scale, accumulation, smoothing ------------------------------------------------------
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands import _amp
 from manyhands._dtensors import workers_of
-from manyhands.scaling import _amp
 from manyhands.scaling._batch import checked_passes, checked_smoothing
 from manyhands.scaling._measures import Plain
 from manyhands.scaling._noise import estimate

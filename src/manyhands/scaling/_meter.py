@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.scaling._amp import ScalerNews
+from manyhands._amp import ScalerNews
 from manyhands.scaling._noise import Reading
 from manyhands.scaling._sample import Sample
 from manyhands.scaling._statistics import NoiseAverage, is_finite

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.scaling import _amp, _state
+from manyhands import _amp
+from manyhands.scaling import _state
 from manyhands.scaling._binding import BoundOptimizer
 from manyhands.scaling._meter import Taken
 from manyhands.scaling._statistics import NoiseAverage

@@ -1,0 +1,438 @@
+"""The optimizer wrapper: step on your own, and meet the others once in a block.
+
+`step` is the inner optimizer's step; what comes after it is in `_sync.py`. Here is what a user
+sees: the options, their meaning, saving and loading.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands import _amp
+from manyhands._around import AroundOptimizer
+from manyhands._comm import Workers
+from manyhands.blocks import _state
+from manyhands.blocks._codec import codec_of
+from manyhands.blocks._extras import Buffers, rows_of, trained
+from manyhands.blocks._gradients import average_gradients
+from manyhands.blocks._outer import Average, Outer
+from manyhands.blocks._point import CommonPoint
+from manyhands.blocks._schedule import Every, Schedule
+from manyhands.blocks._sync import Sync
+from manyhands.blocks._team import Coming, Standing
+
+STATES = ("keep", "average", "reset", "average_moments")
+BUFFERS = ("average", "broadcast", "keep")
+
+
+class Blocks(AroundOptimizer):
+    """Let workers take steps of their own, and bring them together once in a block.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = mh.Blocks(optimizer, every=16, codec="int8")
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> optimizer.step()
+
+    It goes around any optimizer, and takes its place. Leave the model without
+    `DistributedDataParallel`: each worker follows its own gradients, and parameters differ until
+    the next meeting. `LocalSGD`, `BMUF`, `SlowMo` and `DiLoCo` are this class with the outer step
+    that the name says. One worker without a crew is bitwise the bare optimizer.
+
+    When it is made, every worker takes worker 0's parameters and buffers. Every worker has to call
+    `step` equally often. At the end of training, and before the model is evaluated or saved as
+    the common one, call `meet()` on all of them, or look at it `at_the_common_point()`.
+
+    An outer step of your own:
+
+    >>> class Signs(mh.Outer):
+    ...     memories = 0
+    ...     def step(self, anchor, gradient, memories):
+    ...         anchor.sub_(gradient.sign(), alpha=0.01)
+    >>> optimizer = mh.Blocks(optimizer.optimizer, Signs(), every=16)
+
+    Args:
+        optimizer: what each worker steps with.
+        outer: what becomes of the workers' mean; by default it is the next common point.
+        every: steps from one meeting to the next, or `Seconds`, or `ByDrift`.
+        codec: how differences travel: "float32", "bfloat16", "int8", "int4". What is lost in
+            rounding is kept and sent with the next.
+        overlap: steps for which training goes on while a mean is on its way. 0 waits for it.
+        fragments: parts of the model that meet one after the other, evenly over a block.
+        state: of the inner optimizer at a meeting: "keep" it, "average" it over the workers, or
+            "reset" it. "average_moments" averages Adam's only, as fairseq does.
+        buffers: of the model: "average" them, "broadcast" worker 0's, or "keep" each its own.
+        warmup: steps at the beginning in which gradients are averaged, as in DDP.
+        local_warmup: in these steps workers are on their own instead, and take worker 0's
+            parameters at the end, as in fairseq.
+        anchor_on_host: keep the common point and the outer memories in the host's memory.
+        model: whose buffers they are. It is found without, except after `gc.freeze()`.
+        process_group: who meet; all, by default.
+        inner_group: workers that have the same parameters, joined by a fast network, as under
+            DDP. Each of them meets for its share of the parameters. `process_group` is then
+            the group of those with the same rank in each inner group.
+        crew: who meet, where workers come and go: see `Crew`.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        outer: Outer | None = None,
+        *,
+        every: int | Every = 16,
+        codec: str = "float32",
+        overlap: int = 0,
+        fragments: int = 1,
+        state: str = "keep",
+        buffers: str = "average",
+        warmup: int = 0,
+        local_warmup: bool = False,
+        anchor_on_host: bool = False,
+        model: nn.Module | None = None,
+        process_group: Any = None,
+        inner_group: Any = None,
+        crew: Any = None,
+    ) -> None:
+        who, outer = type(self).__name__, outer or Average()
+        self._inner = _checked_optimizer(who, optimizer)
+        interval = every if isinstance(every, Every) else Every(every)
+        _check_outer(outer)
+        _check_choice("state", state, STATES)
+        _check_choice("buffers", buffers, BUFFERS)
+        _check_counts(overlap, fragments, warmup, interval)
+        if crew is not None and (process_group is not None or inner_group is not None):
+            raise ValueError(
+                f"{who} meets the workers of a process group or a crew's, and got both. A crew "
+                "makes a group of its own: leave process_group and inner_group out."
+            )
+        self._heeds_scaler = _amp.takes_news(optimizer)
+        self._options = {
+            "outer": repr(outer),
+            "every": repr(interval),
+            "codec": codec,
+            "overlap": overlap,
+            "fragments": fragments,
+            "state": state,
+            "buffers": buffers,
+            "warmup": warmup,
+            "local_warmup": local_warmup,
+        }
+        start = interval.first_start(warmup)
+        self._sync = Sync(
+            optimizer,
+            Standing(Workers.of(process_group)) if crew is None else Coming(crew),
+            CommonPoint(outer, codec_of(codec), fragments, anchor_on_host, _inner(inner_group)),
+            interval,
+            Schedule(interval.first, fragments, overlap, start),
+            warmup=warmup,
+            local_warmup=local_warmup,
+            state=state,
+            buffers=None if buffers == "keep" else Buffers(optimizer, model),
+            first_buffers_only=buffers == "broadcast",
+            fingerprint=float(zlib.crc32(repr(self._options).encode())),
+        )
+        self._begin(crew)
+
+    def _begin(self, crew: Any) -> None:
+        """Agree with the others, and have the same parameters as they."""
+        sync = self._sync
+        params = trained(self._optimizer)
+        if not any(group["params"] for group in self.param_groups):
+            raise ValueError("the optimizer has no parameters: every group is empty.")
+        if self.alone:
+            return
+        buffers = [] if sync.buffers is None else sync.buffers.tensors()
+        self._known = {id(param) for param in params}
+        sync.point.extend(params)
+        if isinstance(sync.team, Coming):
+            sync.team.join(-1)
+            sync.welcome()
+            sync._after_settling()
+            return
+        self._check_agreement(params, buffers)
+        sync.team.workers.send_first([*_locals(params), *_locals(buffers)])
+        sync.point.begin()
+
+    def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
+        mine = {
+            "options": self._sync.fingerprint,
+            "number of parameters": float(len(params)),
+            "number of elements": float(sum(param.numel() for param in params)),
+            "number of elements in buffers": float(sum(buffer.numel() for buffer in buffers)),
+        }
+        device = self.param_groups[0]["params"][0].device
+        workers = self._sync.team.workers
+        try:
+            workers.check_agreement(f"{type(self).__name__} and model", mine, device)
+        except ValueError as error:
+            told = workers.gather_text(repr(self._options), device)
+            if len(set(told)) == 1:
+                raise
+            listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told[:8]))
+            raise ValueError(f"workers were given different options:\n{listed}") from error
+
+    # -- what is known -------------------------------------------------------------------------
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to meet, ever."""
+        return not self._sync.team.elastic and self._sync.team.workers.size == 1
+
+    @property
+    def steps(self) -> int:
+        """Steps taken; a worker that has joined later goes on from the others' number."""
+        return self._sync.steps
+
+    @property
+    def meetings(self) -> int:
+        """Meetings held."""
+        return self._sync.meetings
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state of the synchronisation in plain numbers, for logs and `Record`."""
+        sync, news = self._sync, self._sync.news
+        inner = self._optimizer.snapshot() if hasattr(self._optimizer, "snapshot") else {}
+        return {
+            **inner,
+            "step": sync.steps,
+            "workers": sync.team.workers.size,
+            "meetings": sync.meetings,
+            "every": sync.schedule.length,
+            "distance": news.drift.distance,
+            "spread": news.drift.spread,
+            "cosine": news.drift.cosine,
+            "left_out": news.left_out_ever,
+            "undone": news.undone,
+            "waited": news.waited,
+        }
+
+    # -- stepping ------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Step the inner optimizer, and meet the others if it is time.
+
+        A step that a `GradScaler` skips is counted, so that workers stay together.
+        """
+        sync = self._sync
+        news = _amp.ScalerNews.left_on(self, self._optimizer)
+        if self.alone or sync.steps >= sync.warmup or sync.local_warmup:
+            if not self.alone:
+                self._take_in_what_has_thawed()
+            result = self._step_inner(news, closure, *args, **kwargs)
+        else:
+            result = self._step_together(news, closure, *args, **kwargs)
+        vars(self._optimizer)["_opt_called"] = True  # a scheduler of the inner optimizer asks
+        sync.steps += 1
+        if not self.alone:
+            with torch.no_grad():
+                sync.after_step()
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # hooks run in the inner optimizer's step
+
+    def _step_inner(self, news: _amp.ScalerNews, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        positional = args if closure is None else (closure, *args)
+        if not news.present:
+            return self._optimizer.step(*positional, **kwargs)
+        if self._heeds_scaler:
+            with _amp.handed_over(news, self._optimizer):
+                return self._optimizer.step(*positional, **kwargs)
+        if bool(news.found_inf):
+            return None
+        if news.grad_scale is not None:
+            _amp.unscale(self.param_groups, news.grad_scale)
+        return self._optimizer.step(*positional, **kwargs)
+
+    def _step_together(self, news: _amp.ScalerNews, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step along the mean of all workers' gradients."""
+
+        def averaged() -> bool:
+            if news.grad_scale is not None:
+                _amp.unscale(self.param_groups, news.grad_scale)
+            return average_gradients(self._sync, trained(self._optimizer))
+
+        if closure is None:
+            return self._optimizer.step(*args, **kwargs) if averaged() else None
+
+        def together() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            averaged()
+            return loss
+
+        return self._optimizer.step(together, *args, **kwargs)
+
+    def _take_in_what_has_thawed(self) -> None:
+        new = [p for p in trained(self._optimizer) if id(p) not in self._known]
+        if new:
+            self._known |= {id(param) for param in new}
+            with torch.no_grad():
+                self._sync.land()
+                self._sync.point.extend(new)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients."""
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every worker; they become worker 0's."""
+        self._optimizer.add_param_group(param_group)
+        if self.alone:
+            return
+        new = [p for p in trained(self._optimizer) if id(p) not in self._known]
+        workers = self._sync.team.workers
+        if isinstance(self._sync.team, Coming):
+            raise RuntimeError("a crew's workers need all parameters from the beginning.")
+        self._check_agreement(trained(self._optimizer), [])
+        self._sync.land()
+        workers.send_first(_locals(new))
+        self._take_in_what_has_thawed()
+
+    # -- meeting outside of the schedule -------------------------------------------------------
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Meet now, on every worker: parameters are the same on all of them afterwards."""
+        if not self.alone:
+            self._sync.meet_now()
+
+    @torch.no_grad()
+    def average_params(self) -> None:
+        """Set every worker's parameters to their mean, with no outer step."""
+        if not self.alone:
+            self._sync.land()
+            self._sync.hold(rows_of(trained(self._optimizer)))
+
+    @contextmanager
+    def at_the_common_point(self) -> Iterator[None]:
+        """Inside, the parameters are the last common point, the same on all workers.
+
+        >>> import torch, manyhands as mh
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = mh.Blocks(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with optimizer.at_the_common_point():
+        ...     loss = model(torch.ones(1, 2)).sum()
+
+        Nobody is asked, so one worker may do it by itself. Costs a copy of the parameters.
+        """
+        if self.alone or not self._sync.agreed:
+            yield
+            return
+        params = trained(self._optimizer)
+        with torch.no_grad():
+            kept = [param.detach().clone() for param in params]
+            self._sync.point.go_back()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for param, value in zip(params, kept, strict=True):
+                    param.copy_(value)
+
+    def finish(self) -> None:
+        """Meet a last time, and leave the crew: training is over on this worker."""
+        self.meet()
+        if isinstance(self._sync.team, Coming):
+            self._sync.team.crew.leave()
+
+    # -- saving and loading --------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, with what the synchronisation needs under "blocks".
+
+        Each worker has its own: parameters differ between meetings. With each one's own files
+        training goes on bit for bit; with worker 0's for all of them it goes on from there,
+        on any number of workers.
+        """
+        state: dict[str, Any] = self._optimizer.state_dict()
+        if not self.alone:
+            state[_state.KEY] = {"options": self._options, **_state.saved(self._sync)}
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, Any] | None = None
+    ) -> None:
+        """Continue from a `state_dict`; load the model's first.
+
+        `optimizer_overrides` are options of the parameter groups to have in place of those
+        that were saved (`{"lr": 0.01}`), or options of the blocks that have been changed on
+        purpose (`{"codec": "int8"}`), which are an error otherwise.
+        """
+        overrides = dict(optimizer_overrides or {})
+        changed = {name: overrides.pop(name) for name in self._options if name in overrides}
+        ours = _state.checked(state_dict, self._options, changed)
+        inner = {key: value for key, value in state_dict.items() if key != _state.KEY}
+        if ours is not None and not self.alone:
+            _state.check_fits(ours, self._sync)
+        self._optimizer.load_state_dict(inner)
+        for group in self.param_groups:
+            group.update(overrides)
+        if not self.alone:
+            with torch.no_grad():
+                _state.load(ours, self._sync)
+
+    def __repr__(self) -> str:
+        workers = self._sync.team.workers.size
+        options = ", ".join(f"{name}={value}" for name, value in self._options.items())
+        return f"{type(self).__name__}(workers={workers}, {options})\n{self._optimizer!r}"
+
+
+def _checked_optimizer(who: str, optimizer: Any) -> Optimizer:
+    if isinstance(optimizer, Blocks):
+        raise TypeError(f"{who} got an optimizer that is in blocks already: wrap it once.")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{who} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
+            f"{who}(SGD(parameters, lr=...))."
+        )
+    return optimizer
+
+
+def _check_outer(outer: Any) -> None:
+    if not isinstance(outer, Outer):
+        raise TypeError(
+            f"outer must be an outer step (a subclass of manyhands.Outer), got {outer!r}. "
+            "LocalSGD, BMUF, SlowMo and DiLoCo bring theirs along."
+        )
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_counts(overlap: int, fragments: int, warmup: int, every: Every) -> None:
+    if fragments < 1:
+        raise ValueError(f"fragments must be at least 1, got {fragments}.")
+    if warmup < 0:
+        raise ValueError(f"warmup is a number of steps and cannot be negative, got {warmup}.")
+    if not 0 <= overlap < every.least:
+        raise ValueError(
+            f"overlap must be less than the steps between two meetings ({every.least}), and not "
+            f"negative, got {overlap}. It is for how many steps a mean may be on its way."
+        )
+    if fragments > every.least:
+        raise ValueError(
+            f"{fragments} fragments need at least as many steps in a block, and every={every} "
+            f"may have {every.least}. Each fragment meets once in a block."
+        )
+
+
+def _inner(group: Any) -> Workers:
+    return Workers() if group is None else Workers.of(group)
+
+
+def _locals(tensors: list[Tensor]) -> list[Tensor]:
+    from manyhands._dtensors import local
+
+    return [local(tensor) for tensor in tensors]

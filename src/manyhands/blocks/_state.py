@@ -1,0 +1,80 @@
+"""What a worker saves of the synchronisation, and how it is taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.blocks._sync import Sync
+
+KEY = "blocks"
+FORMAT = 1
+
+
+def saved(sync: Sync) -> dict[str, Any]:
+    """Everything a bitwise continuation needs; waits for what is under way to arrive."""
+    workers = sync.team.workers
+    return {
+        "format": FORMAT,
+        "workers": [workers.size, workers.rank],
+        **sync.common_state(),
+        "residual": [segment.residual for segment in sync.point.segments],
+        "pending": [pending.saved() for pending in sync.pending],
+        "counts": [sync.news.left_out_ever, sync.news.undone],
+    }
+
+
+def checked(
+    state: Mapping[str, Any], options: Mapping[str, Any], changed: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Our part of a state dict (None: it was of one worker, or of the bare optimizer)."""
+    if KEY not in state:
+        return None
+    ours = state[KEY]
+    if not isinstance(ours, dict) or ours.get("format") != FORMAT:
+        raise ValueError(
+            'the "blocks" part of this state dict is not one that this version of manyhands has '
+            "written. Load it with the version that saved it."
+        )
+    before = {**ours["options"], **{name: options[name] for name in changed}}
+    differ = [name for name in options if before.get(name) != options[name]]
+    if differ:
+        listed = "; ".join(f"{n}: saved {before.get(n)}, now {options[n]}" for n in differ)
+        override = f"{{{differ[0]!r}: {options[differ[0]]!r}}}"
+        raise ValueError(
+            f"this state dict is of a run with other options: {listed}. Make the optimizer with "
+            "the options it was saved with, or say that the change is meant: "
+            f"load_state_dict(state, optimizer_overrides={override})."
+        )
+    return ours
+
+
+def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
+    sizes = [anchor.numel() for anchor in ours["anchor"]]
+    here = [segment.anchor.numel() for segment in sync.point.segments]
+    if sizes != here:
+        raise ValueError(
+            f"this state dict is of {sum(sizes):,} elements in {len(sizes)} types of parameters, "
+            f"and the optimizer has {sum(here):,} in {len(here)}. Load it into one made for the "
+            "same model (and the same size of inner_group)."
+        )
+
+
+def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
+    """Go on from there; from the parameters as they are, if nothing was saved."""
+    sync.pending.clear()
+    if ours is None:
+        sync.point.begin()
+        return
+    sync.load_common(dict(ours))
+    workers = sync.team.workers
+    if list(ours["workers"]) == [workers.size, workers.rank]:
+        for segment, residual in zip(sync.point.segments, ours["residual"], strict=True):
+            if segment.residual is not None and residual is not None:
+                segment.residual.copy_(residual)
+    else:
+        sync.point.forget_residuals()
+    sync.agreed = ours["steps"] > sync.warmup or not sync.local_warmup
+    sync.news.left_out_ever, sync.news.undone = ours["counts"]
+    for pending in ours["pending"]:
+        sync.take_up(pending)

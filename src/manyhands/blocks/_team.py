@@ -1,0 +1,127 @@
+"""Who meets: the workers of a process group, which is fixed, or a crew, whose members come and go.
+
+A meeting may run in a thread of its own (an *errand*), so that training goes on meanwhile and so
+that a worker that is gone can be noticed while others wait for its messages. Errands of a group
+follow each other: their messages must not mix.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from manyhands._comm import Workers
+from manyhands.blocks._meeting import Disagreement, Outcome
+
+Meeting = Callable[[Workers], Outcome]
+
+
+class Errand(threading.Thread):
+    """A meeting on its way."""
+
+    def __init__(self, meeting: Meeting, workers: Workers, before: Errand | None) -> None:
+        super().__init__(name="manyhands meeting", daemon=True)
+        self._meeting, self._workers, self._before = meeting, workers, before
+        self._done = threading.Event()
+        self.outcome: Outcome | None = None
+        self.error: BaseException | None = None
+
+    @classmethod
+    def come_back(cls, outcome: Outcome) -> Errand:
+        """One that is over, with this outcome."""
+        errand = cls(lambda _: outcome, Workers(), None)
+        errand.run()
+        return errand
+
+    def run(self) -> None:
+        before, self._before = self._before, None
+        try:
+            if before is not None:
+                before.finished()
+                if before.error is not None:
+                    raise before.error
+            self.outcome = self._meeting(self._workers)
+        except BaseException as error:
+            self.error = error
+        finally:
+            del self._meeting
+            self._done.set()
+
+    def finished(self, seconds: float | None = None) -> bool:
+        """Wait (up to so many seconds) for its end; whether it is over."""
+        return self._done.wait(seconds)
+
+
+class Team(Protocol):
+    """What the synchronisation needs of those who meet."""
+
+    workers: Workers
+    elastic: bool
+
+    @property
+    def regroup_due(self) -> bool:
+        """Whether the workers have to find together again before they go on."""
+
+    def settle(self, errand: Errand) -> Outcome | None:
+        """Wait for a meeting, and agree that it has taken place; None: it has not, on anybody."""
+
+    def regroup(self, version: int) -> None:
+        """Find together again. Afterwards the workers may be others."""
+
+
+class Standing:
+    """The workers of a process group."""
+
+    elastic = False
+    regroup_due = False
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    def settle(self, errand: Errand) -> Outcome | None:
+        errand.finished()
+        if errand.error is not None:
+            raise errand.error
+        return errand.outcome
+
+    def regroup(self, version: int) -> None:
+        raise AssertionError("a process group is fixed")
+
+
+class Coming:
+    """The members of a crew."""
+
+    elastic = True
+
+    def __init__(self, crew: Any) -> None:
+        self.crew = crew
+        self.workers = Workers()
+
+    @property
+    def regroup_due(self) -> bool:
+        return self.crew.regroup_due
+
+    def settle(self, errand: Errand) -> Outcome | None:
+        try:
+            self.crew.wait(errand.finished)
+        except RuntimeError:  # somebody is lost: WorkerLost, or a lost store, which settle repeats
+            self.crew.abort()
+        if isinstance(errand.error, Disagreement):
+            raise errand.error
+        arrived = errand.finished(0) and errand.error is None
+        kept = self.crew.settle(arrived)
+        return errand.outcome if kept else None
+
+    def join(self, version: int) -> None:
+        self.crew.join(version)
+        self._take_workers()
+
+    def regroup(self, version: int) -> None:
+        self.crew.abort()
+        self.crew.regroup(version)
+        self._take_workers()
+
+    def _take_workers(self) -> None:
+        crew = self.crew
+        self.workers = Workers(crew.size, crew.rank, crew.group, own_group=True)
