@@ -15,16 +15,24 @@ Make = Callable[[Optimizer, int, nn.Module | None], Any]
 
 
 def local_sgd(**options: Any) -> Make:
-    return lambda optimizer, every, model: mh.LocalSGD(optimizer, every=every, **options)
+    return lambda optimizer, every, model: mh.LocalSGD(
+        optimizer, every=every, model=model, **options
+    )
 
 
 def bmuf(lr: float, momentum: float, **options: Any) -> Make:
     return lambda optimizer, every, model: mh.BMUF(
-        optimizer, block_lr=lr, block_momentum=momentum, global_sync_iter=every, **options
+        optimizer,
+        block_lr=lr,
+        block_momentum=momentum,
+        global_sync_iter=every,
+        warmup_iterations=0,
+        model=model,
+        **options,
     )
 
 
 def diloco(lr: float, momentum: float, **options: Any) -> Make:
     return lambda optimizer, every, model: mh.DiLoCo(
-        optimizer, lr=lr, momentum=momentum, every=every, **options
+        optimizer, lr=lr, momentum=momentum, every=every, model=model, **options
     )
