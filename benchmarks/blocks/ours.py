@@ -36,3 +36,9 @@ def diloco(lr: float, momentum: float, **options: Any) -> Make:
     return lambda optimizer, every, model: mh.DiLoCo(
         optimizer, lr=lr, momentum=momentum, every=every, model=model, **options
     )
+
+
+def finish(optimizer: Any) -> None:
+    """Let what is under way arrive, before processes end."""
+    if PRESENT and isinstance(optimizer, mh.Blocks):
+        optimizer.meet()

@@ -9,6 +9,7 @@ from typing import Any
 from sharding.models import Size
 from torch.optim import AdamW
 
+from blocks import ours
 from blocks.contenders import Contender
 from blocks.model import Pretended
 from sharding import traffic
@@ -44,12 +45,10 @@ class Stepping:
             for _ in range(length):
                 self.step()
             walls.append((time.perf_counter() - began) / length)
+        cpu, sent = time.process_time() - cpu, traffic.bytes_sent() - sent
+        ours.finish(self.optimizer)
         steps = blocks * length
-        return {
-            "wall": walls,
-            "cpu": (time.process_time() - cpu) / steps,
-            "sent": (traffic.bytes_sent() - sent) / steps,
-        }
+        return {"wall": walls, "cpu": cpu / steps, "sent": sent / steps}
 
 
 def stepping(contender: Contender, size: Size, every: int) -> Callable[[int], Callable[..., Any]]:
