@@ -51,6 +51,7 @@ class Setting:
 
     size: Size
     every: int  # steps of a block
+    warm_up: int  # blocks that are not measured
     blocks: int
     seconds: float  # that a step "computes"
     stepwise: int  # steps of who sends in each
@@ -60,17 +61,17 @@ class Setting:
         if contender.name in STEPWISE:
             return {"warm_up": 1, "blocks": 1, "length": self.stepwise, "seconds": self.seconds}
         return {
-            "warm_up": self.every,
+            "warm_up": self.warm_up * self.every,
             "blocks": self.blocks,
             "length": self.every,
             "seconds": self.seconds,
         }
 
 
-SLOW_LINE = Setting(SIZE, every=16, blocks=2, seconds=0.3, stepwise=2)
-LONG_BLOCKS = Setting(SIZE, every=100, blocks=1, seconds=0.0, stepwise=3)
-QUICK_LINE = Setting(QUICK, every=16, blocks=1, seconds=0.02, stepwise=2)
-QUICK_BLOCKS = Setting(QUICK, every=20, blocks=1, seconds=0.0, stepwise=2)
+SLOW_LINE = Setting(SIZE, every=16, warm_up=1, blocks=2, seconds=0.3, stepwise=2)
+LONG_BLOCKS = Setting(SIZE, every=100, warm_up=0, blocks=1, seconds=0.0, stepwise=3)
+QUICK_LINE = Setting(QUICK, every=16, warm_up=1, blocks=1, seconds=0.02, stepwise=2)
+QUICK_BLOCKS = Setting(QUICK, every=20, warm_up=0, blocks=1, seconds=0.0, stepwise=2)
 WORLDS = (2, 8)
 
 

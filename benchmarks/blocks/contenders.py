@@ -182,4 +182,4 @@ SLOW = {
     )
 }
 INT4 = diloco("int4")
-BYTES = {contender.name: contender for contender in (DDP, DDP_HALVES, POST_LOCAL, BMUF, INT4)}
+BYTES = {contender.name: contender for contender in (DDP, DDP_HALVES, BMUF, INT4)}

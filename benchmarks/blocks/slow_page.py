@@ -123,9 +123,9 @@ sudo python benchmarks/blocks_slow_link.py      # Linux, with /dev/net/tun
 
 ## How much is sent at H = 100
 
-Counted between processes of one host, without the slow line; over a block of 100 steps after a
-first one (DDP: 3 steps after one). That a run begins with everyone on rank 0's parameters is in the
-first block, which is left out.
+Counted between processes of one host, without the slow line, over a block of 100 steps (DDP: 3
+steps after a first one). That everyone takes rank 0's parameters before the first step, which DDP
+does as well, is left out.
 
 {bytes_table}
 
