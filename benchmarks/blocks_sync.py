@@ -1,6 +1,6 @@
 """What does one synchronisation of a block cost?
 
-    python benchmarks/blocks_sync.py               three minutes; writes the page
+    python benchmarks/blocks_sync.py               five minutes; writes the page
     python benchmarks/blocks_sync.py --quick       a smoke test: a small model, writes nothing
     python benchmarks/blocks_sync.py --only BMUF   whose names contain it; writes nothing
 

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from blocks import ours
 from blocks.recurrence import PerTensor
 
-BLOCK: dict[str, float] = {"lr": 1.0, "momentum": 0.875}  # fairseq's
-DILOCO: dict[str, float] = {"lr": 0.7, "momentum": 0.9}  # the paper's
+BLOCK: dict[str, Any] = {"lr": 1.0, "momentum": 0.875}  # fairseq's
+DILOCO: dict[str, Any] = {"lr": 0.7, "momentum": 0.9}  # the paper's
 EXACT = 1e-4
 ROUNDED = {"bfloat16": 0.01, "int8": 0.02, "int4": 0.2}
 

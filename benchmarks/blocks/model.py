@@ -16,7 +16,7 @@ PARTS = 8  # pieces of the pretended forward and backward pass
 FORWARD = 1 / 3  # of the time is spent in the forward pass
 
 
-def parameters(size: Size) -> list[nn.Parameter]:
+def parameters(size: Size) -> list[Tensor]:
     """The same on every rank."""
     return list(decoder(size).parameters())
 

@@ -60,7 +60,7 @@ def table(rows: list[Row]) -> str:
             f"{row.kept:.2f}",
             f"{row.most:.2f}",
             f"{row.resident:.2f}",
-            f"{row.apart:.0e}",
+            f"{row.apart:.0e}" if row.apart else "0",
         ]
         lines.append(f"| {row.name} | {row.formula} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -30,7 +30,8 @@ class Still(Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0})
 
-    def step(self, closure: Any = None) -> None: ...
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
 
 
 class Syncing:
@@ -92,7 +93,7 @@ def _drifts(size: Size, rank: int) -> list[Tensor]:
     return model.gradients(model.parameters(size), rank)
 
 
-def _sampled(params: list[Any]) -> Tensor:
+def _sampled(params: list[Tensor]) -> Tensor:
     parts = [p.detach().reshape(-1) for p in params]
     return torch.cat([part[:: max(1, len(part) // SAMPLED)] for part in parts])
 
