@@ -42,15 +42,20 @@ def make() -> None:
     print(f"{FOLDER.name}/ is ready.")
 
 
+def this_checkout() -> None:
+    """Put this checkout's manyhands on the path, here and in processes that are started."""
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    sys.path.insert(0, paths[0])
+
+
 def run_again_beside_peers() -> bool:
     """Restart this script in .peers/, if that was made; returns whether it runs there.
 
     Where it was not, the benchmark goes on without the peers, in the environment it has. Either
     way this checkout's manyhands is put on the path, for processes that are started as well.
     """
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    sys.path.insert(0, paths[0])
+    this_checkout()
     if Path(sys.prefix).resolve() == FOLDER.resolve():
         return True
     if not READY.exists():

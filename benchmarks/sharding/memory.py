@@ -77,7 +77,7 @@ class Seen:
 def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
     """Train a few steps, and look at the last."""
     batches = models.batches(size, rank)
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     with Held(batches) as held:
         model = models.decoder(size)
         trained = contender.make(model)
@@ -100,11 +100,11 @@ def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
     trained.optimizer.step()
     trained.finish()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    resident = _resident("VmHWM") - before
-    return Seen(parameters, after_backward, between_steps, most, resident, collectives)
+    grown = resident("VmHWM") - before
+    return Seen(parameters, after_backward, between_steps, most, grown, collectives)
 
 
-def _resident(what: str) -> int:
+def resident(what: str) -> int:
     """A figure of /proc/self/status, in bytes."""
     for line in Path(f"/proc/{os.getpid()}/status").read_text().splitlines():
         if line.startswith(what + ":"):

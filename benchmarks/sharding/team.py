@@ -17,6 +17,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,14 +33,17 @@ Work = Callable[[int], Callable[[dict[str, Any]], Any]]
 class Team:
     """N ranks in a gloo group of their own."""
 
-    def __init__(self, ranks: int, work: Work) -> None:
+    def __init__(
+        self, ranks: int, work: Work, enter: Callable[[int], object] = lambda rank: None
+    ) -> None:
+        """`enter(rank)` is called first in each process: it may take it to another host."""
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._ranks = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            given = (rank, ranks, self._folder.name, work, theirs)
+            given = (rank, ranks, self._folder.name, work, enter, theirs)
             process = context.Process(target=_live, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -61,7 +65,8 @@ class Team:
 
     def __exit__(self, *_: object) -> None:
         for pipe in self._pipes:  # closing it is not enough: later teams inherited our end
-            pipe.send_bytes(LEAVE)
+            with suppress(BrokenPipeError):  # an interrupt has ended it
+                pipe.send_bytes(LEAVE)
         for process in self._ranks:
             process.join(timeout=10)
             if process.is_alive():
@@ -69,7 +74,15 @@ class Team:
         self._folder.cleanup()
 
 
-def _live(rank: int, ranks: int, folder: str, work: Work, pipe: Connection) -> None:
+def _live(
+    rank: int,
+    ranks: int,
+    folder: str,
+    work: Work,
+    enter: Callable[[int], object],
+    pipe: Connection,
+) -> None:
+    enter(rank)
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group(

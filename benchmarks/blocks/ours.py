@@ -1,0 +1,44 @@
+"""manyhands' ways to synchronise: the only file here that knows their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import manyhands as mh
+
+PRESENT = hasattr(mh, "BMUF")
+Make = Callable[[Optimizer, int, nn.Module | None], Any]
+
+
+def local_sgd(**options: Any) -> Make:
+    return lambda optimizer, every, model: mh.LocalSGD(
+        optimizer, every=every, model=model, **options
+    )
+
+
+def bmuf(lr: float, momentum: float, **options: Any) -> Make:
+    return lambda optimizer, every, model: mh.BMUF(
+        optimizer,
+        block_lr=lr,
+        block_momentum=momentum,
+        global_sync_iter=every,
+        warmup_iterations=0,
+        model=model,
+        **options,
+    )
+
+
+def diloco(lr: float, momentum: float, **options: Any) -> Make:
+    return lambda optimizer, every, model: mh.DiLoCo(
+        optimizer, lr=lr, momentum=momentum, every=every, model=model, **options
+    )
+
+
+def finish(optimizer: Any) -> None:
+    """Let what is under way arrive, before processes end."""
+    if PRESENT and isinstance(optimizer, mh.Blocks):
+        optimizer.meet()

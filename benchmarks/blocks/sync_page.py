@@ -1,0 +1,164 @@
+"""The table, the verdict and the page of `blocks_sync.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rounds import Ratio
+
+from blocks.contenders import BMUF, CONTROL, FLAT, LOCAL_SGD, PER_TENSOR
+
+PAGE_AT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "blocks-sync.md"
+FASTER = 1.5  # the aim: times as fast as one all-reduce for each tensor
+KEPT = 2.05  # models: an anchor, a momentum, and some numbers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to synchronise."""
+
+    name: str
+    formula: str
+    wall_ms: float
+    least_ms: float
+    cpu_ms: float  # of both ranks, all threads
+    speed: Ratio  # wall of one all-reduce for each tensor, with momentum, over its own
+    cpu_speed: Ratio  # the same of CPU time
+    beside_torch: Ratio  # wall of torch's PeriodicModelAverager over its own
+    sent: int  # bytes, by a rank
+    collectives: int
+    apart: float  # from the formula written out, over how far parameters have moved
+    kept: float  # between synchronisations, beside parameters and gradients, in models
+    most: float  # more during one, counted by tensors
+    resident: float  # the same, counted by pages of the process
+
+
+def restored(stored: dict[str, Any]) -> Row:
+    ratios = {key: Ratio(**stored[key]) for key in ("speed", "cpu_speed", "beside_torch")}
+    return Row(**{**stored, **ratios})
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| contender | formula | wall ms, median | least | × per tensor's speed | 95 % "
+        "| CPU ms, both ranks | × by CPU | MB sent | collectives "
+        "| kept, models | more at its peak | by pages | from the formula |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        cells = [
+            f"{row.wall_ms:,.0f}",
+            f"{row.least_ms:,.0f}",
+            f"{row.speed.value:.2f}",
+            f"{row.speed.low:.2f}–{row.speed.high:.2f}",
+            f"{row.cpu_ms:,.0f}",
+            f"{row.cpu_speed.value:.2f}",
+            f"{row.sent / 1e6:.1f}",
+            str(row.collectives),
+            f"{row.kept:.2f}",
+            f"{row.most:.2f}",
+            f"{row.resident:.2f}",
+            f"{row.apart:.0e}" if row.apart else "0",
+        ]
+        lines.append(f"| {row.name} | {row.formula} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdict(rows: list[Row]) -> str:
+    """Each aim, and whether it is met."""
+    named = {row.name: row for row in rows}
+    if BMUF.name not in named or LOCAL_SGD.name not in named:
+        return "- No verdict: manyhands' own were not measured."
+    bmuf, average = named[BMUF.name], named[LOCAL_SGD.name]
+    torch_s = average.beside_torch
+    most = max((named[name] for name in named if _ours_unrounded(named[name])), key=_all_held)
+    return "\n".join(
+        [
+            f"- **With momentum, at least {FASTER} × as fast as one all-reduce for each tensor:** "
+            f"{_met(bmuf.speed.value >= FASTER)}, {bmuf.speed.value:.2f} × by wall time (95 %: "
+            f"{bmuf.speed.low:.2f} to {bmuf.speed.high:.2f}), {bmuf.cpu_speed.value:.2f} × by "
+            "CPU time.",
+            "- **A plain average is no slower than torch's PeriodicModelAverager:** "
+            f"{_no_slower(torch_s)}, {torch_s.value:.2f} × its speed (95 %: {torch_s.low:.2f} to "
+            f"{torch_s.high:.2f}).",
+            "- **No copy of the whole model beyond the anchor and the outer momentum:** "
+            f"{_met(most.kept <= KEPT and max(most.most, most.resident) < 1)}; {most.name} keeps "
+            f"{most.kept:.2f} models between synchronisations and has {most.most:.2f} more during "
+            f"one ({most.resident:.2f} by pages).",
+        ]
+    )
+
+
+def _ours_unrounded(row: Row) -> bool:
+    return row.name.startswith("manyhands") and row.name.endswith("float32")
+
+
+def _all_held(row: Row) -> float:
+    return row.kept + max(row.most, row.resident)
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "**not met**"
+
+
+def _no_slower(speed: Ratio) -> str:
+    if speed.value >= 1:
+        return "met"
+    return "met within the noise" if speed.high >= 1 else "**not met**"
+
+
+PAGE = """# What one synchronisation costs
+
+A block of local steps ends when ranks agree on a common point. Here that is measured by itself:
+{elements:.1f} M parameters in {tensors} tensors, on 2 ranks that talk through gloo on one machine
+and have one thread each. Measured on {machine}, with {versions}. Other work on the machine when the
+run began and ended: a load average of {load[0]} and {load[1]} (the second includes the run's own
+processes).
+
+```bash
+python benchmarks/blocks_sync.py
+```
+
+{verdict}
+
+{table}
+
+- "{per_tensor}" is fairseq's block momentum (Chen & Huo, 2016). fairseq itself is awkward to
+  install today: `benchmarks/blocks/recurrence.py` is its published recurrence with its number of
+  collectives, one all-reduce for each tensor, and without the third copy of the model that fairseq
+  keeps, which is in its favour. "{flat}" puts all parameters into one tensor, sums that and copies
+  it back.
+- "× per tensor's speed" is the wall time of "{per_tensor}" over the contender's, a ratio of medians
+  over {rounds} rounds with its bootstrap interval: **above 1 is faster.** Every contender has
+  processes of its own; they take turns in an order drawn anew in each round. **"{control}" is the
+  same a second time: what it is away from 1 is noise.** "Least" is the quickest of all rounds.
+- Before anything is measured, every contender makes 3 synchronisations beside its formula written
+  out tensor by tensor. "From the formula" is how far it ends from that, over how far the parameters
+  have moved: in float32 what rounding leaves, with a codec what the codec leaves. All ranks end at
+  the same bits.
+- Bytes are what a rank's sockets have sent, collectives those that it starts, a message between two
+  ranks counted as one.
+- Memory is in units of the model's parameters. "Kept" is what a rank has between synchronisations
+  beside parameters and gradients: with momentum an anchor and the momentum, with a codec that
+  rounds also what rounding has left. "More at its peak" is what tensors it makes meanwhile, "by
+  pages" what the process grows by, which includes gloo's own buffers, and leaves out what the
+  process had freed and not given back.
+"""
+
+
+def write(result: dict[str, Any]) -> None:
+    """The page of a run."""
+    rows = [restored(row) for row in result["rows"]]
+    known = {name: result[name] for name in ("machine", "versions", "load", "tensors", "rounds")}
+    page = PAGE.format(
+        elements=result["elements"] / 1e6,
+        verdict=verdict(rows),
+        table=table(rows),
+        per_tensor=PER_TENSOR.name,
+        flat=FLAT.name,
+        control=CONTROL.name,
+        **known,
+    )
+    PAGE_AT.write_text(page)

@@ -1,0 +1,137 @@
+"""A rank that moves away from the others, and synchronises when it is told to.
+
+The inner optimizer does nothing, so a step of every contender is a synchronisation, and only that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharding.models import Size
+from torch import Tensor
+from torch.optim import Optimizer
+
+from blocks import model
+from blocks.contenders import REFERENCES, Contender
+from sharding import memory, traffic
+
+COMPARED = 3  # synchronisations before parameters are compared
+SAMPLED = 16  # elements of each tensor that are compared
+
+
+class Still(Optimizer):
+    """An optimizer whose steps change nothing."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+class Syncing:
+    """One rank of a contender; every order is carried out by all ranks together."""
+
+    def __init__(self, contender: Contender, size: Size, drifts: list[Tensor]) -> None:
+        self.contender, self.size, self.drifts = contender, size, drifts
+        self.params = model.parameters(size)
+        for param, drift in zip(self.params, drifts, strict=True):
+            param.grad = drift  # torch's averager leaves out what has none
+        self.optimizer = contender.make(Still(self.params), 1, None)
+
+    @torch.no_grad()
+    def drift(self) -> None:
+        """What the steps of a block do: each rank goes elsewhere."""
+        torch._foreach_add_(self.params, self.drifts)
+
+    def compared(self) -> dict[str, Any]:
+        """How far this is from the formula written out, over how far it has moved."""
+        start = self._sample()
+        for _ in range(COMPARED):
+            self.drift()
+            self.optimizer.step()
+        found = self._sample()
+        params = model.parameters(self.size)
+        written_out = REFERENCES[self.contender.formula](Still(params), 1, None)
+        for _ in range(COMPARED):
+            with torch.no_grad():
+                torch._foreach_add_(params, self.drifts)
+            written_out.step()
+        expected = _sampled(params)
+        apart = (found - expected).norm() / (expected - start).norm()
+        everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, found)
+        return {"apart": float(apart), "agree": all(torch.equal(found, x) for x in everyone)}
+
+    def _sample(self) -> Tensor:
+        return _sampled(self.params)
+
+    def timed(self) -> dict[str, float]:
+        """Wall and CPU seconds (of all threads) and bytes sent by one synchronisation."""
+        self.drift()
+        dist.barrier()
+        wall, cpu, sent = time.perf_counter(), time.process_time(), traffic.bytes_sent()
+        self.optimizer.step()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        dist.barrier()
+        return {"wall": wall, "cpu": cpu, "sent": traffic.bytes_sent() - sent}
+
+    def counted(self) -> list[tuple[str, int]]:
+        """The collectives of a synchronisation."""
+        self.drift()
+        with traffic.collectives() as seen:
+            self.optimizer.step()
+        return seen
+
+
+def _drifts(size: Size, rank: int) -> list[Tensor]:
+    return model.gradients(model.parameters(size), rank)
+
+
+def _sampled(params: list[Tensor]) -> Tensor:
+    parts = [p.detach().reshape(-1) for p in params]
+    return torch.cat([part[:: max(1, len(part) // SAMPLED)] for part in parts])
+
+
+def syncing(contender: Contender, size: Size) -> Callable[[int], Callable[..., Any]]:
+    """What a team's ranks do (`team.Work`)."""
+
+    def work(rank: int) -> Callable[[dict[str, Any]], Any]:
+        one = Syncing(contender, size, _drifts(size, rank))
+        return lambda order: getattr(one, order["do"])()
+
+    return work
+
+
+def held(contender: Contender, size: Size) -> Callable[[int], Callable[..., Any]]:
+    """What a team's ranks do to find out what they hold, in units of the parameters."""
+
+    def work(rank: int) -> Callable[[dict[str, Any]], Any]:
+        return lambda _: _held(contender, size, rank)
+
+    return work
+
+
+def _held(contender: Contender, size: Size, rank: int) -> dict[str, float]:
+    drifts = _drifts(size, rank)
+    with memory.Held(drifts) as tensors:
+        one = Syncing(contender, size, drifts)
+        for _ in range(2):
+            one.drift()
+            one.optimizer.step()
+        dist.barrier()  # gloo's thread has let go of the last tensor
+        unit = sum(p.numel() * p.element_size() for p in one.params)
+        kept = tensors.now() - unit
+        tensors.most = 0
+        one.optimizer.step()
+        most = tensors.most - kept - unit
+    Path("/proc/self/clear_refs").write_text("5")  # the most of resident memory counts from here
+    before = memory.resident("VmRSS")
+    one.optimizer.step()
+    resident = memory.resident("VmHWM") - before
+    return {"kept": kept / unit, "most": most / unit, "resident": resident / unit}
