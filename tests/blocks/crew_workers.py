@@ -129,35 +129,33 @@ def train(
         log("settled", generation=generation, meeting=meeting, kept=kept, arrived=arrived)
         return kept
 
+    def regroup() -> None:
+        hook("regroup", crew)
+        crew.regroup(version)
+        entered()
+
     crew.join(version)
     entered()
+    brought = False
     while version < meetings:
-        if crew.newcomers:
+        if not brought and crew.newcomers:
             told = torch.cat([state, torch.tensor([float(max(version, 0))])])
             hook("state", crew)
-            if not meet(lambda told=told: broadcast(crew, told)):
-                hook("regroup", crew)
-                crew.regroup(version)
-                entered()
-                continue
-            state, version = told[:-1].clone(), int(told[-1])
+            if brought := meet(lambda told=told: broadcast(crew, told)):
+                state, version = told[:-1].clone(), int(told[-1])
         elif version < 0:
             version = 0
-        if crew.regroup_due:
-            crew.regroup(version)
-            entered()
-            continue
-        hook("steps", crew)
-        time.sleep(steps)
-        mean = torch.ones(1000)
-        hook("exchange", crew)
-        if meet(lambda mean=mean: average(crew, mean)):
-            state, version = state + mean, version + 1
-            assert state.unique().tolist() == [float(version)], (state, version)
+        else:
+            hook("steps", crew)
+            time.sleep(steps)
+            mean = torch.ones(1000)
+            hook("exchange", crew)
+            if meet(lambda mean=mean: average(crew, mean)):
+                state, version = state + mean, version + 1
+                assert state.unique().tolist() == [float(version)], (state, version)
         if crew.regroup_due and version < meetings:
-            hook("regroup", crew)
-            crew.regroup(version)
-            entered()
+            regroup()
+            brought = False
     crew.leave()
     log("done", version=version)
 

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.blocks._board import PLACE, Board
-from manyhands.blocks._line import Line, StoreLost
+from manyhands.blocks._line import Line, StoreLost, address
 from manyhands.blocks._links import Links
 from manyhands.blocks._pulse import Pulse
 from manyhands.blocks._roster import Roster, number_of
@@ -77,6 +77,8 @@ class Crew:
         patience: float | None = None,
     ) -> None:
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
+        if self.store:
+            address(self.store)  # or an error
         own = _given(number, "MANYHANDS_WORKER", int, None if self.store else 0)
         if own is None:
             raise ValueError(
