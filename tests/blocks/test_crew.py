@@ -6,8 +6,8 @@ import signal
 import time
 
 import pytest
-from crew_workers import Store, Team
 
+from crew_workers import Store, Team
 from manyhands.blocks import _crew, _line
 from manyhands.blocks._crew import Crew, CrewFinished
 from manyhands.blocks._line import StoreLost
@@ -92,7 +92,7 @@ def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
         team.met(0, 3)
         if place == "regroup":
             team.start([3], 100)
-        team.until(lambda: [0, 1, 2] != team.events(0, "entered")[-1]["members"])
+        team.until(lambda: team.events(0, "entered")[-1]["members"] != [0, 1, 2])
         team.met(0, 8)
         team.wake(1)
         team.finish()
@@ -245,7 +245,7 @@ def test_a_frozen_store_is_an_error_too(store, tmp_path, monkeypatch):
 
 def test_a_store_that_was_never_there_is_an_error(monkeypatch):
     monkeypatch.setattr(_line, "LIMIT", 0.3)
-    with pytest.raises(StoreLost, match="127.0.0.1:9 is lost: nobody listens"):
+    with pytest.raises(StoreLost, match=r"127\.0\.0\.1:9 is lost: nobody listens"):
         Crew("127.0.0.1:9", number=0).join()
 
 

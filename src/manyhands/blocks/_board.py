@@ -51,8 +51,7 @@ class Board:
 
     def listen(self) -> None:
         roster = self.roster
-        ids = [*roster.ids, *(member.id for member in roster.waiting)]
-        ids = [id for id in dict.fromkeys(ids) if id not in roster.gone]
+        ids = [id for id in dict.fromkeys(roster.everyone) if id not in roster.gone]
         keys = [f"{PLACE}beat/{id}" for id in ids]
         values = self.line.call("multi_get", keys) if keys else []
         self.pulse.look(dict(zip(ids, values, strict=True)), time.monotonic())
@@ -67,10 +66,10 @@ class Board:
                 break
         return self.roster
 
-    def report(self, number: int) -> None:
-        """The worker of this number is dead: its launcher has seen it end."""
+    def report(self, number: int, left: bool = False) -> None:
+        """The worker of this number is dead, or done: its launcher has seen it end."""
         self.look()
-        self.change(lambda roster: roster.without_number(number))
+        self.change(lambda roster: roster.without_number(number, left))
 
     def sweep(self, generation: int, meeting: int) -> None:
         """Delete what was needed for connecting, and to count at earlier meetings."""

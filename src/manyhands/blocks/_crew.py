@@ -270,8 +270,7 @@ class Crew:
             self.regroup_due = False
             if self._connect():
                 return
-            generation = self.generation
-            board.change(lambda roster: roster.undo(generation, 0))
+            board.change(lambda roster: roster.undo(self.generation, 0))
 
     def _begin_life(self) -> None:
         """Take an id that nobody has had: whoever was here before under our number is not us."""

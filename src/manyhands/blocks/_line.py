@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import TCPStore
 
 LIMIT = 30.0  # seconds that the store has for an answer, and to be there at all
 
@@ -67,7 +68,7 @@ class Line:
     @staticmethod
     def can(name: str) -> bool:
         """Whether this torch's store has such a method."""
-        return hasattr(dist.TCPStore, name)
+        return hasattr(TCPStore, name)
 
     def beat(self, key: str) -> None:
         """Count up this key from now on."""
@@ -142,4 +143,4 @@ def connect(store: str) -> Any:
                 raise OSError(f"nobody listens there ({error})") from error
             time.sleep(0.1)
     limit = timedelta(seconds=LIMIT)
-    return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+    return TCPStore(host, port, None, False, limit, wait_for_workers=False)

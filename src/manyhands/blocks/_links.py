@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from manyhands.blocks._board import PLACE
 from manyhands.blocks._line import address, connect
@@ -57,8 +58,8 @@ class Links:
 
     def _connect(self, store: str, prefix: str, rank: int, size: int, timeout: float) -> None:
         try:
-            place = dist.PrefixStore(prefix, connect(store))
-            gloo = dist.ProcessGroupGloo
+            place = PrefixStore(prefix, connect(store))
+            gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timedelta(seconds=min(timeout, CONNECTING))
             before, others = set(_listening()), set(_connections())

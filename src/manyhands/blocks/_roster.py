@@ -81,6 +81,11 @@ class Roster:
         return tuple(member.id for member in self.members)
 
     @property
+    def everyone(self) -> tuple[str, ...]:
+        """All that are named, as members, waiting or missed."""
+        return (*self.ids, *(m.id for m in self.waiting), *(m[0] for m in self.missed))
+
+    @property
     def finished(self) -> bool:
         """Whether the last members are gone, and some of them because they were done."""
         return bool(self.left) and self.gone >= set(self.ids)
@@ -150,10 +155,10 @@ class Roster:
             missed=tuple(m for m in self.missed if m[0] not in ids),
         )
 
-    def without_number(self, number: int) -> Roster:
-        """The worker of this number is dead, under whatever id it was here."""
-        everyone = (*self.ids, *(m.id for m in self.waiting), *(m[0] for m in self.missed))
-        return self.without(*(id for id in everyone if number_of(id) == number))
+    def without_number(self, number: int, left: bool = False) -> Roster:
+        """As `without`, for the worker of this number, under whatever id it was here."""
+        ids = (id for id in self.everyone if number_of(id) == number)
+        return self.without(*ids, left=left)
 
     # -- the next generation -------------------------------------------------------------------
 
