@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import IO, Any
 
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks._board import PLACE, Board
 from manyhands.blocks._line import Line, StoreLost

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LIMIT = 30.0  # seconds that the store has for an answer, and to be there at all
 
