@@ -2,7 +2,7 @@
 
 Each command is a module of this package with a function of the same name (or a `typer.Typer` of
 several), and one entry in `COMMANDS`. Its arguments are the function's, its help is the docstring
-(typer reads both).
+(typer reads both), and its `CONTEXT_SETTINGS`, if it has any, are click's.
 Nothing is imported before `main` runs, so `import manyhands` needs no typer.
 """
 
@@ -17,6 +17,7 @@ COMMANDS = [
     "demo",
     "plan",
     "report",
+    "run",
 ]
 
 
@@ -47,9 +48,11 @@ def app() -> Any:
         """More workers for the PyTorch training loop you have."""
 
     for name in COMMANDS:
-        found = getattr(import_module(f"manyhands.cli.{name}"), name)
+        module = import_module(f"manyhands.cli.{name}")
+        found = getattr(module, name)
         if isinstance(found, typer.Typer):  # has commands of its own
             program.add_typer(found, name=name)
         else:
-            program.command(name)(found)
+            settings = getattr(module, "CONTEXT_SETTINGS", None)
+            program.command(name, context_settings=settings)(found)
     return program

@@ -1,0 +1,366 @@
+"""Who is in the meeting: workers that come, go, stall and die, and agree about each meeting.
+
+A *meeting* is one exchange between the members of a *generation*, which have a process group
+together. It is kept if every one of them says that all has arrived, and undone otherwise, by one
+decision for all. After a meeting that was undone, or when somebody waits to come in or has left,
+the living form the next generation.
+
+    crew = Crew()
+    crew.join(version)                      version: how many meetings' results this worker holds
+    while training:
+        if crew.newcomers:                  they need the state, which `source` brings over `group`
+            bring(crew.group, crew.source, crew.newcomers); crew.settle(True)
+        take_steps()
+        start_exchange(crew.group)
+        try:
+            crew.wait(finished)             raises WorkerLost when there is no use in waiting
+        except WorkerLost:
+            crew.abort()
+        if crew.settle(arrived):            one answer for all members
+            version += 1
+        if crew.regroup_due:
+            crew.regroup(version)
+    crew.leave()
+
+What is agreed on, and how, is in _roster.py. The state itself is the caller's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.blocks._board import PLACE, Board
+from manyhands.blocks._line import Line, StoreLost, address
+from manyhands.blocks._links import Links
+from manyhands.blocks._pulse import Pulse
+from manyhands.blocks._roster import Roster, number_of
+
+START = 30.0  # seconds that the first to come wait for as many as are expected
+QUICK, SLOW = 0.002, 0.03  # seconds between two looks: at first, and when a wait grows long
+
+
+class WorkerLost(RuntimeError):
+    """This meeting cannot be held; `numbers` are the workers that are lost, if they are known."""
+
+    def __init__(self, message: str, numbers: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.numbers = numbers
+
+
+class CrewFinished(RuntimeError):
+    """The others have all left because they were done, before this worker was (back) in."""
+
+
+class Crew:
+    """The workers of a run, and this one's place among them.
+
+    `store` is "host:port" of a torch TCPStore, `number` this worker's own number, which it keeps
+    when it is started again, `expected` how many workers there are at the start. Who does not beat
+    for `stall` seconds is lost; who does is waited for, but no longer than `patience` seconds.
+    What is left out comes from the environment that `manyhands run` sets: MANYHANDS_STORE,
+    MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL and MANYHANDS_PATIENCE.
+
+    Without a store it is a crew of one: there are no threads, and every meeting is kept.
+    """
+
+    def __init__(
+        self,
+        store: str | None = None,
+        *,
+        number: int | None = None,
+        expected: int | None = None,
+        stall: float | None = None,
+        patience: float | None = None,
+    ) -> None:
+        self.store = store or os.environ.get("MANYHANDS_STORE") or None
+        if self.store:
+            address(self.store)  # or an error
+        own = _given(number, "MANYHANDS_WORKER", int, None if self.store else 0)
+        if own is None:
+            raise ValueError(
+                "a worker of a crew needs a number that no other worker has, and got none. Set "
+                "MANYHANDS_WORKER (`manyhands run` does), or give number=."
+            )
+        self.number: int = own
+        self.expected: int = _given(expected, "MANYHANDS_WORKERS", int, 1)
+        self.stall: float = _given(stall, "MANYHANDS_STALL", float, 5.0)
+        self.patience: float = _given(patience, "MANYHANDS_PATIENCE", float, 600.0)
+        for name, value, least in (
+            ("number", self.number, 0),
+            ("expected", self.expected, 1),
+            ("stall", self.stall, 0.1),
+            ("patience", self.patience, self.stall),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        self.generation = 0
+        self.members: tuple[int, ...] = ()
+        self.rank = 0
+        self.source = 0
+        self.newcomers: tuple[int, ...] = ()
+        self.regroup_due = False
+        self._id = ""
+        self._meeting = 0
+        self._links: Links | None = None
+        self._board: Board | None = None
+        self._pid = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def group(self) -> Any:
+        """The members' gloo group (a ProcessGroupGloo); None where there is nobody else."""
+        return None if self._links is None else self._links.group
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def join(self, version: int = -1) -> None:
+        """Come in: returns when this worker is in a generation.
+
+        `version` is how many meetings' results it holds, as from a checkpoint; -1 is nothing.
+        """
+        if self.members or self._board is not None:
+            raise RuntimeError("this worker has joined already. Call regroup() to meet anew.")
+        if self.store is None:
+            self._alone()
+            return
+        pulse = Pulse(self.stall)
+        line = Line(self.store, pulse.interval)
+        try:
+            self._board = Board(line, pulse)
+            self._pid = os.getpid()
+            atexit.register(self.leave)
+            self._enter(version)
+        except BaseException:
+            self.leave()
+            raise
+
+    def regroup(self, version: int) -> None:
+        """Form the next generation with all that live and all that wait to come in."""
+        if self.store is None:
+            self._alone()
+        else:
+            self._enter(version)
+
+    def leave(self) -> None:
+        """This worker is done: the others go on without it."""
+        board, self._board, self.members = self._board, None, ()
+        atexit.unregister(self.leave)
+        if board is None or self._pid != os.getpid():
+            return
+        try:
+            board.change(lambda roster: roster.without(self._id, left=True))
+        except StoreLost:
+            pass  # nobody is there to be told
+        finally:
+            board.line.close()
+            self._drop()
+
+    def abort(self) -> None:
+        """Make every message that waits in the group fail, here and on the other members.
+
+        The group is of no use afterwards. Threads that wait in it end within milliseconds.
+        """
+        if self._links is not None:
+            self._links.give_up()
+
+    # -- a meeting -----------------------------------------------------------------------------
+
+    def wait(self, done: Callable[[float], bool]) -> None:
+        """Call `done(seconds)`, which waits up to so long and says whether all is done, until so.
+
+        Raises WorkerLost as soon as the meeting cannot be kept any more.
+        """
+        began, pause = time.monotonic(), QUICK
+        while not done(pause):
+            if self._board is None:
+                continue
+            roster = self._board.look()
+            if roster.settled(self.generation, self._meeting, self._id) is not None:
+                raise WorkerLost("another worker has given up this meeting.", self._lost(roster))
+            self._check(roster, began)
+            pause = min(1.5 * pause, SLOW)
+
+    def settle(self, arrived: bool) -> bool:
+        """Whether this meeting is kept: if every member says `arrived`. The same answer for all."""
+        if self.store is None:
+            self.regroup_due = not arrived
+            return arrived
+        board, generation, meeting = self._joined(), self.generation, self._meeting
+        began, pause = time.monotonic(), QUICK
+        roster = board.roster
+        if arrived:
+            count = board.line.call("add", f"{PLACE}done/{generation}/{meeting}", 1)
+            if count == self.size:
+                roster = board.change(lambda roster: roster.keep(generation, meeting))
+        while (kept := roster.settled(generation, meeting, self._id)) is None:
+            try:
+                if not arrived:
+                    raise WorkerLost("")
+                self._check(roster, began)
+            except WorkerLost:
+                roster = board.change(lambda roster: roster.undo(generation, meeting))
+                continue
+            time.sleep(pause)
+            pause = min(1.5 * pause, SLOW)
+            roster = board.look()
+        self._meeting += 1
+        self.regroup_due = roster.generation != generation or roster.over
+        if kept and self.rank == 0:
+            if meeting == 0:
+                board.sweep(generation, meeting)
+            else:
+                board.line.call("delete_key", f"{PLACE}done/{generation}/{meeting - 1}")
+        return kept
+
+    def _check(self, roster: Roster, began: float) -> None:
+        """Raise WorkerLost if a member is lost, or all were waited for long enough."""
+        if lost := self._lost(roster):
+            which = ", ".join(map(str, lost))
+            raise WorkerLost(f"worker {which} is lost: it left, died or stalled.", lost)
+        if time.monotonic() - began > self.patience:
+            raise WorkerLost(f"a worker is so slow that {self.patience:g} s were not enough.")
+
+    def _lost(self, roster: Roster) -> tuple[int, ...]:
+        """The numbers of the members that are lost, as far as this worker knows."""
+        if roster.generation != self.generation:
+            return (self.number,)  # the others went on without us
+        lost = (self._silent() | roster.gone) & set(roster.ids)
+        return tuple(sorted(map(number_of, lost)))
+
+    def _silent(self) -> frozenset[str]:
+        return self._joined().pulse.silent - {self._id}
+
+    def _joined(self) -> Board:
+        if self._board is None:
+            raise RuntimeError("this worker is not in the crew. Call join() first.")
+        return self._board
+
+    # -- from one generation to the next -------------------------------------------------------
+
+    def _alone(self) -> None:
+        self.generation += 1
+        self.members = (self.number,)
+        self.newcomers = ()
+        self.regroup_due = False
+
+    def _drop(self) -> None:
+        """Let go of the group, whose threads must not wait for anybody when it goes."""
+        self.abort()
+        self._links = None
+
+    def _enter(self, version: int) -> None:
+        """Ask to be in the next generation until this worker is in one that is connected."""
+        board = self._joined()
+        self._drop()
+        if self._id not in board.look().ids:
+            self._begin_life()
+        while True:
+            roster = self._wait_for_generation(version)
+            self.members = tuple(member.number for member in roster.members)
+            self.rank = roster.ids.index(self._id)
+            self.generation, self._meeting = roster.generation, 0
+            self.source, self.newcomers = roster.source, roster.newcomers
+            self.regroup_due = False
+            if self._connect():
+                return
+            board.change(lambda roster: roster.undo(self.generation, 0))
+
+    def _begin_life(self) -> None:
+        """Take an id that nobody has had: whoever was here before under our number is not us."""
+        board = self._joined()
+        life = board.line.call("add", f"{PLACE}life/{self.number}", 1)
+        self._id = f"{self.number}.{life}"
+        board.line.beat(f"{PLACE}beat/{self._id}")
+        board.pulse.forget()
+
+    def _wait_for_generation(self, version: int) -> Roster:
+        """Wait at the door until a generation with this worker in it begins, or begin it."""
+        board = self._joined()
+        before, began, pause = self.generation, time.monotonic(), QUICK
+        board.change(lambda roster: roster.knock(self._id, version))
+        while True:
+            roster = board.look()
+            if self._id in roster.ids and roster.generation > before:
+                return roster
+            if roster.finished:
+                raise CrewFinished(
+                    f"the run has ended: all others have left before worker {self.number} was in. "
+                    "Start a new run, with a store of its own, to train on."
+                )
+            if not any(member.id == self._id for member in roster.waiting):
+                self._begin_life()  # the others took us for lost
+                board.change(lambda roster: roster.knock(self._id, version))
+                began = time.monotonic()
+            self._check_twin(roster)
+            waited = time.monotonic() - began
+            silent = self._silent()
+            if waited > self.patience:
+                silent |= set(roster.absent(silent))
+            if roster.complete(silent, self.expected, late=waited > START):
+                board.change(self._next(roster, silent, late=waited > START))
+                pause = QUICK
+                continue
+            time.sleep(pause)
+            pause = min(1.5 * pause, SLOW)
+
+    def _next(self, seen: Roster, silent: frozenset[str], late: bool) -> Callable[[Roster], Roster]:
+        """Begin the next generation, if it still can be after another's change."""
+
+        def begin(roster: Roster) -> Roster:
+            same = roster.generation == seen.generation
+            ready = same and roster.complete(silent, self.expected, late)
+            return roster.next(silent) if ready else roster
+
+        return begin
+
+    def _check_twin(self, roster: Roster) -> None:
+        """Raise if another process with our number is alive."""
+        pulse = self._joined().pulse
+        everyone = {*roster.ids, *(member.id for member in roster.waiting)} - {self._id}
+        for id in everyone:
+            if number_of(id) == self.number and _life(id) < _life(self._id) and pulse.moved(id):
+                raise RuntimeError(
+                    f"two workers with the number {self.number} are alive. Give each worker a "
+                    "number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does on "
+                    "further hosts."
+                )
+
+    def _connect(self) -> bool:
+        """Build the group; False if somebody was lost meanwhile, or it failed."""
+        if self.size == 1:
+            return True
+        assert self.store is not None
+        self._links = Links(self.store, self.generation, self.rank, self.size, self.patience)
+        try:
+            self.wait(self._links.done)
+        except WorkerLost:
+            self._drop()
+            return False
+        if self._links.group is None:
+            self._drop()
+            return False
+        return True
+
+
+def _life(id: str) -> int:
+    return int(id.partition(".")[2])
+
+
+def _given(value: Any, variable: str, kind: Callable[[str], Any], default: Any) -> Any:
+    """An argument, or what the environment says instead, or the default."""
+    if value is not None:
+        return value
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ValueError(f"{variable} must be a number, got {text!r}.") from error

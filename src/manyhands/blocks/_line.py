@@ -1,0 +1,146 @@
+"""A line to the store: one thread with a connection of its own, which also keeps the pulse.
+
+A call to a store whose host is frozen or cut off does not return, and cannot be ended. So the
+thread makes the calls, and whoever asked waits for no more than `LIMIT` seconds. In between the
+thread counts this worker's beat up, whatever the rest of the process does.
+
+    line = Line("10.0.0.1:29400", interval=1.0)
+    line.call("set", "name", "value")
+    line.beat("beat/3.1")     # from now on, every `interval` seconds
+    line.close()
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimedOut
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+LIMIT = 30.0  # seconds that the store has for an answer, and to be there at all
+
+
+class StoreLost(RuntimeError):
+    """The store, where the workers find each other, is not there any more."""
+
+    def __init__(self, store: str, why: object) -> None:
+        super().__init__(
+            f"the store at {store} is lost: {why}. It is the one place where the workers agree on "
+            "who takes part, and it cannot be replaced while they run. Start the store (`manyhands "
+            "run` hosts it) and all workers again, from a checkpoint."
+        )
+
+
+class Line:
+    """Calls to a store, one after the other, none of which can hang its caller."""
+
+    def __init__(self, store: str, interval: float) -> None:
+        self.store = store
+        self._interval = interval
+        self._beating: str | None = None
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._failed: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="manyhands line", daemon=True)
+        self._thread.start()
+
+    def call(self, name: str, *args: Any) -> Any:
+        """What the store's method of this name returns."""
+        if self._failed is not None:
+            raise StoreLost(self.store, self._failed)
+        job: Future[Any] = Future()
+        self._jobs.put((job, name, args))
+        try:
+            return job.result(2 * LIMIT if self._beating is None else LIMIT)
+        except TimedOut:
+            self._failed = TimeoutError(f"no answer for {LIMIT:g} s")
+        except (dist.DistError, OSError) as error:
+            self._failed = error
+        raise StoreLost(self.store, self._failed) from self._failed
+
+    @staticmethod
+    def can(name: str) -> bool:
+        """Whether this torch's store has such a method."""
+        return hasattr(TCPStore, name)
+
+    def beat(self, key: str) -> None:
+        """Count up this key from now on."""
+        self._beating = key
+        self.call("add", key, 1)
+
+    def close(self) -> None:
+        """End the thread, and with it the beat."""
+        self._jobs.put(None)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            client = connect(self.store)
+        except Exception as error:
+            self._fail(error)
+            return
+        due = time.monotonic()
+        while True:
+            wait = due - time.monotonic()
+            if wait <= 0:  # first, so that many calls do not starve the beat
+                due = time.monotonic() + self._interval
+                try:
+                    if self._beating is not None:
+                        client.add(self._beating, 1)
+                except Exception as error:
+                    self._fail(error)
+                    return
+                continue
+            try:
+                job = self._jobs.get(timeout=wait)
+            except queue.Empty:
+                continue
+            if job is None:
+                return
+            future, name, args = job
+            try:
+                future.set_result(getattr(client, name)(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = error
+        while True:
+            try:
+                job = self._jobs.get(timeout=LIMIT)
+            except queue.Empty:
+                return
+            if job is None:
+                return
+            job[0].set_exception(error)
+
+
+def address(store: str) -> tuple[str, int]:
+    """The host and port in "host:port"."""
+    host, colon, port = store.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ValueError(f'store is "host:port", such as "10.0.0.1:29400", got {store!r}.')
+    return host.strip("[]"), int(port)
+
+
+def connect(store: str) -> Any:
+    """A client of the store, which may still be starting."""
+    host, port = address(store)
+    until = time.monotonic() + LIMIT
+    while True:  # torch's own attempts fill the terminal when nobody listens
+        try:
+            socket.create_connection((host, port), timeout=max(1.0, LIMIT / 3)).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise OSError(f"nobody listens there ({error})") from error
+            time.sleep(0.1)
+    limit = timedelta(seconds=LIMIT)
+    return TCPStore(host, port, None, False, limit, wait_for_workers=False)

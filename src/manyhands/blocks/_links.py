@@ -1,0 +1,132 @@
+"""The connections of one generation: a gloo group that can be given up.
+
+gloo has no way to end a message that waits for somebody who was stopped: `abort` returns at once
+and changes nothing (torch 2.13), and whoever waits does so until the timeout. So we know which of
+the process's sockets are the group's, and shut them: every message that waits fails at once, here
+and at the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from manyhands.blocks._board import PLACE
+from manyhands.blocks._line import address, connect
+
+CONNECTING = 30.0  # seconds: if it takes longer, one that is alive has not come
+
+Ends = tuple[Any, Any]  # of a socket: its own address and the other one
+
+
+class Links:
+    """A group in the making, on a thread of its own, because it waits for all the others."""
+
+    def __init__(self, store: str, generation: int, rank: int, size: int, timeout: float) -> None:
+        self.group: Any = None
+        self.error: Exception | None = None
+        self._ends: set[Ends] = set()
+        self._given_up = False
+        self._thread = threading.Thread(
+            target=self._connect,
+            args=(store, f"{PLACE}gen/{generation}", rank, size, timeout),
+            name="manyhands links",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def done(self, seconds: float) -> bool:
+        """Wait up to so long, and say whether there is a group or an error."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """End what waits in the group, on this side and on the other."""
+        self._given_up = True
+        for end in _sockets():
+            with closing(end):
+                if _both(end) in self._ends:
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _connect(self, store: str, prefix: str, rank: int, size: int, timeout: float) -> None:
+        try:
+            place = PrefixStore(prefix, connect(store))
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timedelta(seconds=min(timeout, CONNECTING))
+            before, others = set(_listening()), set(_connections())
+            if os.environ.get("GLOO_SOCKET_IFNAME"):
+                options._devices = [gloo.create_default_device()]
+            else:
+                options._devices = [gloo.create_device(hostname=_own_address(store))]
+            doors = [port for port in _listening() if port not in before]
+            place.set(f"door/{rank}", str(doors[0] if len(doors) == 1 else 0))
+            group = gloo(place, rank, size, options)
+            group._set_default_timeout(timedelta(seconds=timeout))
+            ports = {int(place.get(f"door/{other}")) for other in range(size)} - {0}
+            links = (ends for ends in _connections() if ends not in others)
+            self._ends = {ends for ends in links if not ports.isdisjoint((ends[0][1], ends[1][1]))}
+            if not self._given_up:
+                self.group = group
+        except Exception as error:
+            self.error = error
+
+
+def _own_address(store: str) -> str:
+    """The address of this host that the store's is reached from."""
+    host, port = address(store)
+    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """The process's internet sockets, each under a second descriptor: close it."""
+    for name in os.listdir("/dev/fd"):
+        try:
+            descriptor = os.dup(int(name))
+        except OSError:  # gone by now
+            continue
+        try:
+            found = socket.socket(fileno=descriptor)
+        except OSError:  # a file
+            os.close(descriptor)
+            continue
+        if found.family in (socket.AF_INET, socket.AF_INET6):
+            yield found
+        else:
+            found.close()
+
+
+def _both(end: socket.socket) -> Ends | None:
+    try:
+        return end.getsockname()[:2], end.getpeername()[:2]
+    except OSError:  # not connected
+        return None
+
+
+def _listening() -> list[int]:
+    """The ports at which this process listens."""
+    ports = []
+    for end in _sockets():
+        with closing(end):
+            if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.append(int(end.getsockname()[1]))
+    return ports
+
+
+def _connections() -> Iterator[Ends]:
+    """The two ends of each connection of this process."""
+    for end in _sockets():
+        with closing(end):
+            if (ends := _both(end)) is not None:
+                yield ends

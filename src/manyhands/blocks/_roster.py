@@ -1,0 +1,199 @@
+"""Who meets: the one text in the store that all workers share, and the ways it may change.
+
+    generation    the members that have a process group together; the next one has another number
+    member        a worker's life among them: number 3 that came for the second time is "3.2"
+    meeting       how many meetings the generation has kept; the one at hand has this index
+    over          the generation meets no more: its members and the waiting form the next
+    waiting       who has asked to be in the next generation
+    left, dead    members that are done, and those that somebody has seen die
+    missed        members that the others went on without, and how many meetings were kept by then:
+                  such a worker may wake up, and must still learn what became of its last one
+
+Every change is made to the whole text at once, from the text that was read (compare and set): of
+two changes to the same text the first wins, and the other is thought over again. So all questions
+(is the meeting kept? who is in the next generation?) have one answer.
+
+Everything here is plain values: no store, no clock, no process group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set
+from dataclasses import asdict, dataclass, replace
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker in one of its lives, and how many meetings' results it holds (-1: nothing)."""
+
+    id: str
+    version: int
+
+    @property
+    def number(self) -> int:
+        return number_of(self.id)
+
+
+def number_of(id: str) -> int:
+    """The worker's own number, which it keeps when it comes again."""
+    return int(id.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The shared text as a value; each change gives a new one."""
+
+    generation: int = 0
+    meeting: int = 0
+    over: bool = True
+    members: tuple[Member, ...] = ()
+    waiting: tuple[Member, ...] = ()
+    left: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+    missed: tuple[tuple[str, int, int], ...] = ()  # id, generation, meetings kept
+
+    # -- as text -------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def of(cls, text: str) -> Roster:
+        told = json.loads(text)
+        for name in ("members", "waiting"):
+            told[name] = tuple(Member(**member) for member in told[name])
+        for name in ("left", "dead"):
+            told[name] = tuple(told[name])
+        told["missed"] = tuple((id, generation, kept) for id, generation, kept in told["missed"])
+        return cls(**told)
+
+    # -- what it says --------------------------------------------------------------------------
+
+    @property
+    def gone(self) -> frozenset[str]:
+        """Members that will not meet again, and are known not to."""
+        return frozenset((*self.left, *self.dead))
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(member.id for member in self.members)
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        """All that are named, as members, waiting or missed."""
+        return (*self.ids, *(m.id for m in self.waiting), *(m[0] for m in self.missed))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last members are gone, and some of them because they were done."""
+        return bool(self.left) and self.gone >= set(self.ids)
+
+    @property
+    def source(self) -> int:
+        """The rank that brings the state: the lowest of those that hold the most."""
+        versions = [member.version for member in self.members]
+        return versions.index(max(versions))
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """The ranks that need the state. Where nobody holds anything: all but the source."""
+        best = self.members[self.source].version
+        return tuple(
+            rank
+            for rank, member in enumerate(self.members)
+            if member.version < best or (best < 0 and rank != self.source)
+        )
+
+    def settled(self, generation: int, meeting: int, id: str) -> bool | None:
+        """Whether the members kept a meeting; None as long as that is open."""
+        if self.generation == generation:
+            return True if self.meeting > meeting else False if self.over else None
+        for missed, its_generation, kept in self.missed:
+            if (missed, its_generation) == (id, generation):
+                return kept > meeting
+        raise RuntimeError(
+            f"worker {number_of(id)} was stopped for some time, and another one with its number "
+            "has come meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
+        )
+
+    # -- a meeting -----------------------------------------------------------------------------
+
+    def keep(self, generation: int, meeting: int) -> Roster:
+        """All have arrived. With somebody to take in or to leave behind, it is the last one."""
+        if self.generation != generation or self.over or self.meeting > meeting:
+            return self
+        return replace(self, meeting=meeting + 1, over=bool(self.waiting or self.gone))
+
+    def undo(self, generation: int, meeting: int) -> Roster:
+        """Somebody did not arrive. The generation ends, because its connections are of no use."""
+        if self.generation != generation or self.over or self.meeting > meeting:
+            return self
+        return replace(self, over=True)
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def knock(self, id: str, version: int) -> Roster:
+        """Ask to be in the next generation; a member of the present one ends it thereby."""
+        others = tuple(member for member in self.waiting if member.id != id)
+        return replace(
+            self,
+            over=self.over or id in self.ids,
+            waiting=(*others, Member(id, version)),
+            missed=tuple(m for m in self.missed if number_of(m[0]) != number_of(id)),
+        )
+
+    def without(self, *ids: str, left: bool = False) -> Roster:
+        """These have left, or else are dead."""
+        gone = tuple(id for id in self.ids if id in ids and id not in self.gone)
+        return replace(
+            self,
+            waiting=tuple(member for member in self.waiting if member.id not in ids),
+            left=(*self.left, *gone) if left else self.left,
+            dead=self.dead if left else (*self.dead, *gone),
+            missed=tuple(m for m in self.missed if m[0] not in ids),
+        )
+
+    def without_number(self, number: int, left: bool = False) -> Roster:
+        """As `without`, for the worker of this number, under whatever id it was here."""
+        ids = (id for id in self.everyone if number_of(id) == number)
+        return self.without(*ids, left=left)
+
+    # -- the next generation -------------------------------------------------------------------
+
+    def present(self, silent: Set[str]) -> list[Member]:
+        """Who waits and is not known to be lost, by number."""
+        found = (member for member in self.waiting if member.id not in silent)
+        return sorted(found, key=lambda member: member.number)
+
+    def absent(self, silent: Set[str]) -> tuple[str, ...]:
+        """The members that have not come, though nobody takes them for lost."""
+        excused = {*self.gone, *silent, *(member.id for member in self.waiting)}
+        return tuple(id for id in self.ids if id not in excused)
+
+    def complete(self, silent: Set[str], expected: int, late: bool = False) -> bool:
+        """Whether the next generation can begin.
+
+        It waits for all living members. Where none is left, this is a start: it waits until as
+        many as `expected` have come, or until it is `late`.
+        """
+        here = self.present(silent)
+        if not here or len({member.number for member in here}) < len(here):
+            return False  # of two with the same number one will give up
+        if self.absent(silent):
+            return False
+        start = not any(member.id in self.ids for member in here)
+        return not start or late or len(here) >= expected
+
+    def next(self, silent: Set[str]) -> Roster:
+        """The next generation, in the order of the workers' numbers."""
+        members = tuple(self.present(silent))
+        ids = {member.id for member in members}
+        asleep = [(id, self.generation, self.meeting) for id in self.ids]
+        return Roster(
+            generation=self.generation + 1,
+            over=False,
+            members=members,
+            missed=(*self.missed, *(m for m in asleep if m[0] not in ids | self.gone)),
+        )

@@ -1,0 +1,108 @@
+"""`manyhands run`: start the workers of a run, and start those again that die."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from manyhands.blocks import _launch
+from manyhands.blocks._line import StoreLost, address
+
+# What follows the script is the script's.
+CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+
+def run(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT.py [ARGUMENTS]...", help="What each worker runs."),
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option("-m", metavar="MODULE", help="Run a module, not a script.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers on this host, numbered from 0.")
+    ] = None,
+    numbers: Annotated[
+        str | None,
+        typer.Option(metavar="FIRST-LAST", help="Their numbers instead, on a further host."),
+    ] = None,
+    expected: Annotated[
+        int | None,
+        typer.Option(min=1, help="Workers of all hosts that the first meeting waits for."),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Serve the store here, for other hosts too."),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Use the store that another host serves."),
+    ] = None,
+    stall: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of silence after which a worker is lost.")
+    ] = 5.0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds that a slow worker is waited for.")
+    ] = 600.0,
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, help="Times in an hour that a worker with an error starts again."),
+    ] = 3,
+) -> None:
+    """Run a script in several workers, which may die and come back.
+
+    A worker that is killed by a signal is always started again. The exit code is 0 if all workers
+    ended with 0.
+    """
+    arguments = list(script or [])
+    if module is None and not arguments:
+        _stop("there is no script to run. Such as: manyhands run --workers 4 train.py --steps 100")
+    if module is None and not Path(arguments[0]).is_file():
+        _stop(f"{arguments[0]} is not a file. It runs Python scripts, and modules with -m.")
+    if store is not None and listen is not None:
+        _stop("--listen serves a store and --store uses another host's: give one of them.")
+    if store is not None and numbers is None:
+        _stop("--store needs --numbers, such as 4-7: no two workers of a run may have the same.")
+    if patience < stall:
+        _stop(f"--patience must be at least --stall, which is {stall:g}, got {patience:g}.")
+    here = _numbers(workers, numbers)
+    try:
+        if store is None:
+            host, port = ("127.0.0.1", 0) if listen is None else address(listen)
+            _served, store = _launch.serve(host, port)  # for as long as this variable lives
+        launcher = _launch.Launcher(
+            [sys.executable, *(["-m", module] if module else []), *arguments],
+            here,
+            store,
+            expected=expected,
+            restarts=restarts,
+            environment={"MANYHANDS_STALL": f"{stall:g}", "MANYHANDS_PATIENCE": f"{patience:g}"},
+            serving=numbers is None or listen is not None,
+        )
+    except (OSError, ValueError, StoreLost) as error:
+        _stop(f"{error}")
+    raise typer.Exit(launcher.run())
+
+
+def _numbers(workers: int | None, numbers: str | None) -> list[int]:
+    if numbers is None:
+        if workers is None:
+            _stop("how many workers? Such as --workers 4.")
+        return list(range(workers))
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", numbers)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if last < first:
+        _stop(f"--numbers takes FIRST-LAST, such as 4-7, got {numbers!r}.")
+    if workers not in (None, last - first + 1):
+        _stop(f"--workers {workers} and --numbers {numbers} do not fit: leave one of them out.")
+    return list(range(first, last + 1))
+
+
+def _stop(message: str) -> NoReturn:
+    typer.echo(f"manyhands run: {message}", err=True)
+    raise typer.Exit(2)

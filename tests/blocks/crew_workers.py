@@ -1,0 +1,332 @@
+"""Workers of a crew as forked processes, which a test kills, stops and starts again.
+
+    with Store() as store, Team(store, tmp_path, expected=4, stall=1.0) as team:
+        team.start(range(4), meetings=10)
+        team.kill(2, report=True)
+        team.start([2], meetings=10)
+        team.finish()
+        team.agreed()          # what all of them wrote down fits together
+
+A worker trains a number: every kept meeting adds the mean of what the members bring, which is 1.
+What it sees it writes down at once, a line for each event, so that a kill loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from manyhands.blocks._board import Board
+from manyhands.blocks._crew import Crew, WorkerLost
+from manyhands.blocks._line import Line
+from manyhands.blocks._pulse import Pulse
+
+
+def fork(fn: Callable[[], None], errors: Path) -> int:
+    """Run a function in a fork of this process, to `os._exit`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        gc.freeze()
+        torch.set_num_threads(1)
+        null = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(null, 2)  # where torch tells of lost connections
+        fn()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        with errors.open("a") as file:
+            traceback.print_exc(file=file)
+    finally:
+        os._exit(code)
+
+
+class Store:
+    """A store in a process of its own."""
+
+    def __enter__(self) -> Store:
+        read, write = os.pipe()
+
+        def serve() -> None:
+            store = dist.TCPStore(
+                "127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False
+            )
+            os.write(write, str(store.port).encode())
+            time.sleep(1000)
+
+        self.pid: int | None = fork(serve, Path(os.devnull))
+        self.address = f"127.0.0.1:{os.read(read, 10).decode()}"
+        os.close(read)
+        os.close(write)
+        return self
+
+    def kill(self) -> None:
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = None
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class Log:
+    """One worker's events, written down at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        line = json.dumps({"event": event, "time": time.monotonic(), **facts})
+        os.write(self.file, line.encode() + b"\n")
+
+
+Hook = Callable[[str, Crew], None]  # told where the worker is: "steps", "exchange", "settle", ...
+
+
+def train(
+    crew: Crew,
+    log: Log,
+    meetings: int,
+    hook: Hook,
+    version: int = -1,
+    steps: float = 0.01,
+) -> None:
+    """Hold so many meetings; `version` counts the outer steps, whose number is the state."""
+    state = torch.full((1000,), float(max(version, 0)))
+
+    def entered() -> None:
+        log(
+            "entered",
+            generation=crew.generation,
+            members=crew.members,
+            rank=crew.rank,
+            source=crew.source,
+            newcomers=crew.newcomers,
+            version=version,
+        )
+
+    def meet(exchange: Callable[[], None]) -> bool:
+        generation, meeting = crew.generation, crew._meeting
+        arrived = attempt(crew, exchange)
+        hook("settle", crew)
+        kept = crew.settle(arrived)
+        log("settled", generation=generation, meeting=meeting, kept=kept, arrived=arrived)
+        return kept
+
+    def regroup() -> None:
+        hook("regroup", crew)
+        crew.regroup(version)
+        entered()
+
+    crew.join(version)
+    entered()
+    brought = False
+    while version < meetings:
+        if not brought and crew.newcomers:
+            told = torch.cat([state, torch.tensor([float(max(version, 0))])])
+            hook("state", crew)
+            if brought := meet(lambda told=told: broadcast(crew, told)):
+                state, version = told[:-1].clone(), int(told[-1])
+        elif version < 0:
+            version = 0
+        else:
+            hook("steps", crew)
+            time.sleep(steps)
+            mean = torch.ones(1000)
+            hook("exchange", crew)
+            if meet(lambda mean=mean: average(crew, mean)):
+                state, version = state + mean, version + 1
+                assert state.unique().tolist() == [float(version)], (state, version)
+        if crew.regroup_due and version < meetings:
+            regroup()
+            brought = False
+    crew.leave()
+    log("done", version=version)
+
+
+def attempt(crew: Crew, exchange: Callable[[], None]) -> bool:
+    """Run an exchange on a thread and say whether it arrived."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            exchange()
+        except Exception as error:
+            errors.append(error)
+
+    def finished(seconds: float) -> bool:
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        crew.wait(finished)
+    except WorkerLost:
+        crew.abort()
+        thread.join(5)
+        assert not thread.is_alive(), "abort() did not end the exchange"
+        return False
+    return not errors
+
+
+def average(crew: Crew, tensor: torch.Tensor) -> None:
+    if crew.group is not None:
+        crew.group.allreduce([tensor]).wait()
+        tensor /= crew.size
+
+
+def broadcast(crew: Crew, tensor: torch.Tensor) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = crew.source
+    crew.group.broadcast([tensor], options).wait()
+
+
+class Team:
+    """The workers of one run as their test sees them; none is left behind."""
+
+    def __init__(
+        self, store: Store, folder: Path, expected: int, stall: float = 1.0, patience: float = 30.0
+    ) -> None:
+        self.store = store
+        self.folder = folder
+        self.options = {"expected": expected, "stall": stall, "patience": patience}
+        self.pids: dict[int, int] = {}
+        self.lives: dict[int, int] = {}
+
+    def __enter__(self) -> Team:
+        pulse = Pulse(self.options["stall"])
+        self.board = Board(Line(self.store.address, pulse.interval), pulse)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.board.line.close()
+        for number in list(self.pids):
+            self.kill(number)
+
+    def start(
+        self,
+        numbers: Iterable[int],
+        meetings: int,
+        hook: Callable[[int], Hook] = lambda _: lambda *_: None,
+        **options: Any,
+    ) -> None:
+        for number in numbers:
+            life = self.lives[number] = self.lives.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{life}.jsonl"
+
+            def live(number: int = number, log_file: Path = log_file) -> None:
+                crew = Crew(self.store.address, number=number, **self.options)
+                train(crew, Log(log_file), meetings, hook(number), **options)
+
+            self.pids[number] = fork(live, self.folder / f"{number}.errors")
+
+    def kill(self, number: int, report: bool = False) -> None:
+        pid = self.pids.pop(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        if report:
+            self.board.report(number)
+
+    def stop(self, number: int) -> None:
+        os.kill(self.pids[number], signal.SIGSTOP)
+
+    def wake(self, number: int) -> None:
+        os.kill(self.pids[number], signal.SIGCONT)
+
+    def ended(self) -> dict[int, int]:
+        """The numbers of those that have ended since, with how (negative: by which signal)."""
+        found = {}
+        for number, pid in list(self.pids.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self.pids[number]
+                found[number] = os.waitstatus_to_exitcode(status)
+        return found
+
+    def finish(self, timeout: float = 30.0) -> None:
+        """Wait until all have ended, all of them well."""
+        until = time.monotonic() + timeout
+        while self.pids:
+            for number, code in self.ended().items():
+                assert code == 0, f"worker {number}: {code}\n{self.errors(number)}"
+            assert time.monotonic() < until, f"still running: {list(self.pids)}\n{self.story()}"
+            time.sleep(0.01)
+
+    def errors(self, number: int) -> str:
+        return (self.folder / f"{number}.errors").read_text()[-6000:]
+
+    def story(self) -> str:
+        lines = [f"{n}: {self.events(n)[-3:]}\n{self.errors(n)}" for n in self.pids]
+        return "\n".join([*lines, self.board.look().text])
+
+    # -- what they wrote down ------------------------------------------------------------------
+
+    def events(self, number: int, event: str = "") -> list[dict[str, Any]]:
+        found = []
+        for life in range(1, self.lives[number] + 1):
+            path = self.folder / f"{number}.{life}.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
+            found += [{**json.loads(line), "life": life} for line in lines]
+        return [line for line in found if event in ("", line["event"])]
+
+    def until(self, fact: Callable[[], bool], timeout: float = 15.0) -> None:
+        limit = time.monotonic() + timeout
+        while not fact():
+            assert time.monotonic() < limit, self.story()
+            time.sleep(0.005)
+
+    def met(self, number: int, meetings: int) -> None:
+        """Wait until a worker has held so many meetings in its present life."""
+        life = self.lives[number]
+
+        def held() -> bool:
+            settled = self.events(number, "settled")
+            return sum(e["kept"] for e in settled if e["life"] == life) >= meetings
+
+        self.until(held)
+
+    def next_kept(self, number: int, after: float) -> float:
+        """Seconds from a time to the first kept meeting of a worker after it."""
+        times: list[float] = []
+
+        def found() -> bool:
+            settled = self.events(number, "settled")
+            times[:] = [e["time"] - after for e in settled if e["kept"] and e["time"] > after]
+            return bool(times)
+
+        self.until(found)
+        return times[0]
+
+    def agreed(self) -> dict[tuple[int, int], bool]:
+        """Check that nobody was told anything else than the others; gives the decisions."""
+        answers: dict[tuple[int, int], bool] = {}
+        rosters: dict[int, Any] = {}
+        for number in self.lives:
+            for e in self.events(number):
+                if e["event"] == "settled":
+                    meeting = (e["generation"], e["meeting"])
+                    assert answers.setdefault(meeting, e["kept"]) == e["kept"], meeting
+                    assert e["arrived"] or not e["kept"], meeting
+                if e["event"] == "entered":
+                    told = (e["members"], e["source"], e["newcomers"])
+                    assert rosters.setdefault(e["generation"], told) == told, e
+                    assert e["members"][e["rank"]] == number
+        return answers

@@ -1,0 +1,307 @@
+"""Workers that die, stall, leave and join, and what the others do meanwhile."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from crew_workers import Store, Team
+from manyhands.blocks import _crew, _line
+from manyhands.blocks._crew import Crew, CrewFinished
+from manyhands.blocks._line import StoreLost
+
+AT_ONCE = 1.0  # seconds in which the others go on when a death is reported
+
+
+@pytest.fixture
+def store():
+    with Store() as store:
+        yield store
+
+
+def kill_at(place, number, meeting):
+    """A hook: that worker dies at a place once it has settled so many meetings."""
+
+    def of(worker):
+        def hook(where, crew):
+            if worker == number and where == place and crew._meeting >= meeting:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return hook
+
+    return of
+
+
+@pytest.mark.parametrize("place", ["steps", "exchange", "settle"])
+def test_the_others_go_on_at_once_when_a_death_is_reported(store, tmp_path, place):
+    with Team(store, tmp_path, expected=4, stall=5.0) as team:
+        team.start(range(4), 30, kill_at(place, 2, 4))
+        team.until(lambda: team.ended() == {2: -signal.SIGKILL})
+        died = time.monotonic()
+        team.board.report(2)
+        assert max(team.next_kept(number, died) for number in (0, 1, 3)) < AT_ONCE
+        team.start([2], 30)
+        team.finish()
+        answers = team.agreed()
+        assert [kept for kept in answers.values()].count(False) <= 1
+        back = team.events(2, "entered")[-1]
+        assert back["members"] == [0, 1, 2, 3] and back["newcomers"] == [2]
+        assert back["source"] == 0
+
+
+def test_a_worker_that_dies_while_all_regroup_is_left_behind(store, tmp_path):
+    with Team(store, tmp_path, expected=3, stall=5.0) as team:
+        team.start(range(3), 60, kill_at("regroup", 1, 1))
+        team.met(0, 3)
+        team.start([3], 60)  # for whose sake all regroup
+        team.until(lambda: 1 in team.ended())
+        died = time.monotonic()
+        team.board.report(1)
+        assert max(team.next_kept(number, died) for number in (0, 2, 3)) < AT_ONCE
+        team.start([1], 60)
+        team.finish()
+        team.agreed()
+
+
+def test_without_a_report_silence_tells(store, tmp_path):
+    with Team(store, tmp_path, expected=3, stall=1.0) as team:
+        team.start(range(3), 150)
+        team.met(0, 3)
+        team.kill(1)
+        died = time.monotonic()
+        assert max(team.next_kept(number, died + 0.1) for number in (0, 2)) < 1.0 + 1.0
+        team.start([1], 150)
+        team.finish()
+        team.agreed()
+        assert team.events(1, "entered")[-1]["newcomers"] == [1]
+
+
+@pytest.mark.parametrize("place", ["steps", "exchange", "settle", "regroup"])
+def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
+    def stop_itself(worker):
+        def hook(where, crew):
+            if worker == 1 and where == place and crew.generation == 1 and crew._meeting >= 3:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        return hook
+
+    with Team(store, tmp_path, expected=3, stall=0.5) as team:
+        team.start(range(3), 100, stop_itself)
+        team.met(0, 3)
+        if place == "regroup":
+            team.start([3], 100)
+        team.until(lambda: team.events(0, "entered")[-1]["members"] != [0, 1, 2])
+        team.met(0, 8)
+        team.wake(1)
+        team.finish()
+        team.agreed()
+        first, *_, last = team.events(1, "entered")
+        assert first["generation"] == 1 and last["members"][last["rank"]] == 1
+        assert last["newcomers"] == [last["rank"]]
+        assert 0 < last["version"] < team.events(0, "done")[0]["version"]
+
+
+def test_the_time_to_go_on_after_a_stop_is_the_stall_time(store, tmp_path):
+    with Team(store, tmp_path, expected=3, stall=0.5) as team:
+        team.start(range(3), 200)
+        team.met(0, 3)
+        team.stop(1)
+        stopped = time.monotonic()
+        assert 0.4 < max(team.next_kept(n, stopped + 0.05) for n in (0, 2)) < 0.5 + 1.0
+
+
+def test_who_leaves_is_not_waited_for(store, tmp_path):
+    with Team(store, tmp_path, expected=3, stall=5.0) as team:
+        team.start([0, 2], 20)
+        team.start([1], 5)
+        team.until(lambda: team.ended() == {1: 0})
+        left = team.events(1, "done")[0]["time"]
+        assert max(team.next_kept(number, left) for number in (0, 2)) < AT_ONCE
+        team.finish()
+        team.agreed()
+        assert [team.events(n, "done")[0]["version"] for n in (0, 2)] == [20, 20]
+
+
+def test_who_comes_when_all_have_finished_is_told_so(store, tmp_path):
+    with Team(store, tmp_path, expected=2) as team:
+        team.start(range(2), 3)
+        team.finish()
+        crew = Crew(store.address, number=1, stall=1.0)
+        with pytest.raises(CrewFinished, match="the run has ended"):
+            crew.join()
+
+
+def test_when_all_have_died_new_ones_begin_again(store, tmp_path):
+    with Team(store, tmp_path, expected=2, stall=0.5) as team:
+        team.start(range(2), 1000)
+        team.met(0, 2)
+        for number in (0, 1):
+            team.kill(number)
+        team.start([0], 6, version=4)  # as from checkpoints, one older than the other
+        team.start([1], 6, version=2)
+        team.finish()
+        first = [team.events(n, "entered")[-1] for n in (0, 1)]
+        assert [e["members"] for e in first] == [[0, 1]] * 2
+        assert first[0]["generation"] > 1
+        assert (first[0]["source"], first[0]["newcomers"]) == (0, [1])
+        team.agreed()
+
+
+def test_a_start_waits_for_those_expected_but_not_for_ever(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(_crew, "START", 0.5)
+    with Team(store, tmp_path, expected=3) as team:
+        team.start(range(2), 3)
+        team.finish()
+        assert [team.events(n, "entered")[0]["members"] for n in (0, 1)] == [[0, 1]] * 2
+
+
+def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
+    def dawdle(worker):
+        def hook(where, crew):
+            if worker == 1 and where == "steps" and crew._meeting == 2 and crew.generation == 1:
+                time.sleep(3.5)
+
+        return hook
+
+    with Team(store, tmp_path, expected=2, stall=0.5, patience=1.0) as team:
+        team.start(range(2), 250, dawdle)
+        team.met(0, 10)  # alone by now
+        team.finish()
+        team.agreed()
+        assert [0] in [e["members"] for e in team.events(0, "entered")]
+        assert team.events(1, "entered")[-1]["newcomers"] == [1]
+
+
+def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
+    """Each worker dies at a random call to the store, or stops for a time, again and again."""
+    draw = random.Random(7)
+
+    def die_somewhere(worker):
+        seed = draw.random()  # drawn before the fork
+
+        def hook(where, crew, calls=[None, 0]):  # noqa: B006
+            if calls[0] is None:
+                calls[0] = random.Random(seed).randrange(20, 400)
+                original = crew._board.line.call
+
+                def call(name, *args):
+                    calls[1] += 1
+                    if calls[1] == calls[0]:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return original(name, *args)
+
+                crew._board.line.call = call
+
+        return hook
+
+    with Team(store, tmp_path, expected=4, stall=0.6) as team:
+        team.start(range(4), 100_000, die_somewhere, steps=0.002)
+        until, kills, stopped = time.monotonic() + 9, 0, None
+        while time.monotonic() < until:
+            for number, code in team.ended().items():
+                assert code == -signal.SIGKILL, team.errors(number)
+                kills += 1
+                if draw.random() < 0.7:
+                    team.board.report(number)
+                team.start([number], 100_000, die_somewhere, steps=0.002)
+            if stopped in team.pids and draw.random() < 0.01:
+                team.wake(stopped)
+                stopped = None
+            elif stopped is None and draw.random() < 0.005:
+                stopped = draw.choice(list(team.pids))
+                team.stop(stopped)
+            time.sleep(0.01)
+        answers = list(team.agreed().values())
+        assert kills >= 8 and answers.count(False) >= 5 and answers.count(True) >= 50
+
+
+def test_a_lost_store_is_an_error_that_says_so(store, tmp_path):
+    with Team(store, tmp_path, expected=2) as team:
+        team.start(range(2), 1000)
+        team.met(0, 2)
+        store.kill()
+        ended = {}
+        team.until(lambda: ended.update(team.ended()) or len(ended) == 2, 10)
+        assert set(ended.values()) == {1}
+        for number in (0, 1):
+            assert f"the store at {store.address} is lost" in team.errors(number)
+            assert "from a checkpoint" in team.errors(number)
+
+
+def test_a_frozen_store_is_an_error_too(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(_line, "LIMIT", 1.0)
+    with Team(store, tmp_path, expected=2) as team:
+        team.start(range(2), 1000)
+        team.met(0, 2)
+        os.kill(store.pid, signal.SIGSTOP)
+        ended = {}
+        team.until(lambda: ended.update(team.ended()) or len(ended) == 2, 10)
+        os.kill(store.pid, signal.SIGCONT)
+        assert set(ended.values()) == {1}
+        assert "no answer for 1 s" in team.errors(0) + team.errors(1)
+
+
+def test_a_store_that_was_never_there_is_an_error(monkeypatch):
+    monkeypatch.setattr(_line, "LIMIT", 0.3)
+    with pytest.raises(StoreLost, match=r"127\.0\.0\.1:9 is lost: nobody listens"):
+        Crew("127.0.0.1:9", number=0).join()
+
+
+def test_two_workers_with_one_number_are_an_error(store, tmp_path):
+    with Team(store, tmp_path, expected=2, stall=0.5) as team:
+        team.start(range(2), 1000, steps=0.5)
+        team.until(lambda: team.events(0, "entered") != [])
+        with pytest.raises(RuntimeError, match="two workers with the number 1 are alive"):
+            Crew(store.address, number=1, stall=0.5).join()
+
+
+def test_the_store_does_not_fill_up(store, tmp_path):
+    with Team(store, tmp_path, expected=2) as team:
+        team.start(range(2), 300, steps=0.0)
+        team.met(0, 3)
+        for _ in range(3):
+            team.kill(1, report=True)
+            team.start([1], 300, steps=0.0)
+            team.met(1, 20)
+        team.finish()
+        keys = [key.removeprefix("manyhands/") for key in team.board.line.call("list_keys")]
+        kinds = [key.partition("/")[0] for key in keys]
+        assert kinds.count("gen") == 0 and kinds.count("done") <= 1
+        assert len(keys) < 12
+
+
+def test_without_a_store_a_worker_meets_alone():
+    crew = Crew()
+    crew.join()
+    assert (crew.size, crew.rank, crew.number, crew.group, crew.newcomers) == (1, 0, 0, None, ())
+    rest = [False, True]
+    crew.wait(lambda seconds: rest.pop(0))
+    assert rest == []
+    assert crew.settle(True) and not crew.regroup_due
+    assert not crew.settle(False) and crew.regroup_due
+    crew.regroup(1)
+    assert not crew.regroup_due and crew.members == (0,)
+    crew.leave()
+    crew.leave()
+
+
+def test_what_is_missing_or_wrong_is_said(monkeypatch):
+    with pytest.raises(ValueError, match="needs a number"):
+        Crew("127.0.0.1:9")
+    with pytest.raises(ValueError, match='store is "host:port"'):
+        Crew("nowhere", number=0)
+    with pytest.raises(ValueError, match="patience must be at least 5"):
+        Crew("127.0.0.1:9", number=0, patience=1)
+    monkeypatch.setenv("MANYHANDS_STALL", "soon")
+    with pytest.raises(ValueError, match="MANYHANDS_STALL must be a number, got 'soon'"):
+        Crew()
+    monkeypatch.setenv("MANYHANDS_STALL", "2.5")
+    monkeypatch.setenv("MANYHANDS_STORE", "127.0.0.1:9")
+    monkeypatch.setenv("MANYHANDS_WORKER", "3")
+    monkeypatch.setenv("MANYHANDS_WORKERS", "8")
+    crew = Crew()
+    assert (crew.store, crew.number, crew.expected, crew.stall) == ("127.0.0.1:9", 3, 8, 2.5)
+    with pytest.raises(RuntimeError, match="Call join"):
+        crew.settle(True)

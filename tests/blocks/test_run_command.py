@@ -1,0 +1,302 @@
+"""The command `manyhands run`: what it starts, passes on, starts again and returns."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import textwrap
+import time
+
+import pytest
+
+from crew_workers import fork
+from manyhands.blocks import _launch
+from manyhands.blocks._board import Board
+from manyhands.blocks._line import Line
+from manyhands.blocks._pulse import Pulse
+
+
+class Command:
+    """`manyhands run ...` in a fork of this process, which has everything imported."""
+
+    def __init__(self, folder, script, *options, arguments=(), name="train"):
+        self.folder = folder
+        self.script = folder / f"{name}.py"
+        self.script.write_text(textwrap.dedent(script))
+        self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
+        words = ["run", *options, str(self.script), *arguments]
+
+        def call():
+            from manyhands.cli import app
+
+            os.chdir(folder)
+            for number, path in ((1, self.out), (2, self.err)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+            sys.stdout = os.fdopen(1, "w")
+            sys.stderr = os.fdopen(2, "w")
+            try:
+                app()(words)
+            except SystemExit as end:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(end.code or 0)
+
+        self.pid = fork(call, folder / f"{name}.fork")
+        self.code = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.code is None:
+            os.kill(self.pid, signal.SIGTERM)
+            os.waitpid(self.pid, 0)
+
+    def wait(self, timeout=20):
+        until = time.monotonic() + timeout
+        while self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+            assert time.monotonic() < until, self.said()
+            time.sleep(0.01)
+        return self.code
+
+    def said(self):
+        return f"{self.out.read_text()}\n{self.err.read_text()}"
+
+    def until(self, pattern, timeout=20):
+        limit = time.monotonic() + timeout
+        while not (found := re.search(pattern, self.said() if self.err.exists() else "")):
+            assert time.monotonic() < limit, self.said()
+            time.sleep(0.01)
+        return found
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def gone(pids, seconds=3.0):
+    until = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+SLEEPERS = """
+    import os, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    print("pids", os.getpid(), child.pid, flush=True)
+    time.sleep(100)
+"""
+
+
+def test_each_line_stands_behind_its_workers_number_and_arguments_pass_through(tmp_path):
+    script = """
+        import os, sys
+        print(sys.argv[1:], os.environ["MANYHANDS_WORKERS"], os.environ["OMP_NUM_THREADS"])
+        sys.stdout.buffer.write(b"\\xff no newline"); sys.stdout.flush()
+        print(os.environ["MANYHANDS_STALL"], os.environ["MANYHANDS_PATIENCE"], file=sys.stderr)
+    """
+    options = ("--workers", "2", "--stall", "3", "--patience", "90")
+    with Command(tmp_path, script, *options, arguments=("--steps", "9", "--help", "-x")) as command:
+        assert command.wait() == 0
+    assert sorted(command.out.read_bytes().splitlines()) == [
+        b"[0] ['--steps', '9', '--help', '-x'] 2 1",
+        b"[0] \xff no newline",
+        b"[1] ['--steps', '9', '--help', '-x'] 2 1",
+        b"[1] \xff no newline",
+    ]
+    assert sorted(command.err.read_text().splitlines()) == ["[0] 3 90", "[1] 3 90"]
+
+
+def test_an_error_at_the_start_ends_the_run_with_it(tmp_path):
+    script = """
+        import os, sys, time
+        if os.environ["MANYHANDS_WORKER"] == "1":
+            sys.exit("no such data")
+        time.sleep(100)
+    """
+    with Command(tmp_path, script, "--workers", "3") as command:
+        began = time.monotonic()
+        assert command.wait() == 1
+        assert time.monotonic() - began < 5
+    assert "[1] no such data" in command.err.read_text()
+    assert "worker 1 ended (exit code 1) before the first meeting." in command.err.read_text()
+
+
+def test_a_killed_worker_is_started_again(tmp_path):
+    script = """
+        import os, signal
+        run = "run" + os.environ["MANYHANDS_WORKER"]
+        with open(run, "a") as file:
+            file.write("x")
+        print("life", os.path.getsize(run))
+        if run == "run1" and os.path.getsize(run) < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with Command(tmp_path, script, "--workers", "2", "--restarts", "0") as command:
+        assert command.wait() == 0
+    assert command.err.read_text().count("worker 1 ended (SIGKILL) and is started again.") == 2
+    assert "[1] life 3" in command.out.read_text()
+    assert "[0] life 2" not in command.out.read_text()
+
+
+class Others:
+    """The rest of a run, played by the test: a member that is alive on another host."""
+
+    def __init__(self, port):
+        pulse = Pulse(1.0)
+        self.board = Board(Line(f"127.0.0.1:{port}", 0.2), pulse)
+
+    def meet(self, *ids):
+        for id in ids:
+            self.board.line.call("add", f"manyhands/beat/{id}", 1)
+            self.board.change(lambda roster, id=id: roster.knock(id, 0))
+        self.board.change(lambda roster: roster.next(frozenset()))
+
+    def leave(self, id):
+        self.board.look()
+        self.board.change(lambda roster: roster.without(id, left=True))
+        self.board.line.close()
+
+
+def test_errors_after_the_first_meeting_are_tried_again_so_many_times(tmp_path):
+    script = """
+        import os, sys, time
+        while not os.path.exists("met"):
+            time.sleep(0.01)
+        print("again")
+        sys.exit(7 if os.environ["MANYHANDS_WORKER"] == "1" else 0)
+    """
+    port = free_port()
+    options = ("--workers", "2", "--listen", f"127.0.0.1:{port}", "--restarts", "1")
+    with Command(tmp_path, script, *options) as command:
+        others = Others(port)
+        others.meet("9.1")
+        (tmp_path / "met").touch()
+        command.until("it stays away")
+        time.sleep(0.3)
+        assert alive(command.pid)  # it serves the store to the others
+        others.leave("9.1")
+        assert command.wait() == 7
+    assert command.out.read_text().count("[1] again") == 2
+    assert command.out.read_text().count("[0] again") == 1
+
+
+def test_what_ends_badly_after_the_others_have_finished_does_not_count(tmp_path):
+    script = """
+        import os, sys, time
+        while not os.path.exists("finished"):
+            time.sleep(0.01)
+        sys.exit(7)
+    """
+    port = free_port()
+    with Command(tmp_path, script, "--workers", "1", "--listen", f"127.0.0.1:{port}") as command:
+        others = Others(port)
+        others.meet("9.1")
+        others.leave("9.1")
+        (tmp_path / "finished").touch()
+        assert command.wait() == 0
+    assert "when the others had finished" in command.err.read_text()
+
+
+def test_a_stopped_worker_is_killed_and_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(_launch, "STOPPED", 0.5)
+    script = """
+        import os, signal, time
+        if not os.path.exists("stopped"):
+            open("stopped", "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    port = free_port()
+    with Command(tmp_path, script, "--workers", "1", "--listen", f"127.0.0.1:{port}") as command:
+        others = Others(port)
+        others.meet("0.1")
+        others.board.line.close()
+        assert command.wait() == 0
+    assert "worker 0 has not beaten for 0.5 s and is killed" in command.err.read_text()
+    assert "worker 0 ended (SIGKILL) and is started again" in command.err.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_outlives_the_command(tmp_path, number):
+    with Command(tmp_path, SLEEPERS, "--workers", "2") as command:
+        command.until(r"\[0\] pids")
+        command.until(r"\[1\] pids")
+        found = re.findall(r"pids (\d+) (\d+)", command.said())
+        pids = [int(pid) for pair in found for pid in pair]
+        if number == signal.SIGKILL:  # takes the workers along, not their children
+            pids, children = pids[::2], pids[1::2]
+        os.kill(command.pid, number)
+        assert command.wait() == (-number if number == signal.SIGKILL else 128 + number)
+    assert gone(pids)
+    if number == signal.SIGKILL:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+
+
+CREW = """
+    import os, signal, sys, time
+    from manyhands.blocks._crew import Crew
+    crew = Crew()
+    crew.join()
+    life = crew._id.partition(".")[2]
+    print("entered", crew.members, crew.newcomers, flush=True)
+    while not os.path.exists("enough"):
+        time.sleep(0.02)
+        if crew.number == 0 and len(crew.members) == 3 and life == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if crew.number != 0 and life == "1" and crew.members == (0, 1, 2) and crew.generation > 2:
+            open("enough", "a").close()
+        crew.settle(True)
+        if crew.regroup_due:
+            crew.regroup(1)
+            print("entered", crew.members, crew.newcomers, flush=True)
+    crew.leave()
+"""
+
+
+def test_two_hosts_and_a_death(tmp_path):
+    store = f"127.0.0.1:{free_port()}"
+    first = ("--workers", "2", "--listen", store, "--expected", "3")
+    with (
+        Command(tmp_path, CREW, *first, name="first") as one,
+        Command(tmp_path, CREW, "--store", store, "--numbers", "2", name="further") as two,
+    ):
+        assert one.wait(40) == 0
+        assert two.wait(5) == 0
+    assert "worker 0 ended (SIGKILL) and is started again." in one.err.read_text()
+    assert "[1] entered (0, 1, 2) (1, 2)" in one.out.read_text()
+    assert "[1] entered (1, 2) ()" in one.out.read_text()
+    assert "[2] entered (0, 1, 2) (0,)" in two.out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "how many workers"),
+        (("--store", "a:1"), "--store needs --numbers"),
+        (("--numbers", "7-4"), "--numbers takes FIRST-LAST"),
+        (("--numbers", "4-7", "--workers", "2"), "do not fit"),
+        (("--workers", "1", "--listen", "nowhere"), 'store is "host:port"'),
+        (("--workers", "1", "--patience", "1"), "--patience must be at least --stall"),
+    ],
+)
+def test_options_that_do_not_fit_are_said_at_once(tmp_path, words, message):
+    with Command(tmp_path, "", *words) as command:
+        assert command.wait() == 2
+    assert message in command.err.read_text()
