@@ -4,6 +4,7 @@
 """
 
 from manyhands.blocks._blocks import Blocks
+from manyhands.blocks._crew import Crew
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._presets import BMUF, DiLoCo, LocalSGD, SlowMo
 from manyhands.blocks._schedule import ByDrift, Seconds
@@ -36,6 +37,7 @@ __all__ = [
     "AdaptiveDataParallel",
     "Blocks",
     "ByDrift",
+    "Crew",
     "DiLoCo",
     "DummyProcessGroup",
     "FullyShardedDataParallel",

@@ -312,6 +312,7 @@ class Blocks(AroundOptimizer):
         if not self.alone:
             self._sync.land()
             self._sync.hold(rows_of(trained(self._optimizer)))
+            self._sync.come_together()
 
     @contextmanager
     def at_the_common_point(self) -> Iterator[None]:

@@ -20,7 +20,9 @@ def average_gradients(sync: Sync, params: Sequence[Tensor]) -> bool:
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         outcome = sync.hold(rows_of(grads))
-        if outcome is None or not outcome.counted:
+        while outcome is None:  # undone: with those who are there now
+            outcome = sync.hold(rows_of(grads))
+        if not outcome.counted:
             return False
         for param, grad in zip(params, grads, strict=True):
             if param.grad is None and grad.any():

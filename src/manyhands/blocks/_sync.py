@@ -124,6 +124,7 @@ class Sync:
         """Send and merge what is due after a step."""
         step, regroups = self.steps, self._regroups
         if step <= self.warmup:
+            self.come_together()
             if step == self.warmup:
                 self._end_warmup()
             return
@@ -202,21 +203,26 @@ class Sync:
         self.agreed = True
         self.point.begin()
         self._since = (time.perf_counter(), self.steps)
+        self.come_together()
 
     # -- meetings ------------------------------------------------------------------------------
 
     def hold(self, rows: Sequence[Any], more: Sequence[Any] = ()) -> Outcome | None:
-        """A meeting about other things than blocks, now. None: undone, and the team is another."""
+        """A meeting about other things than blocks, now.
+
+        None: it is undone, and the team is another. (If it is kept, `come_together` is the
+        caller's: first what it was held for has to be done.)
+        """
         note = self._note(more, finite=all(map(is_finite, rows)))
         if self.team.elastic:
             rows, more = self._held(rows), self._held(more)
         outcome = self._settle(self._errand(rows, more, note))
         if outcome is None:
             self.news.undone += 1
+            self.come_together()
         elif self.team.elastic:
             for row in [*rows, *(more if outcome.more else [])]:
                 row.put(outcome)
-        self.come_together()
         return outcome
 
     def _held(self, rows: Sequence[Values]) -> list[HeldValues]:

@@ -1,0 +1,77 @@
+"""Train on scikit-learn's digits with workers that meet once in 50 steps, and may die meanwhile.
+
+    manyhands run --workers 4 examples/blocks.py
+    python examples/blocks.py                       # one worker, by itself
+
+While it runs, kill a worker: each prints its process id. The others notice, go on without it, and
+lose nothing of their own work; `manyhands run` starts it again, and it takes up the common point at
+the next meeting. Stop one with `kill -STOP`: after --stall seconds (5) the others do without it.
+
+Each worker steps on its own. What travels is the difference from the last common point, in 8 bits,
+and the outer step is DiLoCo's. At 4000 steps about 97 % of the test images are right.
+
+Needs scikit-learn.
+"""
+
+import argparse
+import os
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import manyhands as mh
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--steps", type=int, default=4000, help="of each worker")
+parser.add_argument("--every", type=int, default=50, help="steps from one meeting to the next")
+parser.add_argument("--batch-size", type=int, default=8, help="images in a worker's batch")
+parser.add_argument("--lr", type=float, default=1e-3, help="the inner learning rate")
+parser.add_argument("--pause", type=float, default=0.01, help="seconds, as of a large model")
+args = parser.parse_args()
+
+# -- data: the split is the same on every worker, the batches are each worker's own --------------
+
+torch.set_num_threads(1)
+images, labels = load_digits(return_X_y=True)
+images = torch.tensor(images / 16, dtype=torch.float32)
+labels = torch.tensor(labels)
+train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=labels, random_state=0)
+
+# -- model and optimizer: the plain line would be AdamW(...) -------------------------------------
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+crew = mh.Crew()  # those whom `manyhands run` has started; by itself, this worker alone
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+optimizer = mh.DiLoCo(optimizer, every=args.every, codec="int8", crew=crew)
+print(f"worker {crew.number} of {crew.size}: process {os.getpid()}, from step {optimizer.steps}")
+
+# -- training: a worker that comes later goes on from the others' step ---------------------------
+
+generator = torch.Generator().manual_seed(1000 * optimizer.steps + crew.number)
+met = optimizer.meetings
+while optimizer.steps < args.steps:
+    batch = torch.tensor(train)[torch.randint(len(train), (args.batch_size,), generator=generator)]
+    optimizer.zero_grad()
+    loss = cross_entropy(model(images[batch]), labels[batch])
+    loss.backward()
+    optimizer.step()
+    time.sleep(args.pause)
+    if optimizer.meetings >= met + 10 and crew.rank == 0:
+        met = optimizer.meetings
+        seen = optimizer.snapshot()
+        print(
+            f"step {seen['step']}: {seen['workers']} workers, loss {loss.item():.3f}, "
+            f"cosine {seen['cosine']:.2f}, meetings undone {seen['undone']}"
+        )
+first = crew.rank == 0
+optimizer.finish()  # meets a last time, and leaves
+
+if first:
+    with torch.no_grad():
+        right = (model(images[test]).argmax(dim=1) == labels[test]).double().mean().item()
+    print(f"{100 * right:.1f} % of the test images are right after {optimizer.steps} steps")

@@ -1,0 +1,200 @@
+"""Blocks in a crew: workers die, stall and join in the middle of meetings, and all stay one."""
+
+import hashlib
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import manyhands as mh
+from crew_workers import Log, Store, Team, fork
+from manyhands.blocks import _meeting
+from manyhands.blocks._crew import Crew
+
+SIZE = 200_000  # four chunks
+
+
+class BlockTeam(Team):
+    """Workers that go down a slope of 1: after n steps parameters are -n, or work is lost."""
+
+    def start(self, numbers, steps, options=None, harm=None, pause=0.002, make=None):
+        for number in numbers:
+            life = self.lives[number] = self.lives.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{life}.jsonl"
+
+            def live(number=number, life=life, log_file=log_file):
+                if harm is not None and life == 1:
+                    harm(number)
+                crew = Crew(self.store.address, number=number, **self.options)
+                train(crew, Log(log_file), steps, options or {}, pause, make or mh.LocalSGD)
+
+            self.pids[number] = fork(live, self.folder / f"{number}.errors")
+
+    def met(self, number, meetings):
+        self.until(lambda: sum(e["event"] == "met" for e in self.events(number)) >= meetings)
+
+    def one_state_at_each_meeting(self):
+        """Whoever held a meeting has the same bits after it; gives the states by meeting."""
+        states = {}
+        for number in self.lives:
+            for e in self.events(number, "met"):
+                state = (e["steps"], e["state"])
+                assert states.setdefault(e["meetings"], state) == state, (number, e, states)
+        return states
+
+
+def train(crew, log, steps, options, pause, make):
+    param = nn.Parameter(torch.full((SIZE,), float(crew.number)))
+    buffers = nn.BatchNorm1d(4)
+    buffers.extra = param
+    optimizer = make(SGD([param], lr=1.0), model=buffers, crew=crew, **options)
+    log("in", steps=optimizer.steps, size=crew.size)
+    met = optimizer.meetings
+    generator = torch.Generator().manual_seed(crew.number)
+    while optimizer.steps < steps:
+        noise = torch.randn((), generator=generator)
+        param.grad = torch.ones(SIZE)
+        param.grad[-1] += noise
+        optimizer.step()
+        if optimizer.meetings != met:
+            met = optimizer.meetings
+            tell(log, "met", optimizer)
+        time.sleep(pause)
+    optimizer.finish()
+    tell(log, "done", optimizer, value=float(param.detach()[0]))
+
+
+def tell(log, event, optimizer, **more):
+    state = hashlib.sha1()
+    for segment in optimizer._sync.point.segments:
+        for tensor in [segment.anchor, *segment.memories]:
+            state.update(tensor.numpy().tobytes())
+    seen = optimizer.snapshot()
+    log(
+        event,
+        meetings=seen["meetings"],
+        steps=seen["step"],
+        state=state.hexdigest(),
+        undone=seen["undone"],
+        workers=seen["workers"],
+        **more,
+    )
+
+
+def dies_at(place, worker, meeting):
+    """That worker dies in the middle of its so manyth meeting: sending, sharing or landing."""
+
+    def harm(number):
+        if number != worker:
+            return
+        original = getattr(_meeting._Meeting, place)
+        calls = []
+
+        def fatal(self, *args, **kwargs):
+            calls.append(1)
+            if len(calls) == 4 * meeting - 1:  # the third of its chunks
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, *args, **kwargs)
+
+        setattr(_meeting._Meeting, place, fatal)
+
+    return harm
+
+
+@pytest.fixture
+def store():
+    with Store() as store:
+        yield store
+
+
+@pytest.mark.parametrize("place", ["_send", "_share", "_land"])
+def test_a_death_in_the_middle_of_a_meeting_loses_no_work_of_the_others(store, tmp_path, place):
+    with BlockTeam(store, tmp_path, expected=4, stall=5.0) as team:
+        team.start(range(4), 100, {"every": 5}, dies_at(place, 2, 6), pause=0.005)
+        team.until(lambda: team.ended() == {2: -signal.SIGKILL})
+        died = time.monotonic()
+        team.board.report(2)
+        team.until(lambda: any(e["time"] > died for e in team.events(0, "met")))
+        assert time.monotonic() - died < 1.5
+        team.start([2], 100, {"every": 5}, pause=0.005)
+        team.finish()
+        states = team.one_state_at_each_meeting()
+        assert len(states) == 20
+        done = [team.events(number, "done")[-1] for number in range(4)]
+        assert {e["value"] for e in done} == {-100.0}  # not a step of the survivors is missing
+        assert len({e["state"] for e in done}) == 1
+        assert team.events(2, "in")[-1]["steps"] % 5 == 0 < team.events(2, "in")[-1]["steps"]
+        assert {e["undone"] for e in done if e["workers"] == 4} <= {0, 1}
+
+
+OPTIONS = [
+    (mh.DiLoCo, {"every": 6, "codec": "int8"}),
+    (mh.DiLoCo, {"every": 6, "codec": "int4", "overlap": 2, "fragments": 2}),
+    (mh.BMUF, {"global_sync_iter": 6, "warmup_iterations": 20, "average_sync": True}),
+    (mh.DiLoCo, {"every": 6, "warmup": 15}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), OPTIONS)
+def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options):
+    with BlockTeam(store, tmp_path, expected=3, stall=1.0) as team:
+        dice = random.Random(3)
+        steps = 150
+        team.start(range(3), steps, options, make=make, pause=0.005)
+        for _ in range(4):
+            victim = dice.randrange(3)
+            time.sleep(0.1 + 0.3 * dice.random())
+            if victim not in team.pids or team.ended():
+                break
+            team.kill(victim, report=dice.random() < 0.7)
+            team.start([victim], steps, options, make=make, pause=0.005)
+        team.finish()
+        states = team.one_state_at_each_meeting()
+        assert len(states) > 5
+        done = [team.events(number, "done")[-1] for number in range(3)]
+        assert len({e["state"] for e in done}) == 1
+
+
+def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path):
+    with BlockTeam(store, tmp_path, expected=3, stall=0.6) as team:
+        team.start(range(3), 400, {"every": 5}, pause=0.005)
+        team.met(1, 4)
+        team.stop(1)
+        stopped = time.monotonic()
+        team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
+        assert time.monotonic() - stopped < 0.6 + 1.5
+        before = len(team.events(0, "met"))
+        team.until(lambda: len(team.events(0, "met")) > before + 3)
+        team.wake(1)
+        team.until(lambda: team.events(1, "met")[-1]["time"] > stopped + 0.6)
+        team.finish()
+        team.one_state_at_each_meeting()
+        done = [team.events(number, "done")[-1] for number in range(3)]
+        assert {e["value"] for e in done} == {-400.0} and {e["workers"] for e in done} == {3}
+
+
+def test_one_worker_may_be_left_and_others_join_it(store, tmp_path):
+    with BlockTeam(store, tmp_path, expected=2, stall=0.6) as team:
+        team.start([0, 1], 300, {"every": 5}, pause=0.005)
+        team.met(0, 3)
+        team.kill(1, report=True)
+        team.until(lambda: team.events(0, "met")[-1]["workers"] == 1)
+        team.start([1, 2], 300, {"every": 5}, pause=0.005)
+        team.finish()
+        team.one_state_at_each_meeting()
+        assert {team.events(n, "done")[-1]["value"] for n in range(3)} == {-300.0}
+
+
+def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = mh.DiLoCo(SGD([param], lr=1.0), every=2, lr=0.5, momentum=0.0, crew=mh.Crew())
+    for _ in range(4):
+        param.grad = torch.ones(3)
+        optimizer.step()
+    optimizer.finish()
+    assert param.tolist() == [-2.0] * 3 and optimizer.meetings == 3
