@@ -67,12 +67,12 @@ def test_a_worker_that_dies_while_all_regroup_is_left_behind(store, tmp_path):
 
 def test_without_a_report_silence_tells(store, tmp_path):
     with Team(store, tmp_path, expected=3, stall=1.0) as team:
-        team.start(range(3), 150)
+        team.start(range(3), 70)
         team.met(0, 3)
         team.kill(1)
         died = time.monotonic()
         assert max(team.next_kept(number, died + 0.1) for number in (0, 2)) < 1.0 + 1.0
-        team.start([1], 150)
+        team.start([1], 70)
         team.finish()
         team.agreed()
         assert team.events(1, "entered")[-1]["newcomers"] == [1]
@@ -161,12 +161,12 @@ def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
     def dawdle(worker):
         def hook(where, crew):
             if worker == 1 and where == "steps" and crew._meeting == 2 and crew.generation == 1:
-                time.sleep(3.5)
+                time.sleep(2.2)
 
         return hook
 
-    with Team(store, tmp_path, expected=2, stall=0.5, patience=1.0) as team:
-        team.start(range(2), 250, dawdle)
+    with Team(store, tmp_path, expected=2, stall=0.5, patience=0.7) as team:
+        team.start(range(2), 120, dawdle, steps=0.02)
         team.met(0, 10)  # alone by now
         team.finish()
         team.agreed()
@@ -198,7 +198,7 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
 
     with Team(store, tmp_path, expected=4, stall=0.6) as team:
         team.start(range(4), 100_000, die_somewhere, steps=0.002)
-        until, kills, stopped = time.monotonic() + 9, 0, None
+        until, kills, stopped = time.monotonic() + 7, 0, None
         while time.monotonic() < until:
             for number, code in team.ended().items():
                 assert code == -signal.SIGKILL, team.errors(number)
@@ -214,7 +214,7 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
                 team.stop(stopped)
             time.sleep(0.01)
         answers = list(team.agreed().values())
-        assert kills >= 8 and answers.count(False) >= 5 and answers.count(True) >= 50
+        assert kills >= 5 and answers.count(False) >= 5 and answers.count(True) >= 50
 
 
 def test_a_lost_store_is_an_error_that_says_so(store, tmp_path):
