@@ -3,13 +3,14 @@
 import os
 import random
 import signal
+import threading
 import time
 
 import pytest
 
 from crew_workers import Store, Team
 from manyhands.blocks import _crew, _line
-from manyhands.blocks._crew import Crew, CrewFinished
+from manyhands.blocks._crew import Crew, CrewFinished, WorkerLost
 from manyhands.blocks._line import StoreLost
 
 AT_ONCE = 1.0  # seconds in which the others go on when a death is reported
@@ -305,3 +306,25 @@ def test_what_is_missing_or_wrong_is_said(monkeypatch):
     assert (crew.store, crew.number, crew.expected, crew.stall) == ("127.0.0.1:9", 3, 8, 2.5)
     with pytest.raises(RuntimeError, match="Call join"):
         crew.settle(True)
+
+
+def test_who_gives_up_when_the_others_have_just_kept_the_meeting_is_told_so(store, monkeypatch):
+    crews = [Crew(store.address, number=number, expected=2) for number in range(2)]
+    threads = [threading.Thread(target=crew.join) for crew in crews]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = crews
+    answers = []
+
+    def too_late(*_):
+        answers.append(first.settle(True))  # the second has said so too: kept
+        raise WorkerLost("seen a moment after")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "_check", too_late)
+        answers.append(second.settle(True))
+    assert answers == [True, True]
+    for crew in crews:
+        crew.leave()
