@@ -22,7 +22,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch.distributed as dist
 
 from manyhands.blocks._board import Board
 from manyhands.blocks._crew import Crew, WorkerLost
+from manyhands.blocks._launch import serve
 from manyhands.blocks._line import Line
 from manyhands.blocks._pulse import Pulse
 
@@ -62,17 +62,16 @@ class Store:
     def __enter__(self) -> Store:
         read, write = os.pipe()
 
-        def serve() -> None:
-            store = dist.TCPStore(
-                "127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False
-            )
-            os.write(write, str(store.port).encode())
+        def host() -> None:
+            _store, address = serve("127.0.0.1")
+            os.write(write, address.encode())
             time.sleep(1000)
 
-        self.pid: int | None = fork(serve, Path(os.devnull))
-        self.address = f"127.0.0.1:{os.read(read, 10).decode()}"
-        os.close(read)
+        self.pid: int | None = fork(host, Path(os.devnull))
         os.close(write)
+        self.address = os.read(read, 100).decode()
+        os.close(read)
+        assert self.address
         return self
 
     def kill(self) -> None:

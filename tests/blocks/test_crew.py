@@ -3,13 +3,14 @@
 import os
 import random
 import signal
+import threading
 import time
 
 import pytest
 
 from crew_workers import Store, Team
 from manyhands.blocks import _crew, _line
-from manyhands.blocks._crew import Crew, CrewFinished
+from manyhands.blocks._crew import Crew, CrewFinished, WorkerLost
 from manyhands.blocks._line import StoreLost
 
 AT_ONCE = 1.0  # seconds in which the others go on when a death is reported
@@ -67,12 +68,12 @@ def test_a_worker_that_dies_while_all_regroup_is_left_behind(store, tmp_path):
 
 def test_without_a_report_silence_tells(store, tmp_path):
     with Team(store, tmp_path, expected=3, stall=1.0) as team:
-        team.start(range(3), 150)
+        team.start(range(3), 70)
         team.met(0, 3)
         team.kill(1)
         died = time.monotonic()
         assert max(team.next_kept(number, died + 0.1) for number in (0, 2)) < 1.0 + 1.0
-        team.start([1], 150)
+        team.start([1], 70)
         team.finish()
         team.agreed()
         assert team.events(1, "entered")[-1]["newcomers"] == [1]
@@ -161,12 +162,12 @@ def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
     def dawdle(worker):
         def hook(where, crew):
             if worker == 1 and where == "steps" and crew._meeting == 2 and crew.generation == 1:
-                time.sleep(3.5)
+                time.sleep(2.2)
 
         return hook
 
-    with Team(store, tmp_path, expected=2, stall=0.5, patience=1.0) as team:
-        team.start(range(2), 250, dawdle)
+    with Team(store, tmp_path, expected=2, stall=0.5, patience=0.7) as team:
+        team.start(range(2), 120, dawdle, steps=0.02)
         team.met(0, 10)  # alone by now
         team.finish()
         team.agreed()
@@ -198,7 +199,7 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
 
     with Team(store, tmp_path, expected=4, stall=0.6) as team:
         team.start(range(4), 100_000, die_somewhere, steps=0.002)
-        until, kills, stopped = time.monotonic() + 9, 0, None
+        until, kills, stopped = time.monotonic() + 7, 0, None
         while time.monotonic() < until:
             for number, code in team.ended().items():
                 assert code == -signal.SIGKILL, team.errors(number)
@@ -214,7 +215,7 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
                 team.stop(stopped)
             time.sleep(0.01)
         answers = list(team.agreed().values())
-        assert kills >= 8 and answers.count(False) >= 5 and answers.count(True) >= 50
+        assert kills >= 5 and answers.count(False) >= 5 and answers.count(True) >= 50
 
 
 def test_a_lost_store_is_an_error_that_says_so(store, tmp_path):
@@ -245,7 +246,7 @@ def test_a_frozen_store_is_an_error_too(store, tmp_path, monkeypatch):
 
 def test_a_store_that_was_never_there_is_an_error(monkeypatch):
     monkeypatch.setattr(_line, "LIMIT", 0.3)
-    with pytest.raises(StoreLost, match=r"127\.0\.0\.1:9 is lost: nobody listens"):
+    with pytest.raises(StoreLost, match=r"127\.0\.0\.1:9 is lost"):
         Crew("127.0.0.1:9", number=0).join()
 
 
@@ -305,3 +306,25 @@ def test_what_is_missing_or_wrong_is_said(monkeypatch):
     assert (crew.store, crew.number, crew.expected, crew.stall) == ("127.0.0.1:9", 3, 8, 2.5)
     with pytest.raises(RuntimeError, match="Call join"):
         crew.settle(True)
+
+
+def test_who_gives_up_when_the_others_have_just_kept_the_meeting_is_told_so(store, monkeypatch):
+    crews = [Crew(store.address, number=number, expected=2) for number in range(2)]
+    threads = [threading.Thread(target=crew.join) for crew in crews]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = crews
+    answers = []
+
+    def too_late(*_):
+        answers.append(first.settle(True))  # the second has said so too: kept
+        raise WorkerLost("seen a moment after")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "_check", too_late)
+        answers.append(second.settle(True))
+    assert answers == [True, True]
+    for crew in crews:
+        crew.leave()

@@ -35,7 +35,7 @@ from typing import Any
 
 from manyhands.blocks._board import PLACE, Board
 from manyhands.blocks._line import Line, StoreLost, address
-from manyhands.blocks._links import Links
+from manyhands.blocks._links import Door, Links
 from manyhands.blocks._pulse import Pulse
 from manyhands.blocks._roster import Roster, number_of
 
@@ -107,6 +107,7 @@ class Crew:
         self._meeting = 0
         self._links: Links | None = None
         self._board: Board | None = None
+        self._door = None if self.store is None else Door(self.store)
         self._pid = 0
 
     @property
@@ -336,8 +337,8 @@ class Crew:
         """Build the group; False if somebody was lost meanwhile, or it failed."""
         if self.size == 1:
             return True
-        assert self.store is not None
-        self._links = Links(self.store, self.generation, self.rank, self.size, self.patience)
+        assert self._door is not None
+        self._links = Links(self._door, self.generation, self.rank, self.size, self.patience)
         try:
             self.wait(self._links.done)
         except WorkerLost:

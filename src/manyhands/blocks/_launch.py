@@ -187,7 +187,11 @@ class Launcher:
         worker.short = worker.short + 1 if now - worker.began < SHORT else 0
         if code > 0 or how in CRASHES:
             worker.errors = [t for t in worker.errors if now - t < HOUR] + [now]
-            if roster is None or roster.generation == 0:
+            if roster is None:
+                self._final = worker.code
+                _say(f"worker {worker.number} ended ({how}), and without the store none can go on.")
+                return
+            if roster.generation == 0:
                 self._final = worker.code
                 _say(f"worker {worker.number} ended ({how}) before the first meeting.")
                 return

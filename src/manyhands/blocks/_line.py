@@ -13,7 +13,6 @@ thread counts this worker's beat up, whatever the rest of the process does.
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -133,14 +132,8 @@ def address(store: str) -> tuple[str, int]:
 def connect(store: str) -> Any:
     """A client of the store, which may still be starting."""
     host, port = address(store)
-    until = time.monotonic() + LIMIT
-    while True:  # torch's own attempts fill the terminal when nobody listens
-        try:
-            socket.create_connection((host, port), timeout=max(1.0, LIMIT / 3)).close()
-            break
-        except OSError as error:
-            if time.monotonic() > until:
-                raise OSError(f"nobody listens there ({error})") from error
-            time.sleep(0.1)
     limit = timedelta(seconds=LIMIT)
-    return TCPStore(host, port, None, False, limit, wait_for_workers=False)
+    try:
+        return TCPStore(host, port, None, False, limit, wait_for_workers=False)
+    except dist.DistError as error:
+        raise OSError(f"nobody answers there ({error})") from error

@@ -24,20 +24,41 @@ from manyhands.blocks._line import address, connect
 
 CONNECTING = 30.0  # seconds: if it takes longer, one that is alive has not come
 
+
+class Door:
+    """The connection to the store through which groups are made, kept from one to the next.
+
+    A new one is dear where names are slow to look up: torch asks for the name of whoever connects,
+    at both ends, and the store answers nobody meanwhile.
+    """
+
+    def __init__(self, store: str) -> None:
+        self.store = store
+        self._client: Any = None
+
+    def take(self) -> Any:
+        """The connection; it may be in use for long, so there is none until it is put back."""
+        client, self._client = self._client, None
+        return connect(self.store) if client is None else client
+
+    def put_back(self, client: Any) -> None:
+        self._client = client
+
+
 Ends = tuple[Any, Any]  # of a socket: its own address and the other one
 
 
 class Links:
     """A group in the making, on a thread of its own, because it waits for all the others."""
 
-    def __init__(self, store: str, generation: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, door: Door, generation: int, rank: int, size: int, timeout: float) -> None:
         self.group: Any = None
         self.error: Exception | None = None
         self._ends: set[Ends] = set()
         self._given_up = False
         self._thread = threading.Thread(
             target=self._connect,
-            args=(store, f"{PLACE}gen/{generation}", rank, size, timeout),
+            args=(door, f"{PLACE}gen/{generation}", rank, size, timeout),
             name="manyhands links",
             daemon=True,
         )
@@ -56,9 +77,10 @@ class Links:
                 if _both(end) in self._ends:
                     end.shutdown(socket.SHUT_RDWR)
 
-    def _connect(self, store: str, prefix: str, rank: int, size: int, timeout: float) -> None:
+    def _connect(self, door: Door, prefix: str, rank: int, size: int, timeout: float) -> None:
         try:
-            place = PrefixStore(prefix, connect(store))
+            client = door.take()
+            place = PrefixStore(prefix, client)
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timedelta(seconds=min(timeout, CONNECTING))
@@ -66,7 +88,7 @@ class Links:
             if os.environ.get("GLOO_SOCKET_IFNAME"):
                 options._devices = [gloo.create_default_device()]
             else:
-                options._devices = [gloo.create_device(hostname=_own_address(store))]
+                options._devices = [gloo.create_device(hostname=_own_address(door.store))]
             doors = [port for port in _listening() if port not in before]
             place.set(f"door/{rank}", str(doors[0] if len(doors) == 1 else 0))
             group = gloo(place, rank, size, options)
@@ -74,6 +96,7 @@ class Links:
             ports = {int(place.get(f"door/{other}")) for other in range(size)} - {0}
             links = (ends for ends in _connections() if ends not in others)
             self._ends = {ends for ends in links if not ports.isdisjoint((ends[0][1], ends[1][1]))}
+            door.put_back(client)
             if not self._given_up:
                 self.group = group
         except Exception as error:

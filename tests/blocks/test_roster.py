@@ -1,0 +1,142 @@
+"""The shared text by itself: who wins, who is counted, who is told what."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.blocks._pulse import Pulse
+from manyhands.blocks._roster import Member, Roster
+
+NOBODY: frozenset[str] = frozenset()
+
+
+def met(*ids, version=3):
+    """A generation of these, in its first meeting."""
+    roster = Roster()
+    for id in ids:
+        roster = roster.knock(id, version)
+    return roster.next(NOBODY)
+
+
+def test_the_first_generation_waits_for_those_expected_unless_it_is_late():
+    roster = Roster().knock("2.1", -1).knock("0.1", -1)
+    assert not roster.complete(NOBODY, 3)
+    assert roster.complete(NOBODY, 3, late=True)
+    assert roster.knock("1.1", -1).complete(NOBODY, 3)
+    assert roster.knock("1.1", -1).next(NOBODY).ids == ("0.1", "1.1", "2.1")
+
+
+def test_where_nobody_holds_anything_the_first_brings_the_state_to_all():
+    assert (met("0.1", "1.1", version=-1).source, met("0.1", "1.1", version=-1).newcomers) == (
+        0,
+        (1,),
+    )
+
+
+def test_who_holds_the_most_brings_the_state_to_those_with_less():
+    roster = Roster().knock("0.2", -1).knock("1.1", 7).knock("2.1", 7).knock("3.1", 6)
+    roster = roster.next(NOBODY)
+    assert (roster.source, roster.newcomers) == (1, (0, 3))
+    assert met("0.1", "1.1").newcomers == ()
+
+
+def test_the_first_to_decide_about_a_meeting_decides():
+    roster = met("0.1", "1.1")
+    assert roster.settled(1, 0, "0.1") is None
+    kept = roster.keep(1, 0)
+    assert kept.undo(1, 0) == kept and kept.settled(1, 0, "0.1") is True
+    undone = roster.undo(1, 0)
+    assert undone.keep(1, 0) == undone and undone.settled(1, 0, "0.1") is False
+    assert kept.settled(1, 1, "0.1") is None  # the next one
+
+
+def test_a_kept_meeting_is_the_last_when_somebody_waits_or_has_gone():
+    roster = met("0.1", "1.1")
+    assert not roster.keep(1, 0).over
+    assert roster.knock("2.1", -1).keep(1, 0).over
+    assert roster.without("1.1").keep(1, 0).over
+
+
+def test_all_living_members_are_waited_for():
+    roster = met("0.1", "1.1", "2.1").undo(1, 0).knock("0.1", 3).knock("3.1", -1)
+    assert roster.absent(NOBODY) == ("1.1", "2.1")
+    roster = roster.without("2.1")
+    assert not roster.complete(NOBODY, 4)
+    assert roster.complete(frozenset({"1.1"}), 4)
+    assert roster.next(frozenset({"1.1"})).ids == ("0.1", "3.1")
+
+
+def test_one_who_slept_learns_what_became_of_its_meeting_and_the_dead_are_forgotten():
+    roster = met("0.1", "1.1", "2.1").keep(1, 0).undo(1, 1).without("2.1").knock("0.1", 4)
+    roster = roster.next(frozenset({"1.1"})).keep(2, 0).undo(2, 1).knock("0.1", 5).next(NOBODY)
+    assert roster.settled(1, 0, "1.1") is True
+    assert roster.settled(1, 1, "1.1") is False
+    assert roster.missed == (("1.1", 1, 1),)
+    assert roster.knock("1.2", 4).missed == ()  # it is back
+    with pytest.raises(RuntimeError, match="worker 1 was stopped for some time"):
+        roster.knock("1.2", 4).settled(1, 0, "1.1")
+
+
+def test_of_two_with_one_number_neither_begins():
+    roster = Roster().knock("0.1", -1).knock("0.2", -1)
+    assert not roster.complete(NOBODY, 2, late=True)
+    assert roster.complete(frozenset({"0.1"}), 1)
+
+
+def test_finished_is_when_all_are_gone_and_some_were_done():
+    roster = met("0.1", "1.1")
+    assert not Roster().finished
+    assert not roster.without("0.1", "1.1").finished
+    assert not roster.without("0.1", left=True).finished
+    assert roster.without("0.1", left=True).without_number(1).finished
+
+
+STEPS = ("knock", "keep", "undo", "left", "dead", "next")
+
+
+@given(st.integers(0, 2**32), st.integers(1, 60))
+def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed, length):
+    draw = random.Random(seed)
+    roster, told = Roster(), {}
+    ids = [f"{number}.{life}" for number in range(4) for life in (1, 2)]
+    for _ in range(length):
+        step, id = draw.choice(STEPS), draw.choice(ids)
+        generation, meeting = roster.generation, roster.meeting
+        silent = frozenset(draw.sample(ids, draw.randrange(3)))
+        if step == "knock":
+            roster = roster.knock(id, draw.randrange(-1, 5))
+        elif step == "next":
+            roster = (
+                roster.next(silent) if roster.complete(silent, 2, draw.random() < 0.2) else roster
+            )
+        elif step in ("left", "dead"):
+            roster = roster.without(id, left=step == "left")
+        else:
+            roster = getattr(roster, step)(generation, meeting)
+        assert Roster.of(roster.text) == roster
+        numbers = [member.number for member in roster.members]
+        assert numbers == sorted(set(numbers))
+        assert all(isinstance(member, Member) for member in roster.members)
+        for member in roster.ids:
+            for at in range(roster.meeting + 1):
+                if (answer := roster.settled(roster.generation, at, member)) is not None:
+                    key = (roster.generation, at)
+                    assert told.setdefault(key, answer) == answer
+        for sleeper, its, kept in roster.missed:
+            for at in range(kept + 1):
+                answer = roster.settled(its, at, sleeper)
+                assert answer is not None and told.setdefault((its, at), answer) == answer
+
+
+def test_silence_is_what_was_watched_and_not_what_was_slept():
+    pulse = Pulse(stall=5.0)
+    pulse.look({"0.1": b"1"}, now=0.0)
+    pulse.look({"0.1": b"1"}, now=1000.0)  # we were stopped ourselves
+    assert pulse.silent == NOBODY
+    for second in range(1001, 1005):
+        pulse.look({"0.1": b"1"}, now=float(second))
+    assert pulse.silent == {"0.1"} and not pulse.moved("0.1")
+    pulse.look({"0.1": b"2"}, now=1005.0)
+    assert pulse.silent == NOBODY and pulse.moved("0.1")
