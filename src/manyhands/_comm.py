@@ -249,6 +249,10 @@ class Workers:
             dist.all_reduce(tensor, op, group=self.group)
         return tensor
 
+    def start_sum(self, tensor: torch.Tensor) -> Any:
+        """Begin to add up a tensor over the workers, in place."""
+        return self._process_group.allreduce([tensor])
+
     def start_largest(self, tensor: torch.Tensor) -> dist.Work:
         """Begin to take the largest value over the workers, in place."""
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)

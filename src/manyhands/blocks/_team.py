@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from manyhands._comm import Workers
-from manyhands.blocks._meeting import Disagreement, Outcome
+from manyhands.blocks._meeting import Disagreement
+from manyhands.blocks._rows import Outcome
 
 Meeting = Callable[[Workers], Outcome]
 
