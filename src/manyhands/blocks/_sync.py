@@ -144,6 +144,7 @@ class Sync:
         """Say how many steps have been taken."""
         self.land()
         self.steps = step
+        self.agreed = self.agreed or step >= self.warmup  # on where all have begun
         self.schedule.begin(self.every.first_start(max(step, self.warmup)), self.schedule.length)
 
     def meet_now(self) -> None:
