@@ -91,8 +91,9 @@ def _chunks(workers: Workers, rows: Sequence[Row]) -> Iterator[Chunk]:
     """Of all rows in order; at least one, so that the workers hear of each other."""
     for row in rows:
         size = max(SMALLEST, min(LARGEST, row.length // 16))
-        as_it_is = not (row.codec.rounds or row.first_only) and workers.has_backend(row.device)
-        kind: type[Chunk] = SummedChunk if as_it_is and workers.size > 1 else EncodedChunk
+        as_it_is = workers.size > 1 and not (row.codec.rounds or row.first_only)
+        summed = as_it_is and workers.has_backend(row.device)
+        kind: type[Chunk] = SummedChunk if summed else EncodedChunk
         for start in range(0, max(row.length, 1), size):
             yield kind(row, start, min(start + size, row.length), workers)
 
