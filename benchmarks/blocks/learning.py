@@ -100,8 +100,8 @@ class Task:
 
 
 TASKS = {
-    "Shakespeare": Task("Shakespeare", batch=4, steps=800, lr=2e-3, load=shakespeare),
-    "MNIST": Task("MNIST", batch=16, steps=2400, lr=1e-3, load=mnist),
+    "Shakespeare": Task("Shakespeare", batch=4, steps=600, lr=2e-3, load=shakespeare),
+    "MNIST": Task("MNIST", batch=16, steps=1200, lr=1e-3, load=mnist),
 }
 
 

@@ -609,3 +609,51 @@ def test_workers_that_have_taken_different_numbers_of_steps():
             step_along(optimizer, params, dist.get_rank(), step)
 
     raises_on_ranks(2, ValueError, blocks, match=r"rank 0: 3, rank 1: 9\)")
+
+
+def test_checkpoints_for_any_number_of_workers(tmp_path):
+    """mh.save keeps the common point, once all have met."""
+    path = tmp_path / "checkpoint"
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.params = nn.ParameterList(parameters())
+
+    def made():
+        model = Model()
+        inner = mh.AdaScale(AdamW(model.parameters(), lr=0.01), world_size=1)
+        return model, mh.DiLoCo(inner, every=4, codec="int8")
+
+    def first():
+        model, optimizer = made()
+        for step in range(1, 7):
+            loss = sum(
+                (p - 0.1 * step * (dist.get_rank() + 1)).square().sum() for p in model.params
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="meet"):
+            mh.save(path, model=model, optimizer=optimizer)
+        optimizer.meet()
+        mh.save(path, model=model, optimizer=optimizer)
+        return flat_of(model.params), optimizer.common_state_dict()["anchor"][0]
+
+    results = run_ranks(2, first)
+
+    def second():
+        model, optimizer = made()
+        mh.load(path, model=model, optimizer=optimizer)
+        return flat_of(model.params), optimizer.common_state_dict()["anchor"][0], optimizer.steps
+
+    for params, anchor, steps in run_ranks(3, second):
+        assert torch.equal(params, results[0][0])
+        assert torch.equal(anchor, results[0][1]) and steps == 6
+
+    def alone():
+        model, optimizer = made()
+        mh.load(path, model=model, optimizer=optimizer)
+        return flat_of(model.params)
+
+    assert torch.equal(alone(), results[0][0])

@@ -232,7 +232,7 @@ class Blocks(AroundOptimizer):
         else:
             result = self._step_together(news, closure, *args, **kwargs)
         vars(self._optimizer)["_opt_called"] = True  # a scheduler of the inner optimizer asks
-        sync.steps, sync.is_new = sync.steps + 1, False
+        sync.steps, sync.is_new, sync.apart = sync.steps + 1, False, True
         if not self.alone:
             with torch.no_grad():
                 sync.after_step()
@@ -371,16 +371,43 @@ class Blocks(AroundOptimizer):
         """
         overrides = dict(optimizer_overrides or {})
         changed = {name: overrides.pop(name) for name in self._options if name in overrides}
-        ours = _state.checked(state_dict, self._options, changed)
+        ours = self.checked_state(state_dict.get(_state.KEY), changed)
         inner = {key: value for key, value in state_dict.items() if key != _state.KEY}
-        if ours is not None and not self.alone:
-            _state.check_fits(ours, self._sync)
         self._optimizer.load_state_dict(inner)
         for group in self.param_groups:
             group.update(overrides)
+        self.load_common_state(ours)
+
+    def common_state_dict(self) -> dict[str, Any]:
+        """The blocks' part of a state dict alone, without what is only this worker's.
+
+        For checkpoints that all workers continue from, as `mh.save` makes them.
+        """
+        if self._sync.apart:
+            raise RuntimeError(
+                "a checkpoint for all workers has one model, and inside a block each worker has "
+                "its own. Call optimizer.meet() on every worker first, or save each worker's "
+                "state_dict()."
+            )
+        if self._sync.point.inner.size > 1:
+            raise ValueError(
+                "with an inner_group each worker has a share of the common point. Save "
+                "state_dict() on every worker, and load it on the same."
+            )
+        return {"options": self._options, **_state.common(self._sync)}
+
+    def checked_state(self, ours: Any, changed: Mapping[str, Any] | None = None) -> Any:
+        """The blocks' part of a state dict, if it fits; an error otherwise."""
+        ours = _state.checked(ours, self._options, changed or {})
+        if ours is not None and not self.alone:
+            _state.check_fits(ours, self._sync)
+        return ours
+
+    @torch.no_grad()
+    def load_common_state(self, ours: Any) -> None:
+        """Go on from what `checked_state` gave; from the parameters as they are, if it is None."""
         if not self.alone:
-            with torch.no_grad():
-                _state.load(ours, self._sync)
+            _state.load(ours, self._sync)
 
     def __repr__(self) -> str:
         workers = self._sync.team.workers.size

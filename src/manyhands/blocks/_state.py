@@ -15,22 +15,31 @@ def saved(sync: Sync) -> dict[str, Any]:
     """Everything a bitwise continuation needs; waits for what is under way to arrive."""
     workers = sync.team.workers
     return {
-        "format": FORMAT,
+        **common(sync),
         "workers": [workers.size, workers.rank],
-        **sync.common_state(),
         "residual": [segment.residual for segment in sync.point.segments],
         "pending": [pending.saved() for pending in sync.pending],
+    }
+
+
+def common(sync: Sync) -> dict[str, Any]:
+    """What any worker can go on from."""
+    return {
+        "format": FORMAT,
+        "workers": [0, 0],  # nobody's in particular
+        **sync.common_state(),
+        "residual": [],
+        "pending": [],
         "counts": [sync.news.left_out_ever, sync.news.undone],
     }
 
 
 def checked(
-    state: Mapping[str, Any], options: Mapping[str, Any], changed: Mapping[str, Any]
+    ours: Any, options: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Our part of a state dict (None: it was of one worker, or of the bare optimizer)."""
-    if KEY not in state:
+    if ours is None:
         return None
-    ours = state[KEY]
     if not isinstance(ours, dict) or ours.get("format") != FORMAT:
         raise ValueError(
             'the "blocks" part of this state dict is not one that this version of manyhands has '

@@ -117,6 +117,7 @@ class Sync:
         self._regroups = 0
         self.owed: list[int] = []  # fragments of a meeting that has to be held again
         self.is_new = False  # whether nothing was done since the common state came
+        self.apart = False  # whether parameters are elsewhere than the common point
         self._fresh = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else {}
 
     # -- the life of a block -------------------------------------------------------------------
@@ -125,6 +126,7 @@ class Sync:
         """Send and merge what is due after a step."""
         step, regroups = self.steps, self._regroups
         if step <= self.warmup:
+            self.apart = self.local_warmup
             self.come_together()
             if step == self.warmup:
                 self._end_warmup()
@@ -191,6 +193,8 @@ class Sync:
             self.reset_state()
         self.meetings += 1
         self.is_new = False
+        covered = len(pending.fragments) == self.schedule.fragments
+        self.apart = not covered or isinstance(pending.rows[0], HeldDifference)
         self.come_together()
 
     def _end_warmup(self) -> None:
@@ -203,7 +207,7 @@ class Sync:
             self.hold(rows, self._more() if averaged else [])
             if not averaged:
                 self.reset_state()
-        self.agreed = True
+        self.agreed, self.apart = True, False
         self.point.begin()
         self._since = (time.perf_counter(), self.steps)
         self.come_together()

@@ -4,6 +4,7 @@
     groups      for each parameter group the names, and the options (learning rate and so on)
     state       for each name the entries: a tensor of the checkpoint, or a value
     rule        of a scaling rule around it: its averages, progress, scale
+    blocks      of blocks around that: the common point, as all workers have it
 
 An entry of the parameter's shape may lie in parts on several workers (`_shares.py` knows where);
 any other is whole, with whoever has it.
@@ -18,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands.blocks._blocks import Blocks
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._names import Names, listed
 from manyhands.checkpoint._shares import (
@@ -47,6 +49,8 @@ class Saved:
 
 def taken_apart(optimizer: Any) -> tuple[ScalingRuleBase | None, Optimizer]:
     """The scaling rule around an optimizer, if there is one, and the optimizer."""
+    if isinstance(optimizer, Blocks):
+        optimizer = optimizer.optimizer
     if isinstance(optimizer, ScalingRuleBase):
         return optimizer, optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
@@ -125,6 +129,9 @@ def collected(optimizer: Any, names: Names | None, number: int, rank: int) -> Sa
         "other": encoded(_other(packed), f"{prefix}/other", put),
         "rule": None if rule is None else _rule_state(rule, groups, prefix, put),
     }
+    if isinstance(optimizer, Blocks) and not optimizer.alone:
+        state = optimizer.common_state_dict()
+        saved.told["blocks"] = encoded(state, f"{prefix}/blocks", put)
     return saved
 
 
@@ -169,6 +176,7 @@ class Loading:
         get: Callable[[str], Tensor],
     ) -> None:
         self.rule, self.inner = taken_apart(optimizer)
+        self.blocks = optimizer if isinstance(optimizer, Blocks) else None
         self.targets: dict[str, Any] = {}
         self._told, self._tensors, self._get = told, tensors, get
         self._first: dict[str, Tensor] = {}
@@ -185,6 +193,9 @@ class Loading:
         self._options = self._matched_options()
         self._other = decoded(told["other"], get)
         self._scaling: Any = None if self.rule is None else self._parsed_rule(self.rule)
+        self._common = None
+        if self.blocks is not None and told.get("blocks") is not None:
+            self._common = self.blocks.checked_state(decoded(told["blocks"], get))
         if hasattr(self.inner, "_prepare"):  # of an OSS: what has thawed gets its place
             self.inner._prepare()
         shares, packed = shares_of(self.inner, self._groups, places_only=True)
@@ -303,6 +314,8 @@ class Loading:
             _restore_types(holder.state[params[number]], entries)
         if self.rule is not None:
             self.rule._continue_from(self._scaling)
+        if self.blocks is not None:
+            self.blocks.load_common_state(self._common)
 
 
 def _all_of(names: Names | None, name: str) -> set[str]:
