@@ -22,6 +22,7 @@ from manyhands.blocks import _state
 from manyhands.blocks._codec import codec_of
 from manyhands.blocks._extras import Buffers, rows_of, trained
 from manyhands.blocks._gradients import average_gradients
+from manyhands.blocks._newcomers import welcome
 from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._point import CommonPoint
 from manyhands.blocks._schedule import Every, Schedule
@@ -156,7 +157,7 @@ class Blocks(AroundOptimizer):
         sync.point.extend(params)
         if isinstance(sync.team, Coming):
             sync.team.join(-1)
-            sync.welcome()
+            welcome(sync)
             sync.come_together(sync.owed)
             return
         self._check_agreement(params, buffers)

@@ -22,11 +22,10 @@ import torch
 
 from manyhands._comm import Workers
 from manyhands.blocks._encoded import EncodedChunk
-from manyhands.blocks._rows import NOTE, Chunk, Note, Outcome, Row
+from manyhands.blocks._rows import LARGEST, NOTE, Chunk, Note, Outcome, Row
 from manyhands.blocks._summed import SummedChunk
 
 UNDER_WAY = 2  # chunks in each of the two phases
-LARGEST = 1 << 20  # elements of a chunk
 SMALLEST = 1 << 16
 
 

@@ -27,9 +27,8 @@ from manyhands._comm import Workers
 from manyhands._dtensors import local
 from manyhands._host import summed_in
 from manyhands.blocks._codec import Codec
-from manyhands.blocks._meeting import LARGEST
 from manyhands.blocks._outer import Outer
-from manyhands.blocks._rows import Outcome
+from manyhands.blocks._rows import LARGEST, Outcome
 from manyhands.blocks._vector import Vector, values_of
 
 

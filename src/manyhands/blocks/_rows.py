@@ -11,6 +11,8 @@ from torch import Tensor
 from manyhands._comm import Workers
 from manyhands.blocks._codec import Codec
 
+LARGEST = 1 << 20  # elements that are handled at once
+
 
 @dataclass(frozen=True)
 class Note:

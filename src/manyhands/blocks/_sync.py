@@ -10,21 +10,15 @@ undo      it has not: parameters go back to the anchor, and the workers find tog
 from __future__ import annotations
 
 import copy
-import io
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._comm import Workers
-from manyhands._dtensors import local
-from manyhands._host import summed_in
-from manyhands._norms import norm
 from manyhands.blocks._drift import Drift
 from manyhands.blocks._extras import (
     MOMENTS,
@@ -35,13 +29,13 @@ from manyhands.blocks._extras import (
     state_of,
     trained,
 )
-from manyhands.blocks._meeting import LARGEST, meet
+from manyhands.blocks._finite import are_finite, drop_what_is_not_finite, is_finite
+from manyhands.blocks._meeting import meet
+from manyhands.blocks._newcomers import welcome
 from manyhands.blocks._point import CommonPoint, Difference, HeldDifference, StagedDifference
 from manyhands.blocks._rows import Note, Outcome, Row
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks._team import Errand, Team
-
-PIECE = 1 << 26  # bytes of a message that brings a newcomer the state
 
 
 @dataclass
@@ -173,7 +167,7 @@ class Sync:
         self.pending.append(Pending(fragments, merge_at, rows, held, note, errand))
 
     def _merge(self, pending: Pending) -> None:
-        outcome = self._settle(pending.errand)
+        outcome = self.settle(pending.errand)
         if outcome is None:
             self.news.undone += 1
             under_way = isinstance(pending.rows[0], HeldDifference)
@@ -209,7 +203,7 @@ class Sync:
                 self.reset_state()
         self.agreed, self.apart = True, False
         self.point.begin()
-        self._since = (time.perf_counter(), self.steps)
+        self.restart_clock()
         self.come_together()
 
     # -- meetings ------------------------------------------------------------------------------
@@ -223,7 +217,7 @@ class Sync:
         note = self._note(more, finite=all(map(is_finite, rows)))
         if self.team.elastic:
             rows, more = self._held(rows), self._held(more)
-        outcome = self._settle(self._errand(rows, more, note))
+        outcome = self.settle(self._errand(rows, more, note))
         if outcome is None:
             self.news.undone += 1
             self.come_together()
@@ -247,11 +241,16 @@ class Sync:
             errand.run()
         return errand
 
-    def _settle(self, errand: Errand) -> Outcome | None:
+    def settle(self, errand: Errand) -> Outcome | None:
+        """Wait for a meeting, and for all to agree on it. None: it is undone."""
         begin = time.perf_counter()
         outcome = self.team.settle(errand)
         self.news.waited += time.perf_counter() - begin
         return outcome
+
+    def restart_clock(self) -> None:
+        """The time of a step is taken from here on."""
+        self._since = (time.perf_counter(), self.steps)
 
     def _note(self, more: Sequence[Row], finite: bool | None = None) -> Note:
         now, (then, step) = time.perf_counter(), self._since
@@ -283,7 +282,7 @@ class Sync:
         news.left_out = [rank for rank, note in enumerate(outcome.notes) if not note.finite]
         news.left_out_ever += len(news.left_out)
         news.seconds = max(note.seconds for note in outcome.notes)
-        self._since = (time.perf_counter(), self.steps)
+        self.restart_clock()
 
     # -- those who come and go -----------------------------------------------------------------
 
@@ -300,7 +299,7 @@ class Sync:
             self._regroups += 1
             self.team.regroup(self.version)
             self.point.forget_residuals()
-            self.welcome()
+            welcome(self)
         if self.owed:
             fragments, self.owed = self.owed, []
             self._send(fragments, self.steps)
@@ -310,49 +309,6 @@ class Sync:
     def version(self) -> int:
         """Grows with all that workers may have ahead of each other."""
         return (self.meetings << 32) + self.steps if self.agreed else -1
-
-    def welcome(self) -> None:
-        """Bring newcomers the common state; all agree that they have it."""
-        crew = self.team.crew  # type: ignore[attr-defined]
-        if not crew.newcomers:
-            return
-        arrived: list[bytearray] = []
-
-        def bring(_: Workers) -> Outcome:
-            if crew.rank == crew.source:
-                data = self._packed()
-                for rank in crew.newcomers:
-                    _give(crew.group, data, rank)
-            elif crew.rank in crew.newcomers:
-                arrived.append(_take(crew.group, crew.source))
-            return Outcome()
-
-        errand = Errand(bring, self.team.workers, None)
-        errand.start()
-        if self._settle(errand) is not None and arrived:
-            self._unpack(arrived[0])
-            self.agreed = not self.local_warmup or self.steps >= self.warmup
-
-    def _packed(self) -> bytes:
-        """All that is common."""
-        if self.steps <= self.warmup:
-            self.point.begin()
-        file = io.BytesIO()
-        buffers = [] if self.buffers is None else self.buffers.tensors()
-        state = {**self.common_state(), "owed": self.owed}
-        torch.save({**state, "buffers": [buffer.detach() for buffer in buffers]}, file)
-        return file.getvalue()
-
-    def _unpack(self, data: bytearray) -> None:
-        state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-        self.load_common(state)
-        buffers = [] if self.buffers is None else self.buffers.tensors()
-        with torch.no_grad():
-            for buffer, value in zip(buffers, state["buffers"], strict=True):
-                buffer.copy_(value)
-        self.point.go_back()
-        self.owed, self.is_new = state["owed"], True
-        self._since = (time.perf_counter(), self.steps)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -402,52 +358,3 @@ class Sync:
             groups = self.optimizer.state_dict()["param_groups"]
             state = {"state": copy.deepcopy(self._fresh), "param_groups": groups}
             self.optimizer.load_state_dict(state)
-
-
-def are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all numbers are: their lengths are, in one read."""
-    parts = [local(tensor).detach() for tensor in tensors if tensor.numel()]
-    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
-    lengths = [_length(part) for part in parts if part.numel()]
-    return not lengths or bool(torch.isfinite(torch.stack(lengths)).all())
-
-
-def _length(part: Tensor) -> Tensor:
-    """Not finite if a number is not. (A product is the fastest read of large tensors.)"""
-    if part.is_contiguous() and part.dtype == torch.float32:
-        return torch.dot(part.view(-1), part.view(-1))
-    return torch.linalg.vector_norm(part, dtype=summed_in(part.dtype)).float()
-
-
-def is_finite(row: Row) -> bool:
-    """Whether all its numbers are."""
-    part = torch.empty(min(LARGEST, row.length), dtype=row.dtype, device=row.device)
-    for start in range(0, row.length, LARGEST):
-        chosen = part[: row.length - start]
-        row.read(start, chosen)
-        if not torch.isfinite(norm(chosen)):
-            return False
-    return True
-
-
-def drop_what_is_not_finite(optimizer: Optimizer) -> None:
-    """Begin anew with the state of parameters whose state holds numbers that are not finite."""
-    for param in [p for p in optimizer.state if isinstance(p, Tensor)]:
-        values = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
-        if not are_finite([value for value in values if value.is_floating_point()]):
-            del optimizer.state[param]
-
-
-def _give(group: Any, data: bytes, rank: int) -> None:
-    group.send([torch.tensor([len(data)])], rank, 0).wait()
-    for piece in torch.frombuffer(bytearray(data), dtype=torch.uint8).split(PIECE):
-        group.send([piece], rank, 0).wait()
-
-
-def _take(group: Any, rank: int) -> bytearray:
-    size = torch.zeros(1, dtype=torch.int64)
-    group.recv([size], rank, 0).wait()
-    data = bytearray(int(size))
-    for piece in torch.frombuffer(data, dtype=torch.uint8).split(PIECE):
-        group.recv([piece], rank, 0).wait()
-    return data

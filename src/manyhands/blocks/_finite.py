@@ -1,0 +1,48 @@
+"""Whether numbers are finite, and what to do about optimizer state that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands._dtensors import local
+from manyhands._host import summed_in
+from manyhands._norms import norm
+from manyhands.blocks._rows import LARGEST, Row
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all numbers are: their lengths are, in one read."""
+    parts = [local(tensor).detach() for tensor in tensors if tensor.numel()]
+    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    lengths = [_length(part) for part in parts if part.numel()]
+    return not lengths or bool(torch.isfinite(torch.stack(lengths)).all())
+
+
+def _length(part: Tensor) -> Tensor:
+    """Not finite if a number is not. (A product is the fastest read of large tensors.)"""
+    if part.is_contiguous() and part.dtype == torch.float32:
+        return torch.dot(part.view(-1), part.view(-1))
+    return torch.linalg.vector_norm(part, dtype=summed_in(part.dtype)).float()
+
+
+def is_finite(row: Row) -> bool:
+    """Whether all its numbers are."""
+    part = torch.empty(min(LARGEST, row.length), dtype=row.dtype, device=row.device)
+    for start in range(0, row.length, LARGEST):
+        chosen = part[: row.length - start]
+        row.read(start, chosen)
+        if not torch.isfinite(norm(chosen)):
+            return False
+    return True
+
+
+def drop_what_is_not_finite(optimizer: Optimizer) -> None:
+    """Begin anew with the state of parameters whose state holds numbers that are not finite."""
+    for param in [p for p in optimizer.state if isinstance(p, Tensor)]:
+        values = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
+        if not are_finite([value for value in values if value.is_floating_point()]):
+            del optimizer.state[param]
