@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parent / "results" / "blocks-faults.json"
 FULL = Plan(
     workers=8, steps=0, every=16, batch=8, pace=0.09, lr=4e-3, stall=2.0, jitter=2.0, asleep=10.0
 )
-BLOCK = 1.55  # seconds of a block of FULL
+BLOCK = 1.5  # seconds of a block of FULL
 QUICK = Plan(
     workers=4, steps=800, every=16, batch=4, pace=0.03, lr=4e-3, stall=1.0, jitter=1.0, asleep=3.0
 )

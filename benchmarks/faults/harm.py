@@ -1,8 +1,9 @@
 """A run of a crew, started as a user does, and what is done to its workers meanwhile.
 
 At set times a random worker of those that take part is killed (SIGKILL), or stopped (SIGSTOP) and
-woken (SIGCONT) after some seconds, as a host that hung. Kills and stops are equally many, in a
-random order; who is hit, how, and when is drawn from a seed.
+woken (SIGCONT) after some seconds, as a host that hung. Where half of them are away already, that
+waits. Kills and stops are equally many, in a random order; who is hit, how, and when is drawn from
+a seed.
 """
 
 from __future__ import annotations
@@ -129,10 +130,10 @@ class _Harm:
         here = self._here(log)
         order = list(range(self.plan.workers))
         self._dice.shuffle(order)
-        victim = next((number for number in order if number in here), None)
-        if victim is not None:
+        if len(here) > self.plan.workers // 2:
+            victim = next(number for number in order if number in here)
             self._hit(next(self._kinds), victim, here[victim])
-            self._due = self._next()
+            self._due = max(self._next(), now - self._began + self.plan.interval / 2)
 
     def _here(self, log: Sequence[Line]) -> dict[int, int]:
         """The process of each worker that takes part and is awake."""
