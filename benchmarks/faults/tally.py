@@ -67,7 +67,7 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
         "interval": plan.interval,
         "seconds": seconds,
         "meetings": len(held),
-        "undone": max(line["undone"] for line in log),
+        "undone": undone(log),
         "rate": work / seconds,
         "missing": {"victims": victims, "survivors": survivors},
         "thrown_away": thrown_away(log, trial.faults),
@@ -114,6 +114,17 @@ def thrown_away(log: list[Line], faults: list[Fault]) -> int:
     hit = {(fault.number, fault.pid) for fault in faults}
     given = [line for line in log if line["event"] == "in" and line["own"] > 0]
     return sum(line["own"] for line in given if (line["number"], line["pid"]) not in hit)
+
+
+def undone(log: list[Line]) -> int:
+    """Meetings that had to be held again, or not at all, as far as anybody wrote it down."""
+    seen: set[int] = set()
+    before: dict[int, int] = {}
+    for line in log:
+        if line["undone"] > before.get(line["pid"], 0):
+            seen.add(line["meetings"])
+        before[line["pid"]] = line["undone"]
+    return len(seen)
 
 
 def differing(log: list[Line]) -> int:
