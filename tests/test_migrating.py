@@ -29,7 +29,7 @@ from pages import ROOT, TORCHRUN, blocks, launch
 from ranks import RanksFailed, run_ranks
 
 PAGE = ROOT / "docs" / "migrating.md"
-ORIGINALS = ("fairscale", "adaptdl")
+ORIGINALS = ("fairscale", "adaptdl", "fairseq")
 
 
 def table_rows():
@@ -42,7 +42,10 @@ def table_rows():
 
 
 ROWS = list(table_rows())
-THEIRS = [name for theirs, _ in ROWS for name in theirs]
+ALL_OF_THEIRS = [name for theirs, _ in ROWS for name in theirs]
+WRITTEN_OUT = [name for name in ALL_OF_THEIRS if name.startswith("fairseq.")]
+"""Of these tests/test_migrating_bmuf.py has a list; fairseq is not imported."""
+THEIRS = [name for name in ALL_OF_THEIRS if name not in WRITTEN_OUT]
 OURS = sorted({name for _, ours in ROWS for name in ours})
 
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
+from manyhands.blocks._outer import BlockMomentum
 
 WORKERS = 4
 
@@ -127,8 +128,7 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
     model = task.model(data)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=task.lr, betas=(0.9, 0.95))
     if method:
-        options = dict(method)
-        optimizer = getattr(mh, options.pop("kind"))(optimizer, **options)
+        optimizer = in_blocks(optimizer, **method)
     schedule = LambdaLR(optimizer, lambda step: lr_at(step, task.steps))
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     count = task.batch * (WORKERS // workers)
@@ -141,6 +141,16 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
     if method:
         optimizer.meet()
     return task.loss_at_the_end(data, model) if rank == 0 else 0.0
+
+
+def in_blocks(
+    optimizer: torch.optim.Optimizer, kind: str, every: int, warmup: int, **options: Any
+) -> Any:
+    """BMUF's own warm-up is local; here all begin together, so its outer step stands alone."""
+    if kind == "BMUF":
+        outer = BlockMomentum(options.pop("block_lr"), options.pop("block_momentum"))
+        return mh.Blocks(optimizer, outer, every=every, warmup=warmup, **options)
+    return getattr(mh, kind)(optimizer, every=every, warmup=warmup, **options)
 
 
 def run(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:

@@ -56,8 +56,14 @@ class Workers:
         """
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
+        return self.in_a_group_of_their_own("gloo")
+
+    def in_a_group_of_their_own(self, backend: str | None = None) -> Workers:
+        """The same workers, in a group which another thread may use."""
+        if self.size == 1:
+            return self
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         return Workers(self.size, self.rank, own, own_group=True)
 
     def combine(self, row: torch.Tensor, summed: int) -> Combination:
@@ -248,6 +254,10 @@ class Workers:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(tensor, op, group=self.group)
         return tensor
+
+    def start_sum(self, tensor: torch.Tensor) -> Any:
+        """Begin to add up a tensor over the workers, in place."""
+        return self._process_group.allreduce([tensor])
 
     def start_largest(self, tensor: torch.Tensor) -> dist.Work:
         """Begin to take the largest value over the workers, in place."""

@@ -198,3 +198,24 @@ def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
         optimizer.step()
     optimizer.finish()
     assert param.tolist() == [-2.0] * 3 and optimizer.meetings == 3
+
+
+def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
+    def breaks(number):
+        if number == 1:
+            original = _meeting._Meeting._share
+
+            def share(self, chunk):
+                if self.note.step >= 20:
+                    raise TypeError("of worker 1")
+                return original(self, chunk)
+
+            _meeting._Meeting._share = share
+
+    with BlockTeam(store, tmp_path, expected=3, stall=0.6) as team:
+        team.start(range(3), 60, {"every": 5}, breaks, pause=0.005)
+        team.until(lambda: team.ended() == {1: 1})
+        assert "TypeError: of worker 1" in team.errors(1)
+        team.finish()
+        team.one_state_at_each_meeting()
+        assert team.events(0, "done")[-1]["workers"] == 2

@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -89,10 +91,10 @@ def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
         return hook
 
     with Team(store, tmp_path, expected=3, stall=0.5) as team:
-        team.start(range(3), 100, stop_itself)
+        team.start(range(3), 70, stop_itself)
         team.met(0, 3)
         if place == "regroup":
-            team.start([3], 100)
+            team.start([3], 70)
         team.until(lambda: team.events(0, "entered")[-1]["members"] != [0, 1, 2])
         team.met(0, 8)
         team.wake(1)
@@ -162,12 +164,12 @@ def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
     def dawdle(worker):
         def hook(where, crew):
             if worker == 1 and where == "steps" and crew._meeting == 2 and crew.generation == 1:
-                time.sleep(2.2)
+                time.sleep(1.5)
 
         return hook
 
     with Team(store, tmp_path, expected=2, stall=0.5, patience=0.7) as team:
-        team.start(range(2), 120, dawdle, steps=0.02)
+        team.start(range(2), 80, dawdle, steps=0.02)
         team.met(0, 10)  # alone by now
         team.finish()
         team.agreed()
@@ -215,7 +217,7 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
                 team.stop(stopped)
             time.sleep(0.01)
         answers = list(team.agreed().values())
-        assert kills >= 5 and answers.count(False) >= 5 and answers.count(True) >= 50
+        assert kills >= 3 and answers.count(False) >= 3 and answers.count(True) >= 20
 
 
 def test_a_lost_store_is_an_error_that_says_so(store, tmp_path):
@@ -328,3 +330,12 @@ def test_who_gives_up_when_the_others_have_just_kept_the_meeting_is_told_so(stor
     assert answers == [True, True]
     for crew in crews:
         crew.leave()
+
+
+def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, tmp_path):
+    script = "from manyhands.blocks._crew import Crew\ncrew = Crew()\ncrew.join()\n1 / 0\n"
+    environment = {**os.environ, "MANYHANDS_STORE": store.address, "MANYHANDS_WORKER": "0"}
+    subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
+    with Team(store, tmp_path, expected=1) as team:
+        roster = team.board.look()
+        assert roster.dead == ("0.1",) and not roster.finished

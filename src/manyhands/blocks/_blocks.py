@@ -130,7 +130,7 @@ class Blocks(AroundOptimizer):
         start = interval.first_start(warmup)
         self._sync = Sync(
             optimizer,
-            Standing(Workers.of(process_group)) if crew is None else Coming(crew),
+            Standing(_workers(process_group, overlap)) if crew is None else Coming(crew),
             CommonPoint(outer, codec_of(codec), fragments, anchor_on_host, _inner(inner_group)),
             interval,
             Schedule(interval.first, fragments, overlap, start),
@@ -427,6 +427,12 @@ def _check_counts(overlap: int, fragments: int, warmup: int, every: Every) -> No
             f"{fragments} fragments need at least as many steps in a block, and every={every} "
             f"may have {every.least}. Each fragment meets once in a block."
         )
+
+
+def _workers(group: Any, overlap: int) -> Workers:
+    """Who meet. What goes on beside training needs messages that no others are taken for."""
+    workers = Workers.of(group)
+    return workers.in_a_group_of_their_own() if overlap else workers
 
 
 def _inner(group: Any) -> Workers:

@@ -136,10 +136,10 @@ class Crew:
         try:
             self._board = Board(line, pulse)
             self._pid = os.getpid()
-            atexit.register(self.leave)
+            atexit.register(self._go)  # an end without leave(): lost, but known to be
             self._enter(version)
         except BaseException:
-            self.leave()
+            self._go()
             raise
 
     def regroup(self, version: int) -> None:
@@ -150,13 +150,20 @@ class Crew:
             self._enter(version)
 
     def leave(self) -> None:
-        """This worker is done: the others go on without it."""
+        """This worker is done: the others go on without it, and need not wait for its silence.
+
+        Only who is done leaves. When the last ones have left the run is finished, and who comes
+        after that is told so.
+        """
+        self._go(left=True)
+
+    def _go(self, left: bool = False) -> None:
         board, self._board, self.members = self._board, None, ()
-        atexit.unregister(self.leave)
+        atexit.unregister(self._go)
         if board is None or self._pid != os.getpid():
             return
         try:
-            board.change(lambda roster: roster.without(self._id, left=True))
+            board.change(lambda roster: roster.without(self._id, left=left))
         except StoreLost:
             pass  # nobody is there to be told
         finally:

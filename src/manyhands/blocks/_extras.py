@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from manyhands._dtensors import local
 from manyhands._host import summed_in
 from manyhands.blocks._codec import CODECS, Codec
-from manyhands.blocks._meeting import Outcome
+from manyhands.blocks._rows import Outcome
 from manyhands.blocks._vector import Vector
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # which fairseq averages: Adam's

@@ -142,7 +142,7 @@ class Launcher:
         for worker in self.workers:
             if worker.process is not None and worker.process.poll() is not None:
                 self._ended(worker)
-        if now - self._watched >= 1.0:
+        if self.board is not None and now - self._watched >= self.board.pulse.interval:
             self._watched = now
             self._kill_stopped()
 

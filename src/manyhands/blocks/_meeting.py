@@ -1,97 +1,33 @@
 """A meeting: every worker's numbers go in, their mean over the workers comes out on all of them.
 
 A *row* is what a worker brings: numbers of one type, read and written in ranges, and a codec. Rows
-are cut into chunks, and each chunk into one slice for each worker, its owner. Two messages go
-between each two workers for a chunk:
+are cut into chunks, a few of which are under way at once: one is read and encoded while others
+travel, and no second copy of a row is ever made.
 
-    send      my slice of the chunk for you to average, encoded
-    share     the mean of the slice that I own, encoded
+With a chunk goes a *note* of a few numbers: what the worker has to say of itself, and squared
+lengths. So agreement, who is finite, and the drift cost no message of their own; and all workers
+see the same numbers, in the same order, and come to the same conclusions.
 
-so that 2 (N-1)/N of the encoded row leaves each worker, as in a ring, whatever N is. A few chunks
-are under way at once: one is read and encoded while others travel, and no second copy of a row
-is ever made.
-
-Each message begins with a *note* of a few numbers: what the worker has to say of itself, and
-squared lengths. So agreement, who is finite, and the drift cost no message of their own; and
-all workers see the same numbers, in the same order, and come to the same conclusions.
+How a chunk goes: values that travel as they are in an all-reduce (`_summed.py`), values that are
+encoded in two messages between each two workers (`_encoded.py`). Either way 2 (N-1)/N of the
+encoded row leaves each worker.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import pairwise
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from manyhands._comm import Workers
-from manyhands.blocks._codec import Codec, encode_with
+from manyhands.blocks._encoded import EncodedChunk
+from manyhands.blocks._rows import NOTE, Chunk, Note, Outcome, Row
+from manyhands.blocks._summed import SummedChunk
 
-SEND, SHARE = 28_101, 28_102  # tags of the two messages
-NOTE = 64  # bytes of a note: eight float64
 UNDER_WAY = 2  # chunks in each of the two phases
 LARGEST = 1 << 20  # elements of a chunk
 SMALLEST = 1 << 16
-ALIGNED = 256  # elements: no group of a codec, and no type, is cut by a slice
-
-
-class Row(Protocol):
-    """What a worker brings."""
-
-    length: int
-    dtype: torch.dtype
-    device: torch.device
-    codec: Codec
-    residual: Tensor | None  # what rounding has left, as long as the row
-    first_only: bool  # take the first worker's for the mean
-
-    def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` with the numbers from `start` on."""
-
-    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
-        """Take in the mean of the numbers from `start` on, which are read no more.
-
-        Of the outcome the notes are there.
-        """
-
-
-@dataclass(frozen=True)
-class Note:
-    """What each worker says of itself. Where workers disagree it is a mistake, or left out."""
-
-    step: float = 0.0
-    finite: float = 1.0  # 0: leave my numbers out
-    options: float = 0.0  # a fingerprint
-    more: float = 0.0  # elements of the rows after the first ones
-    seconds: float = 0.0  # of a step
-    lr: float = 0.0
-
-
-@dataclass
-class Outcome:
-    """What all workers know after a meeting."""
-
-    notes: list[Note] = field(default_factory=list)
-    squares: list[float] = field(default_factory=list)  # |numbers of the first rows|², by worker
-    square_of_mean: float = 0.0
-
-    @property
-    def counted(self) -> list[int]:
-        """The ranks whose numbers are in the mean."""
-        return [rank for rank, note in enumerate(self.notes) if note.finite]
-
-    @property
-    def lr(self) -> float:
-        """The inner learning rate, as the first of them has it."""
-        return self.notes[self.counted[0]].lr
-
-    @property
-    def more(self) -> bool:
-        """Whether the rows after the first ones were averaged."""
-        return min(note.more for note in self.notes) > 0
 
 
 def meet(workers: Workers, rows: Sequence[Row], more: Sequence[Row], note: Note) -> Outcome:
@@ -107,212 +43,59 @@ class Disagreement(ValueError):
 class _Meeting:
     def __init__(self, workers: Workers, note: Note) -> None:
         self.workers, self.note = workers, note
-        self.outcome = Outcome()
-        self._sent: deque[_Chunk] = deque()
-        self._shared: deque[_Chunk] = deque()
+        self.outcome = Outcome(squares=[0.0] * workers.size)
+        self._sent: deque[Chunk] = deque()
+        self._shared: deque[Chunk] = deque()
 
     def run(self, rows: Sequence[Row], more: Sequence[Row]) -> Outcome:
-        workers, outcome = self.workers, self.outcome
-        outcome.squares = [0.0] * workers.size
-        for chunk in _chunks(workers, rows):
+        for chunk in _chunks(self.workers, rows):
             self._send(chunk, counts=True)
-        while not outcome.notes and self._sent:
+        while not self.outcome.notes and self._sent:
             self._share(self._sent.popleft())
-        if outcome.notes and outcome.more:
-            for chunk in _chunks(workers, more):
+        if self.outcome.notes and self.outcome.more:
+            for chunk in _chunks(self.workers, more):
                 self._send(chunk, counts=False)
         while self._sent:
             self._share(self._sent.popleft())
         while self._shared:
             self._land(self._shared.popleft())
-        return outcome
+        return self.outcome
 
-    def _send(self, chunk: _Chunk, counts: bool) -> None:
-        """A chunk's slices to their owners."""
+    def _send(self, chunk: Chunk, counts: bool) -> None:
         while len(self._sent) >= UNDER_WAY:
             self._share(self._sent.popleft())
         chunk.counts = counts
-        chunk.send(self.workers, self.note)
+        chunk.send(self.note)
         self._sent.append(chunk)
 
-    def _share(self, chunk: _Chunk) -> None:
-        """The mean of the slice that is ours to the others."""
+    def _share(self, chunk: Chunk) -> None:
         while len(self._shared) >= UNDER_WAY:
             self._land(self._shared.popleft())
-        notes = chunk.receive(self.workers)
+        notes = chunk.receive()
         if not self.outcome.notes:
-            self.outcome.notes = [Note(*numbers[: len(fields(Note))]) for numbers in notes]
+            self.outcome.notes = [Note(*numbers[: NOTE - 1]) for numbers in notes]
             _check(self.outcome.notes)
         if chunk.counts:
             for rank in self.outcome.counted:
-                self.outcome.squares[rank] += notes[rank][len(fields(Note))]
-        chunk.share(self.workers, self.outcome.counted)
+                self.outcome.squares[rank] += notes[rank][NOTE - 1]
+        chunk.share(self.outcome)
         self._shared.append(chunk)
 
-    def _land(self, chunk: _Chunk) -> None:
-        square = chunk.land(self.workers, self.outcome)
+    def _land(self, chunk: Chunk) -> None:
+        square = chunk.land(self.outcome)
         if chunk.counts:
             self.outcome.square_of_mean += square
 
 
-class _Chunk:
-    """A range of a row on its way.
-
-    A message is a note and a slice, encoded. With a codec that leaves values as they are, they
-    are read into the message, and the mean of the slice that we own is made in ours.
-    """
-
-    counts = False  # whether its length is that of what the meeting is about
-
-    def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None:
-        self.row, self.start = row, start
-        step = -(-(stop - start) // workers.size)
-        step = -(-step // ALIGNED) * ALIGNED
-        self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
-        self._lengths = [b - a for a, b in pairwise(self.cuts)]
-        self._sizes = [self._bytes(length) for length in self._lengths]
-        self._works: list[Any] = []
-        self._outgoing: list[Tensor] = []  # kept until it has gone
-        self._incoming: list[Tensor] = []
-        self._notes: list[list[float]] = []
-
-    def _bytes(self, elements: int) -> int:
-        size = NOTE + self.row.codec.size(elements, self.row.dtype)
-        return -(-size // 8) * 8  # whole numbers of the widest type
-
-    def _residual(self, rank: int) -> Tensor | None:
-        """Of a slice: what rounding has left of ours, or, of the slice that we own, of the mean."""
-        if self.row.residual is None:
-            return None
-        return self.row.residual[self.start + self.cuts[rank] : self.start + self.cuts[rank + 1]]
-
-    def send(self, workers: Workers, note: Note) -> None:
-        """Every slice to its owner."""
-        row, messages, square = self.row, [], 0.0
-        for rank, length in enumerate(self._lengths):
-            message = torch.empty(self._sizes[rank], dtype=torch.uint8, device=row.device)
-            values = self._values_in(message, length)
-            row.read(self.start + self.cuts[rank], values)
-            if not note.finite:
-                values.zero_()  # codecs take finite numbers only, and nobody adds them
-            if self.counts:
-                square += _square(values)
-            if rank == workers.rank:
-                self._own = values
-            elif row.codec.rounds:
-                residual = self._residual(rank) if note.finite else None
-                _put(encode_with(row.codec, values, residual)[0], message)
-            messages.append(message)
-        self._message = messages[workers.rank]
-        mine = [*(getattr(note, f.name) for f in fields(Note)), square]
-        for message in messages:
-            _put_note(mine, message)
-        self._notes = [mine] * workers.size
-        messages[workers.rank] = messages[workers.rank][:0]
-        sizes = [self._sizes[workers.rank]] * workers.size
-        sizes[workers.rank] = 0
-        self._exchange(workers, messages, sizes, SEND)
-
-    def receive(self, workers: Workers) -> list[list[float]]:
-        """Wait for everyone's slice; everyone's note."""
-        self._wait()
-        for rank, message in enumerate(self._incoming):
-            if rank != workers.rank:
-                self._notes[rank] = _note_in(message)
-        return self._notes
-
-    def share(self, workers: Workers, counted: Sequence[int]) -> None:
-        """The mean of our slice to everybody."""
-        self._average(workers, counted)
-        if self.row.codec.rounds:
-            residual = self._residual(workers.rank) if counted else None
-            data, self._own = encode_with(self.row.codec, self._own, residual)
-            _put(data, self._message)
-        square = _square(self._own) if self.counts else 0.0
-        _put_note([square], self._message)
-        self._notes = [[square]] * workers.size
-        messages = [self._message] * workers.size
-        messages[workers.rank] = self._message[:0]
-        sizes = list(self._sizes)
-        sizes[workers.rank] = 0
-        self._exchange(workers, messages, sizes, SHARE)
-
-    def land(self, workers: Workers, outcome: Outcome) -> float:
-        """Wait for the means and write them; the squared length of all of them."""
-        self._wait()
-        square = 0.0
-        for rank, length in enumerate(self._lengths):
-            mine = rank == workers.rank
-            square += (self._notes[rank] if mine else _note_in(self._incoming[rank]))[0]
-            if length:
-                part = self._own if mine else self._decoded(rank, length)
-                self.row.write(self.start + self.cuts[rank], part, outcome)
-        return square
-
-    def _average(self, workers: Workers, counted: Sequence[int]) -> None:
-        """Of our slice, over those who are finite."""
-        counted = counted[:1] if self.row.first_only else counted
-        if workers.rank not in counted:
-            self._own.zero_()
-        for rank in counted:
-            if rank != workers.rank:
-                self._own.add_(self._decoded(rank, self._own.numel()))
-        if len(counted) > 1:
-            self._own.div_(len(counted))
-
-    def _values_in(self, message: Tensor, elements: int) -> Tensor:
-        """Memory for a slice's values: in its message, if they travel as they are."""
-        dtype = self.row.dtype
-        if self.row.codec.rounds:
-            return torch.empty(elements, dtype=dtype, device=self.row.device)
-        return message[NOTE : NOTE + elements * dtype.itemsize].view(dtype)
-
-    def _decoded(self, rank: int, elements: int) -> Tensor:
-        size = self.row.codec.size(elements, self.row.dtype)
-        data = self._incoming[rank][NOTE : NOTE + size].to(self.row.device)
-        return self.row.codec.decode(data, elements, self.row.dtype)
-
-    def _exchange(
-        self, workers: Workers, messages: list[Tensor], sizes: list[int], tag: int
-    ) -> None:
-        if workers.size > 1:
-            self._outgoing = [_wire(message, workers) for message in messages]
-            self._incoming, self._works = workers.swap(self._outgoing, sizes, tag)
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works, self._outgoing = [], []
-
-
-def _chunks(workers: Workers, rows: Sequence[Row]) -> Iterator[_Chunk]:
+def _chunks(workers: Workers, rows: Sequence[Row]) -> Iterator[Chunk]:
     """Of all rows in order; at least one, so that the workers hear of each other."""
     for row in rows:
         size = max(SMALLEST, min(LARGEST, row.length // 16))
+        as_it_is = workers.size > 1 and not (row.codec.rounds or row.first_only)
+        summed = as_it_is and workers.has_backend(row.device)
+        kind: type[Chunk] = SummedChunk if summed else EncodedChunk
         for start in range(0, max(row.length, 1), size):
-            yield _Chunk(row, start, min(start + size, row.length), workers)
-
-
-def _wire(data: Tensor, workers: Workers) -> Tensor:
-    """Where the group can send it from: gloo sends from the host."""
-    on_host = workers.size > 1 and not workers.has_backend(data.device)
-    return data.cpu() if on_host else data
-
-
-def _square(values: Tensor) -> float:
-    return float(torch.dot(values, values))  # the fastest read of a slice
-
-
-def _put(data: Tensor, message: Tensor) -> None:
-    message[NOTE : NOTE + data.numel()] = data
-
-
-def _put_note(numbers: list[float], message: Tensor) -> None:
-    message[: 8 * len(numbers)] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
-
-
-def _note_in(message: Tensor) -> list[float]:
-    return message[:NOTE].cpu().view(torch.float64).tolist()
+            yield kind(row, start, min(start + size, row.length), workers)
 
 
 def _check(notes: Sequence[Note]) -> None:

@@ -27,8 +27,9 @@ from manyhands._comm import Workers
 from manyhands._dtensors import local
 from manyhands._host import summed_in
 from manyhands.blocks._codec import Codec
-from manyhands.blocks._meeting import LARGEST, Outcome
+from manyhands.blocks._meeting import LARGEST
 from manyhands.blocks._outer import Outer
+from manyhands.blocks._rows import Outcome
 from manyhands.blocks._vector import Vector, values_of
 
 
@@ -89,7 +90,7 @@ class Difference:
         anchor = self.segment.anchor[chosen]
         if outcome.counted:
             memories = [memory[chosen] for memory in self.segment.memories]
-            self.outer.at(outcome.lr).step(anchor, mean.to(anchor.device), memories)
+            self.outer.at(outcome.first.lr).step(anchor, mean.to(anchor.device), memories)
         return anchor
 
     def merge(self, outcome: Outcome, finite: bool) -> None:

@@ -74,7 +74,7 @@ def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
                 segment.residual.copy_(residual)
     else:
         sync.point.forget_residuals()
-    sync.agreed = ours["steps"] > sync.warmup or not sync.local_warmup
+    sync.agreed = ours["steps"] >= sync.warmup or not sync.local_warmup
     sync.news.left_out_ever, sync.news.undone = ours["counts"]
     for pending in ours["pending"]:
         sync.take_up(pending)

@@ -35,8 +35,9 @@ from manyhands.blocks._extras import (
     state_of,
     trained,
 )
-from manyhands.blocks._meeting import LARGEST, Note, Outcome, Row, meet
+from manyhands.blocks._meeting import LARGEST, meet
 from manyhands.blocks._point import CommonPoint, Difference, HeldDifference, StagedDifference
+from manyhands.blocks._rows import Note, Outcome, Row
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks._team import Errand, Team
 
@@ -143,6 +144,7 @@ class Sync:
         """Say how many steps have been taken."""
         self.land()
         self.steps = step
+        self.agreed = self.agreed or step >= self.warmup  # on where all have begun
         self.schedule.begin(self.every.first_start(max(step, self.warmup)), self.schedule.length)
 
     def meet_now(self) -> None:
@@ -176,6 +178,7 @@ class Sync:
             self.come_together([] if under_way else pending.fragments)
             return
         self._hear(outcome)
+        self.schedule.length = int(outcome.first.length)
         finite = bool(pending.note.finite)
         for row in pending.rows:
             row.merge(outcome, finite)
@@ -257,6 +260,7 @@ class Sync:
             more=float(sum(row.length for row in more)),
             seconds=(now - then) / max(self.steps - step, 1),
             lr=float(self.optimizer.param_groups[0].get("lr", 1.0)),
+            length=float(self.schedule.length),
         )
 
     def _more(self) -> list[Values]:

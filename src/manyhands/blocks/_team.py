@@ -12,7 +12,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from manyhands._comm import Workers
-from manyhands.blocks._meeting import Disagreement, Outcome
+from manyhands.blocks._meeting import Disagreement
+from manyhands.blocks._rows import Outcome
+
+PERSISTENT = 5  # failures without anybody's coming or going: it is not for want of a worker
 
 Meeting = Callable[[Workers], Outcome]
 
@@ -97,6 +100,7 @@ class Coming:
     def __init__(self, crew: Any) -> None:
         self.crew = crew
         self.workers = Workers()
+        self._failures = 0  # meetings undone one after the other among the same members
 
     @property
     def regroup_due(self) -> bool:
@@ -111,15 +115,26 @@ class Coming:
             raise errand.error
         arrived = errand.finished(0) and errand.error is None
         kept = self.crew.settle(arrived)
+        self._failures = 0 if kept else self._failures + 1
+        if errand.error is not None and self._is_ours(errand.error):
+            raise errand.error
         return errand.outcome if kept else None
+
+    def _is_ours(self, error: BaseException) -> bool:
+        """Whether a failure is this worker's own, and would only repeat itself."""
+        lost_connection = isinstance(error, RuntimeError) and self.crew.size > 1
+        return not lost_connection or self._failures >= PERSISTENT
 
     def join(self, version: int) -> None:
         self.crew.join(version)
         self._take_workers()
 
     def regroup(self, version: int) -> None:
+        before = self.crew.members
         self.crew.abort()
         self.crew.regroup(version)
+        if self.crew.members != before:
+            self._failures = 0
         self._take_workers()
 
     def _take_workers(self) -> None:

@@ -1,0 +1,170 @@
+"""Does training in blocks end as well as synchronous training?
+
+    python benchmarks/blocks_quality.py --data FOLDER    # mnist.npz, tinyshakespeare.txt.xz; writes
+    python benchmarks/blocks_quality.py --data FOLDER --quick    # a smoke test, writes nothing
+    python benchmarks/blocks_quality.py --draw           # the page from the results so far
+
+One worker that takes the batch of four, and four workers that step on their own quarter and meet
+every H steps. Same number of steps, samples, schedule and inner optimizer (AdamW); loss on what was
+not trained on, at the end. Each finished run is one line in results/blocks-quality.jsonl, and the
+same command goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from blocks.learning import TASKS, WORKERS, Task, run
+
+RESULTS = Path(__file__).parent / "results" / "blocks-quality.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "blocks-quality.md"
+SEEDS = (0, 1, 2)
+SYNCHRONOUS = "synchronous"
+LENGTHS = (8, 32, 128)
+OUTER: dict[str, dict[str, Any]] = {
+    "LocalSGD": {},
+    "BMUF": {"block_lr": 1.0, "block_momentum": 0.75},
+    "DiLoCo": {"lr": 0.7, "momentum": 0.9},
+}
+AT_32: dict[str, dict[str, Any]] = {
+    "int8": {"codec": "int8"},
+    "int4": {"codec": "int4"},
+    "overlap": {"overlap": 8},
+    "int8, overlap": {"codec": "int8", "overlap": 8},
+}
+WITHIN = 0.01  # of the synchronous loss
+
+
+def methods(task: Task) -> dict[str, dict[str, Any] | None]:
+    """By the name of a line in the table. None is one worker."""
+    found: dict[str, dict[str, Any] | None] = {SYNCHRONOUS: None}
+    for kind, options in OUTER.items():
+        for length in LENGTHS:
+            found[f"{kind}, H = {length}"] = made(task, kind, length, options)
+        for name, more in AT_32.items() if kind != "LocalSGD" else ():
+            found[f"{kind}, H = 32, {name}"] = made(task, kind, 32, {**options, **more})
+    return found
+
+
+def made(task: Task, kind: str, length: int, options: dict[str, Any]) -> dict[str, Any]:
+    """All begin with a quarter of the run together; BMUF with its outer step in `Blocks`."""
+    return {"kind": kind, "every": length, "warmup": task.steps // 4, **options}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="folder with the data sets")
+    parser.add_argument("--task", choices=list(TASKS), action="append", help="only this one")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--draw", action="store_true")
+    options = parser.parse_args()
+    if options.draw:
+        PAGE.write_text(page(rows()))
+        return
+    if options.data is None:
+        parser.error("--data FOLDER is needed: where mnist.npz and tinyshakespeare.txt.xz are")
+    torch.set_num_threads(1)
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # what it imports is not imported again
+    for name in options.task or list(TASKS):
+        train_all(TASKS[name], options.data, options.quick)
+    if not options.quick:
+        PAGE.write_text(page(rows()))
+
+
+def train_all(task: Task, folder: Path, quick: bool) -> None:
+    if quick:
+        task = replace(task, steps=40)
+    task.load(folder)  # in this process, whose forks have it
+    done = {} if quick else {row["key"]: row for row in rows()}
+    for seed in SEEDS[: 1 if quick else None]:
+        for name, method in methods(task).items():
+            key = f"{task.name}/{task.steps}/{task.lr}/{task.batch}/{name}/{method}/{seed}"
+            if key in done:
+                continue
+            loss = run(task, folder, seed, method)
+            print(f"{task.name}, seed {seed}, {name}: {loss:.4f}", flush=True)
+            if not quick:
+                line = {"key": key, "task": task.name, "name": name, "seed": seed, "loss": loss}
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def rows() -> list[dict[str, Any]]:
+    if not RESULTS.exists():
+        return []
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    tables = "\n".join(table(name, found) for name in TASKS)
+    return f"""# Blocks: the quality of training
+
+```bash
+python benchmarks/blocks_quality.py --data FOLDER  # mnist.npz and tinyshakespeare.txt.xz
+```
+
+One worker that takes the batch of {WORKERS} at each step, and {WORKERS} workers that step on a
+quarter of it and meet every H steps: as many steps, as many samples, the same schedule, AdamW
+inside. The first quarter of each run is a warm-up in which all step together. Loss (in nats) on
+what was not trained on, at the end: mean ± standard deviation of {len(SEEDS)} seeds, and how much
+more it is than the synchronous loss. BMUF has a block momentum of 0.75, DiLoCo the paper's rates
+(0.7 and 0.9). With overlap a mean arrives 8 steps after it was sent.
+
+{chr(10).join(verdicts(found))}
+
+{tables}"""
+
+
+def losses(found: list[dict[str, Any]], task: str, name: str) -> list[float]:
+    return [row["loss"] for row in found if (row["task"], row["name"]) == (task, name)]
+
+
+def verdicts(found: list[dict[str, Any]]) -> Iterator[str]:
+    wanted = [f"{kind}, H = 32, int8, overlap" for kind in ("BMUF", "DiLoCo")]
+    for task in TASKS:
+        base = losses(found, task, SYNCHRONOUS)
+        for name in wanted:
+            ours = losses(found, task, name)
+            if base and ours:
+                more = statistics.mean(ours) / statistics.mean(base) - 1
+                word = "within 1 %" if more <= WITHIN else "**not** within 1 %"
+                yield f"- {task}, {name}: {more:+.1%}, {word} of synchronous training."
+
+
+def table(task: str, found: list[dict[str, Any]]) -> str:
+    about = TASKS[task]
+    base = losses(found, task, SYNCHRONOUS)
+    lines = [
+        f"## {task}",
+        "",
+        f"{MODELS[task]}, {about.steps} steps, batches of {about.batch} on each worker, "
+        f"learning rate {about.lr:g} at most.",
+        "",
+        "| | loss | more than synchronous |",
+        "|---|--:|--:|",
+    ]
+    for name in methods(about):
+        ours = losses(found, task, name)
+        if len(ours) < 2:
+            continue
+        mean, spread = statistics.mean(ours), statistics.stdev(ours)
+        more = "" if name == SYNCHRONOUS else f"{mean / statistics.mean(base) - 1:+.1%}"
+        lines.append(f"| {name} | {mean:.4f} ± {spread:.4f} | {more} |")
+    return "\n".join(lines) + "\n"
+
+
+MODELS = {
+    "Shakespeare": "A transformer for characters with 0.6 M parameters",
+    "MNIST": "An MLP with 0.1 M parameters",
+}
+
+
+if __name__ == "__main__":
+    main()

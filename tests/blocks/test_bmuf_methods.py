@@ -1,0 +1,500 @@
+"""BMUF's methods, those that fairseq documents and what is behind its options."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+import manyhands as mh
+from ranks import raises_on_ranks, run_ranks
+
+NOW = {"warmup_iterations": 0}
+
+
+def parameters():
+    values = torch.linspace(-1, 1, 20, dtype=torch.float64)
+    return [nn.Parameter(part.clone()) for part in (values[:15].view(3, 5), values[15:])]
+
+
+def flat(params):
+    return torch.cat([param.detach().flatten() for param in params])
+
+
+def put_gradients(params, step=1):
+    """Of a bowl whose middle each worker sees elsewhere, and elsewhere at each step."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for param in params:
+        at = torch.arange(param.numel(), dtype=param.dtype).view(param.shape)
+        param.grad = 0.3 * param.detach() - torch.sin(at * (rank + 1) + step)
+
+
+def train(steps, options, inner=SGD, wrap=mh.BMUF, lr=0.1, **more):
+    """The parameters after every step."""
+    params = parameters()
+    optimizer = wrap(inner(params, lr=lr, **more), **options)
+    seen = []
+    for step in range(1, steps + 1):
+        put_gradients(params, step)
+        optimizer.step()
+        seen.append(flat(params))
+    return torch.stack(seen)
+
+
+# -- the optimizer inside ------------------------------------------------------------------------
+
+
+def test_the_optimizer_inside_and_its_options():
+    inner = AdamW(parameters(), lr=0.1, betas=(0.8, 0.9))
+    optimizer = mh.BMUF(inner)
+    assert optimizer.optimizer is inner
+    config = optimizer.optimizer_config
+    assert "params" not in config
+    assert (config["lr"], config["betas"], config["weight_decay"]) == (0.1, (0.8, 0.9), 0.01)
+    optimizer.set_lr(0.2)
+    assert optimizer.optimizer_config["lr"] == 0.2
+
+
+def test_the_rate_is_that_of_all_groups():
+    first, second = parameters()
+    optimizer = mh.BMUF(SGD([{"params": [first]}, {"params": [second], "lr": 0.3}], lr=0.1))
+    assert optimizer.get_lr() == 0.1
+    optimizer.set_lr(0.05)
+    assert optimizer.get_lr() == 0.05
+    assert [group["lr"] for group in optimizer.optimizer.param_groups] == [0.05, 0.05]
+
+
+def test_a_rate_that_is_a_tensor_stays_one():
+    rate = torch.tensor(0.1)
+    optimizer = mh.BMUF(Adam(parameters(), lr=rate))
+    found = optimizer.get_lr()
+    assert type(found) is float and found == pytest.approx(0.1)
+    inside = optimizer.optimizer.param_groups[0]["lr"]
+    optimizer.set_lr(0.05)
+    assert optimizer.param_groups[0]["lr"] is inside and inside.item() == pytest.approx(0.05)
+
+
+def test_hooks_are_the_inner_optimizers_and_run_once():
+    params, calls = parameters(), []
+    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    for register in (optimizer.register_step_pre_hook, optimizer.optimizer.register_step_pre_hook):
+        register(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    put_gradients(params)
+    optimizer.step()
+    optimizer.state_dict()
+    assert calls == ["before", "before", "after", "saved"]
+
+
+def test_zero_grad_takes_the_optimizers_arguments():
+    params = parameters()
+    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    put_gradients(params)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in params)
+
+
+def test_a_closure_is_called_once_on_each_worker_and_its_loss_is_returned():
+    def blocks():
+        params, calls = parameters(), []
+        optimizer = mh.BMUF(SGD(params, lr=0.1), global_sync_iter=2, **NOW)
+
+        def closure():
+            calls.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = sum((p * (1 + dist.get_rank())).sum() for p in params)
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(2)]
+        return losses, calls, flat(params)
+
+    (mine, calls, first), (theirs, _, second) = run_ranks(2, blocks)
+    assert calls == [True, True] and torch.equal(first, second)
+    assert mine == pytest.approx([0.0, -0.1 * 20], abs=1e-12)
+    assert theirs == pytest.approx([0.0, -0.2 * 2 * 20], abs=1e-12)
+
+
+# -- gradients -----------------------------------------------------------------------------------
+
+
+def test_gradients_are_multiplied_where_there_are_any():
+    first, second = parameters()
+    optimizer = mh.BMUF(SGD([first, second], lr=0.1))
+    first.grad = torch.full_like(first, 3.0)
+    optimizer.multiply_grads(0.5)
+    assert torch.equal(first.grad, torch.full_like(first, 1.5)) and second.grad is None
+    optimizer.zero_grad()
+    optimizer.multiply_grads(2.0)  # there are none
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_is_torchs(max_norm):
+    params, plain = parameters(), parameters()
+    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    put_gradients(params)
+    put_gradients(plain)
+    norm = optimizer.clip_grad_norm(max_norm)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(plain, max_norm))
+    for param, other in zip(params, plain, strict=True):
+        assert torch.equal(param.grad, other.grad)
+
+
+def test_a_norm_of_zero_only_measures():
+    params = parameters()
+    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    put_gradients(params)
+    before = [param.grad.clone() for param in params]
+    norm = optimizer.clip_grad_norm(0)
+    assert norm.item() == pytest.approx(torch.cat([g.flatten() for g in before]).norm().item())
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, before, strict=True))
+
+
+def test_clipping_without_gradients_and_with_some():
+    first, second = parameters()
+    optimizer = mh.BMUF(SGD([first, second], lr=0.1))
+    assert optimizer.clip_grad_norm(1.0) == 0
+    first.grad = torch.full_like(first, 2.0)
+    assert optimizer.clip_grad_norm(1.0).item() == pytest.approx(2 * 15**0.5)
+    assert first.grad.norm().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_norm_of_a_model_in_parts():
+    """A model half of which is on each of two workers, clipped as a whole."""
+
+    def clip():
+        part = parameters()[0]
+        optimizer = mh.BMUF(SGD([part], lr=0.1), process_group=alone())
+        part.grad = torch.full_like(part, 3.0 + dist.get_rank())
+
+        def whole(norm):
+            total = norm**2
+            dist.all_reduce(total)
+            return total.sqrt()
+
+        return optimizer.clip_grad_norm(1.0, aggregate_norm_fn=whole).item(), part.grad[0, 0].item()
+
+    norm = (15 * (3.0**2 + 4.0**2)) ** 0.5
+    for rank, (found, gradient) in enumerate(run_ranks(2, clip)):
+        assert found == pytest.approx(norm)
+        assert gradient == pytest.approx((3.0 + rank) / norm, rel=1e-5)
+
+
+def alone():
+    """A group in which this worker is by itself."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+# -- counting ------------------------------------------------------------------------------------
+
+
+def meeting_steps(every, begin_at=0, warmup=0, steps=12):
+    """The numbers of the steps after which workers agree."""
+    params = parameters()
+    optimizer = mh.BMUF(
+        SGD(params, lr=0.1), global_sync_iter=every, warmup_iterations=warmup, block_momentum=0.5
+    )
+    optimizer.set_num_updates(begin_at)
+    met, before = [], 0
+    for _ in range(steps):
+        put_gradients(params, optimizer.get_num_updates())
+        optimizer.step()
+        if optimizer.meetings > before:
+            met.append(optimizer.get_num_updates())
+        before = optimizer.meetings
+    return met, optimizer.get_num_updates(), flat(params)
+
+
+@pytest.mark.parametrize(
+    ("every", "begin_at", "warmup", "expected"),
+    [
+        (4, 0, 0, [4, 8, 12]),
+        (4, 6, 0, [8, 12, 16]),
+        (4, 8, 0, [12, 16, 20]),
+        (5, 103, 0, [105, 110, 115]),
+        (4, 0, 5, [8, 12]),
+        (4, 2, 8, [12]),
+        (4, 9, 5, [12, 16, 20]),
+    ],
+)
+def test_meetings_are_at_multiples_wherever_the_count_begins(every, begin_at, warmup, expected):
+    results = run_ranks(2, meeting_steps, every, begin_at, warmup)
+    for met, count, _ in results:
+        assert met == expected and count == begin_at + 12
+    assert torch.equal(results[0][2], results[1][2]) is (count == expected[-1])
+
+
+def test_the_count_of_steps():
+    params = parameters()
+    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    for _ in range(3):
+        put_gradients(params)
+        optimizer.step()
+    assert optimizer.get_num_updates() == 3
+    optimizer.set_num_updates(100)
+    assert optimizer.get_num_updates() == 100
+    optimizer.step()
+    assert optimizer.get_num_updates() == 101
+    with pytest.raises(ValueError, match="num_updates cannot be negative, got -1"):
+        optimizer.set_num_updates(-1)
+
+
+# -- averaging and warming up --------------------------------------------------------------------
+
+
+def test_parameters_are_averaged_on_request():
+    def average():
+        params = parameters()
+        optimizer = mh.BMUF(SGD(params, lr=0.1), block_lr=0.5, **NOW)
+        put_gradients(params)
+        optimizer.step()
+        own = flat(params)
+        optimizer.average_params()
+        return own, flat(params), optimizer.get_num_updates(), optimizer.meetings
+
+    (own, found, count, meetings), (others, same, _, _) = run_ranks(2, average)
+    torch.testing.assert_close(found, (own + others) / 2, rtol=1e-12, atol=1e-12)
+    assert torch.equal(found, same) and (count, meetings) == (1, 0)
+    assert not torch.equal(own, others)
+
+
+def test_averaging_parameters_takes_no_outer_step_and_leaves_the_common_point():
+    def average():
+        params = parameters()
+        optimizer = mh.BMUF(SGD(params, lr=0.1), global_sync_iter=4, block_momentum=0.5, **NOW)
+        for step in range(1, 5):
+            put_gradients(params, step)
+            optimizer.step()
+            if step == 3:
+                optimizer.average_params()
+        return flat(params)
+
+    def plain():
+        """The block is from the start to the mean, whose way the average does not change."""
+        params = parameters()
+        for step in range(1, 5):
+            put_gradients(params, step)
+            for param in params:
+                param.data.sub_(0.1 * param.grad)
+            if step >= 3:
+                value = flat(params) / 2
+                dist.all_reduce(value)
+                nn.utils.vector_to_parameters(value, params)
+        return flat(params)
+
+    for found, expected in zip(run_ranks(2, average), run_ranks(2, plain), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("average_sync", [False, True])
+def test_the_end_of_the_warm_up(average_sync):
+    """The first worker's parameters are everyone's; the rate is as the scheduler has set it."""
+
+    def steps(wrap):
+        params = parameters()
+        optimizer = wrap(Adam(params, lr=0.1))
+        scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+        for step in range(1, 4):
+            put_gradients(params, step)
+            optimizer.step()
+            if step < 3:
+                scheduler.step()
+        moments = [optimizer.state[p]["exp_avg"] for p in params if p in optimizer.state]
+        return {
+            "params": flat(params),
+            "moments": flat(moments) if moments else None,
+            "lr": optimizer.param_groups[0]["lr"],
+        }
+
+    def blocks(optimizer):
+        return mh.BMUF(optimizer, warmup_iterations=3, average_sync=average_sync)
+
+    alone = run_ranks(2, steps, lambda optimizer: optimizer)
+    together = run_ranks(2, steps, blocks)
+    mean = (alone[0]["moments"] + alone[1]["moments"]) / 2
+    assert not torch.equal(alone[0]["params"], alone[1]["params"])
+    for found in together:
+        assert torch.equal(found["params"], alone[0]["params"])
+        assert found["lr"] == 0.1 * 0.5**2
+        if average_sync:
+            torch.testing.assert_close(found["moments"], mean, rtol=1e-12, atol=1e-12)
+        else:
+            assert found["moments"] is None
+
+
+def test_workers_that_began_differently_have_the_first_ones_parameters_at_once():
+    def begin():
+        params = parameters()
+        with torch.no_grad():
+            params[1].fill_(float(dist.get_rank()))
+        mh.BMUF(SGD(params, lr=0.1))
+        return params[1].detach()
+
+    for value in run_ranks(2, begin):
+        assert value.tolist() == [0.0] * 5
+
+
+def test_a_gradient_scaler_through_the_warm_up_and_a_meeting():
+    def blocks():
+        rank, param = dist.get_rank(), nn.Parameter(torch.ones(2))
+        optimizer = mh.BMUF(
+            SGD([param], lr=0.5), global_sync_iter=2, warmup_iterations=2, block_momentum=0.0
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            factor = float("inf") if rank == 1 and step in (1, 3) else 1.0 + rank
+            scaler.scale((param * factor).sum()).backward()
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm(0)
+            scaler.step(optimizer)
+            scaler.update()
+        return param.detach(), optimizer.get_num_updates(), optimizer.meetings
+
+    for param, count, meetings in run_ranks(2, blocks):
+        assert (count, meetings) == (4, 1)
+        # the first worker's two steps of .5; then two more of it, and one of 1
+        assert param.tolist() == pytest.approx([1 - 2 * 0.5 - (2 * 0.5 + 1.0) / 2] * 2)
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+LOADED = {"global_sync_iter": 4, "warmup_iterations": 2, "block_momentum": 0.5}
+
+
+def test_overrides_are_of_the_groups_and_of_the_blocks():
+    def load():
+        params = parameters()
+        optimizer = mh.BMUF(SGD(params, lr=0.1, momentum=0.9), **LOADED)
+        for step in range(1, 7):
+            put_gradients(params, step)
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        changed = mh.BMUF(SGD(params, lr=1.0), **{**LOADED, "global_sync_iter": 8})
+        changed.load_state_dict(state, optimizer_overrides={"lr": 0.05, "every": 8})
+        same = mh.BMUF(SGD(params, lr=1.0), **LOADED)
+        same.load_state_dict(state)
+        return [
+            (made.get_lr(), made.param_groups[0]["momentum"], made.get_num_updates())
+            for made in (changed, same)
+        ]
+
+    assert run_ranks(2, load) == [[(0.05, 0.9, 6), (0.1, 0.9, 6)]] * 2
+
+
+def test_the_options_of_now_override_those_that_were_saved():
+    """fairseq's way of going on with another rate than that of the checkpoint."""
+    state = copy.deepcopy(mh.BMUF(AdamW(parameters(), lr=0.1)).state_dict())
+    optimizer = mh.BMUF(AdamW(parameters(), lr=0.3, weight_decay=0.5))
+    now = optimizer.optimizer_config
+    optimizer.load_state_dict(state, optimizer_overrides=now)
+    assert optimizer.optimizer_config == now and optimizer.get_lr() == 0.3
+
+
+def test_other_options_that_were_not_meant_are_an_error():
+    def load():
+        state = mh.BMUF(SGD(parameters(), lr=0.1), **LOADED).state_dict()
+        mh.BMUF(SGD(parameters(), lr=0.1), **{**LOADED, "block_momentum": 0.6}).load_state_dict(
+            state
+        )
+
+    raises_on_ranks(2, ValueError, load, match="other options: outer: saved")
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("average_sync", [False, True])
+def test_a_resumed_run_goes_on_bit_for_bit(stop, average_sync):
+    """Stopped in the warm-up, at its end, in a block, at a meeting."""
+    options = {**LOADED, "average_sync": average_sync}
+
+    def run(stop):
+        params = parameters()
+        optimizer = mh.BMUF(Adam(params, lr=0.1), **options)
+        for step in range(1, 13):
+            put_gradients(params, step)
+            optimizer.step()
+            if step == stop:
+                saved = copy.deepcopy((flat(params), optimizer.state_dict()))
+                params = parameters()
+                optimizer = mh.BMUF(Adam(params, lr=0.1), **options)
+                nn.utils.vector_to_parameters(saved[0], params)
+                optimizer.load_state_dict(saved[1])
+        return flat(params), optimizer.meetings
+
+    through, resumed = run_ranks(2, run, None), run_ranks(2, run, stop)
+    for (expected, meetings), (found, again) in zip(through, resumed, strict=True):
+        assert torch.equal(found, expected) and meetings == again == 3
+
+
+# -- its options ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"block_momentum": 0.0}, {"use_nbm": True}, {"nesterov": True}, {"average_sync": True}],
+)
+@pytest.mark.parametrize("inner", [SGD, Adam])
+def test_one_worker_is_bitwise_the_bare_optimizer(options, inner):
+    options = {"global_sync_iter": 2, "warmup_iterations": 3, **options}
+    bare = train(9, {}, inner, wrap=lambda optimizer: optimizer)
+    assert torch.equal(train(9, options, inner), bare)
+
+
+def test_without_block_momentum_the_rate_of_blocks_is_ignored():
+    base = {"global_sync_iter": 3, "block_momentum": 0.0, **NOW}
+
+    def all_of_them():
+        return [
+            train(9, {**base, **more})
+            for more in ({}, {"block_lr": 0.3}, {"block_lr": 0.3, "use_nbm": True})
+        ] + [train(9, {"every": 3}, wrap=mh.LocalSGD)]
+
+    for one, *others in run_ranks(2, all_of_them):
+        assert all(torch.equal(one, other) for other in others)
+
+
+def test_fairseqs_look_ahead_is_a_longer_step():
+    base = {"global_sync_iter": 3, "block_momentum": 0.6, **NOW}
+
+    def both():
+        return (
+            train(30, {**base, "block_lr": 0.5, "use_nbm": True}),
+            train(30, {**base, "block_lr": 0.5 * 1.6}),
+        )
+
+    for found, longer in run_ranks(2, both):
+        torch.testing.assert_close(found, longer, rtol=1e-12, atol=1e-12)
+
+
+def test_nesterovs_momentum_is_dilocos_bit_for_bit():
+    def both():
+        options = {"block_lr": 0.7, "block_momentum": 0.9, "nesterov": True, **NOW}
+        return (
+            train(30, {**options, "global_sync_iter": 3}, AdamW),
+            train(30, {"lr": 0.7, "momentum": 0.9, "every": 3}, AdamW, wrap=mh.DiLoCo),
+        )
+
+    for found, diloco in run_ranks(2, both):
+        assert torch.equal(found, diloco)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"block_lr": 0.0}, ValueError, "block_lr must be positive"),
+        ({"block_momentum": 1.0}, ValueError, "block_momentum must be at least 0 and less than 1"),
+        ({"use_nbm": True, "nesterov": True}, ValueError, "exclude each other"),
+        ({"warmup": 3}, TypeError, "its length is warmup_iterations"),
+        ({"warmup_iterations": -1}, ValueError, "cannot be negative, got -1"),
+        ({"global_sync_iter": 0}, ValueError, "number of steps, at least 1, got 0"),
+    ],
+)
+def test_mistakes(options, error, message):
+    with pytest.raises(error, match=message):
+        mh.BMUF(SGD(parameters(), lr=0.1), **options)
