@@ -136,8 +136,8 @@ def _yes(true: bool) -> str:
 PAGE = """# Workers that are killed and stopped
 
 {workers} workers train an LSTM (93,000 parameters) on the characters of Shakespeare's plays, with
-AdamW inside `mh.DiLoCo` (H = {every}, int8) in a `mh.Crew`, started by
-`manyhands run --workers {workers} --stall {stall:g}`. A block takes {usual:.2f} s where nothing happens. At set times a
+AdamW inside `mh.DiLoCo` (H = {every}, int8) in a `mh.Crew`, started by `manyhands run --workers
+{workers} --stall {stall:g}`. A block takes {usual:.2f} s where nothing happens. At set times a
 random worker is killed (SIGKILL) or stopped (SIGSTOP), the one as often as the other. Who is killed
 is started again by `manyhands run`; who is stopped is woken after {asleep:g} s, as a host that hung
 would be. Each run is of {steps:,} steps, which take {minutes:.1f} minutes without faults. Measured
