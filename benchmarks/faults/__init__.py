@@ -1,0 +1,7 @@
+"""A crew whose workers are killed and stopped while it trains, for `blocks_faults.py`.
+
+worker.py  what each worker runs: an ordinary training script that keeps a log
+harm.py    starts a run with `manyhands run`, and kills and stops workers at set times
+tally.py   what the log of a run and the list of its faults say, in numbers
+page.py    the table, the verdicts and the page
+"""

@@ -1,0 +1,201 @@
+"""The table, the verdicts and the page of `blocks_faults.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PAGE_AT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "blocks-faults.md"
+NONE, AGAIN = "no faults", "no faults, other batches"
+AIM, AIM_AT = 0.90, 30.0  # of the throughput, with a fault every so many seconds
+Row = dict[str, Any]
+
+
+def every(seconds: float) -> str:
+    return f"every {seconds:g} s"
+
+
+def is_sound(row: Row) -> bool:
+    """Whether nobody differs, no survivor has lost anything, and the run has ended well."""
+    agree = row["differing"] == 0 and row["finals"] == 1
+    nothing_lost = row["missing"]["survivors"] == 0 and row["thrown_away"] == 0
+    return agree and nothing_lost and row["code"] == 0 and row["loss"] is not None
+
+
+def summary(row: Row) -> str:
+    """For the terminal."""
+    return (
+        f"{row['seconds']:.1f} s, {row['meetings']} meetings, {row['rate']:.1f} steps/s, "
+        f"{row['kill']['count']} kills, {row['stop']['count']} stops, missing {row['missing']}, "
+        f"thrown away {row['thrown_away']}, differing {row['differing']} of {row['compared']} "
+        f"states, {row['finished']} finished with {row['finals']} result(s), loss {row['loss']}, "
+        f"{row['cores']:.2f} cores, {row['tracebacks']} tracebacks, exit code {row['code']}"
+    )
+
+
+def kept(rows: dict[str, Row], name: str) -> float:
+    """Throughput, of that without faults."""
+    return float(rows[name]["rate"] / rows[NONE]["rate"])
+
+
+def table(rows: dict[str, Row]) -> str:
+    """One column for each run."""
+    names = list(rows)
+
+    def line(what: str, cells: list[str]) -> str:
+        return f"| {what} | " + " | ".join(cells) + " |"
+
+    def each(what: str, form: Any) -> str:
+        return line(what, [form(rows[name]) for name in names])
+
+    return "\n".join(
+        [
+            line("", names),
+            "|---|" + "--:|" * len(names),
+            each("killed, stopped", lambda r: f"{r['kill']['count']}, {r['stop']['count']}"),
+            each("seconds", lambda r: f"{r['seconds']:.1f}"),
+            each("worker-steps that count, a second", lambda r: f"{r['rate']:.1f}"),
+            line("throughput kept, %", [f"{100 * kept(rows, name):.1f}" for name in names]),
+            each("meetings kept", lambda r: f"{r['meetings']}"),
+            each("of these, at the second attempt", lambda r: f"{r['undone']}"),
+            each("victims' blocks that are missing", lambda r: f"{r['missing']['victims']:.0f}"),
+            each("survivors' blocks missing", lambda r: f"{r['missing']['survivors']:.0f}"),
+            each("survivors' steps thrown away", lambda r: f"{r['thrown_away']}"),
+            each("delay after a kill, s", lambda r: _spread(r["kill"]["delays"])),
+            each("delay after a stop, s", lambda r: _spread(r["stop"]["delays"])),
+            each("a killed worker counts again after, s", lambda r: _spread(r["kill"]["back"])),
+            each("a stopped worker counts again after, s", lambda r: _spread(r["stop"]["back"])),
+            each("states compared", lambda r: f"{r['compared']:,}"),
+            each("meetings after which some differ", lambda r: f"{r['differing']}"),
+            each(
+                "workers at the end, different results",
+                lambda r: f"{r['finished']}, {r['finals'] - 1}",
+            ),
+            each("steps of each worker", lambda r: f"{r['steps']:,}"),
+            each("loss, nats a character", lambda r: _loss(r["loss"])),
+            each("cores used", lambda r: f"{r['cores']:.2f}"),
+        ]
+    )
+
+
+def _spread(values: list[float]) -> str:
+    """Median, and the worst."""
+    return f"{median(values):.1f}, {max(values):.1f}" if values else ""
+
+
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def verdict(rows: dict[str, Row]) -> str:
+    """Each claim, and whether it holds."""
+    faulty = [name for name in rows if rows[name]["interval"]]
+    lines = []
+    for name in faulty:
+        share = kept(rows, name)
+        aim = ""
+        if rows[name]["interval"] == AIM_AT:
+            aim = f" At least {100 * AIM:.0f} % was the aim: {_met(share >= AIM)}."
+        lines.append(
+            f"- **A fault {name}:** {100 * share:.1f} % of the throughput is kept, with "
+            f"{rows[name]['kill']['count']} kills and {rows[name]['stop']['count']} stops in "
+            f"{rows[name]['seconds']:.0f} s.{aim}"
+        )
+    differing = sum(row["differing"] for row in rows.values())
+    compared = sum(row["compared"] for row in rows.values())
+    ends = sum(row["finals"] - 1 for row in rows.values())
+    blocks = sum(rows[name]["missing"]["survivors"] for name in faulty)
+    steps = sum(rows[name]["thrown_away"] for name in faulty)
+    codes = [name for name in rows if rows[name]["code"]]
+    lines += [
+        f"- **All who held a meeting have bitwise the same state after it:** {_yes(not differing)}"
+        f", {differing} meetings with different states of {compared:,} that were compared.",
+        f"- **All parameters are bitwise equal at the end of each run:** {_yes(not ends)}.",
+        f"- **Workers that are not hit lose nothing:** {_yes(not blocks and not steps)}, "
+        f"{blocks:.0f} blocks and {steps} steps.",
+        f"- **Each run ends with exit code 0:** {_yes(not codes)}.",
+    ]
+    base = rows[NONE]["loss"]
+    if base and all(rows[name]["loss"] for name in faulty):
+        losses = [f"{100 * (rows[n]['loss'] / base - 1):+.2f} % with a fault {n}" for n in faulty]
+        again = rows.get(AGAIN, {}).get("loss")
+        apart = f" ({100 * (again / base - 1):+.2f} % without, on other batches)" if again else ""
+        lines.append(f"- **Loss after equally many steps:** {', '.join(losses)}{apart}.")
+    return "\n".join(lines)
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "**not met**"
+
+
+def _yes(true: bool) -> str:
+    return "yes" if true else "**no**"
+
+
+PAGE = """# Workers that are killed and stopped
+
+{workers} workers train an LSTM (93,000 parameters) on the characters of Shakespeare's plays, with
+AdamW inside `mh.DiLoCo` (H = {every}, int8) in a `mh.Crew`, started by `manyhands run --workers
+{workers} --stall {stall:g}`. A block takes {usual:.2f} s where nothing happens. At set times a
+random worker is killed (SIGKILL) or stopped (SIGSTOP), the one as often as the other. Who is killed
+is started again by `manyhands run`; who is stopped is woken after {asleep:g} s, as a host that hung
+would be. Each run is of {steps:,} steps, which take {minutes:.1f} minutes without faults. Measured
+on {machine}, with {versions}. The load average when the run began was {load}.
+
+```bash
+python benchmarks/blocks_faults.py --data FOLDER
+```
+
+{verdict}
+
+{table}
+
+- **Throughput** is the number of worker-steps that count over the time from the first meeting to
+  the last: of each meeting that was kept, the workers whose differences are in the mean times the
+  steps of the block. What a victim did since its last meeting does not count, nor does anything
+  while it is away, nor the first meeting that it is at again, if it brings nothing to that.
+- **Each step is padded by a sleep** to {pace:.0f} ms, so that a dead worker's share of the cores
+  makes the others no faster. Without faults {cores:.2f} of {machine_cores} cores are used, which is
+  {share:.0f} %. What a restart costs (Python, torch, the data) is in the time.
+- **Missing** is a worker's block that does not count. A victim's, if the worker was hit since one
+  block before; a survivor's otherwise. "Thrown away" are steps of workers that were not hit, and
+  went back.
+- **Delay** is the longer of the two blocks after a fault, over the usual time of one. (Of two: who
+  is hit when the others have its difference already is missed at the next meeting.) After a kill,
+  which `manyhands run` sees, the others go on at once; who is stopped is waited for as long as the
+  stall time allows, {stall:g} s here. (The default is 5 s; each second of it is a second that all
+  wait for each stop.)
+- **Counts again**: from the fault to the end of the first block that the worker has brought.
+  Stopped ones have slept for {asleep:g} s of it. Delays and these are medians, and the worst.
+- **States** are SHA-1 sums of the common point and the outer momentum, which each worker writes
+  down after each meeting, and when it is given the others' state.
+- **Loss** is on the last tenth of the text, of the parameters at the end. "{again}" is the first
+  run with other batches and another start: what lies between the two is chance.
+- Who is hit, how and when is drawn from a fixed seed; the moment within a block is not, as it
+  depends on the time that blocks take. Faults go on until the first worker is done.
+
+torchft's published run has 32 replicas on one machine of 16 cores and 62 faults in 30 minutes, and
+keeps 97.7 % of its throughput. It is another workload on another machine: it says what is possible,
+and cannot be compared with the figures above.
+"""
+
+
+def write(result: dict[str, Any]) -> None:
+    """The page of a run."""
+    rows, plan = result["rows"], result["plan"]
+    base = rows[NONE]
+    page = PAGE.format(
+        **{name: plan[name] for name in ("workers", "every", "stall", "asleep", "steps")},
+        **{name: result[name] for name in ("machine", "versions", "load")},
+        usual=base["usual"],
+        minutes=base["seconds"] / 60,
+        pace=1e3 * plan["pace"],
+        cores=base["cores"],
+        machine_cores=result["cores"],
+        share=100 * base["cores"] / result["cores"],
+        verdict=verdict(rows),
+        table=table(rows),
+        again=AGAIN,
+    )
+    PAGE_AT.write_text(page)
