@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument(
         "--interval", action="append", type=float, metavar="S", help="only this; writes nothing"
     )
+    parser.add_argument("--once", action="store_true", help="without the second fault-free run")
     parser.add_argument("--log", type=Path, help="keep the logs and what is printed, for a look")
     parser.add_argument("--draw", action="store_true", help="write the page of the last run again")
     args = parser.parse_args()
@@ -69,7 +70,7 @@ def main() -> None:
     load = round(os.getloadavg()[0], 1)
     plans = {page.NONE: plan}
     plans |= {page.every(seconds): replace(plan, interval=seconds) for seconds in intervals}
-    if not args.quick and args.interval is None:
+    if not args.quick and args.interval is None and not args.once:
         plans[page.AGAIN] = replace(plan, seed=1)
     rows = measured(plans, args.data, args.log)
     print(page.table(rows))

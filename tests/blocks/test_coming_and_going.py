@@ -16,7 +16,7 @@ from crew_workers import Log, Store, Team, fork
 from manyhands.blocks import _meeting
 from manyhands.blocks._crew import Crew
 
-SIZE = 200_000  # four chunks
+SIZE = 200_000  # four chunks, as `small_chunks` has them
 
 
 class BlockTeam(Team):
@@ -104,6 +104,11 @@ def dies_at(place, worker, meeting):
         setattr(_meeting._Meeting, place, fatal)
 
     return harm
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(_meeting, "SMALLEST", 1 << 16)
 
 
 @pytest.fixture

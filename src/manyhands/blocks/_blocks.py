@@ -206,7 +206,7 @@ class Blocks(AroundOptimizer):
         return {
             **inner,
             "step": sync.steps,
-            "workers": sync.team.workers.size,
+            "workers": news.workers or sync.team.workers.size,  # of the last meeting
             "meetings": sync.meetings,
             "every": sync.schedule.length,
             "distance": news.drift.distance,

@@ -2,7 +2,8 @@
 
     float32, bfloat16    the values; float64 as such with "float32", too: nothing is lost with it
     int8, int4           a group of neighbours shares a scale, the largest of them over the largest
-                         integer; then the integers, of 4 bits two in a byte
+                         integer; then the integers, of 4 bits two in a byte:
+                         one of the first half of the values, one of the second
 
 What is encoded is one flat tensor, and what travels one tensor of bytes, scales first. What is
 lost in rounding is not lost for good: `encode_with` keeps it and adds it to the next difference.
@@ -93,12 +94,15 @@ class Integers(Codec):
 
     def encode(self, values: Tensor) -> Tensor:
         groups = self._groups(values.numel())
-        padded = F.pad(values, (0, groups * self.group - values.numel())).view(groups, self.group)
-        scales = (padded.abs().amax(dim=1, keepdim=True) / self.largest).to(torch.bfloat16)
+        missing = groups * self.group - values.numel()
+        padded = (F.pad(values, (0, missing)) if missing else values).view(groups, self.group)
+        # (in two reads: the absolute values would be written and read again)
+        largest = torch.maximum(padded.amax(dim=1, keepdim=True), -padded.amin(dim=1, keepdim=True))
+        scales = (largest / self.largest).to(torch.bfloat16)
         steps = padded / scales.to(padded.dtype).clamp(min=torch.finfo(torch.bfloat16).tiny)
         codes = steps.round_().clamp_(-self.largest, self.largest).to(torch.int8)
         if self.bits == 4:
-            low, high = codes.view(-1, 2).unbind(1)
+            low, high = codes.view(2, -1)
             codes = (low & 15) | (high << 4)
         return torch.cat([scales.flatten().view(torch.uint8), codes.flatten().view(torch.uint8)])
 
@@ -107,7 +111,7 @@ class Integers(Codec):
         scales = data[: 2 * groups].view(torch.bfloat16).to(dtype)
         codes = data[2 * groups :].view(torch.int8)
         if self.bits == 4:
-            codes = torch.stack([(codes << 4) >> 4, codes >> 4], dim=1)  # the sign is carried along
+            codes = torch.cat([(codes << 4) >> 4, codes >> 4])  # the sign is carried along
         values = codes.view(groups, self.group).to(dtype).mul_(scales.unsqueeze(1))
         return values.flatten()[:elements]
 

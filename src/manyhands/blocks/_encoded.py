@@ -34,7 +34,8 @@ class EncodedChunk:
     are read into the message, and the mean of the slice that we own is made in ours.
     """
 
-    counts = False  # whether its length is that of what the meeting is about
+    counts = False
+    shared = False
 
     def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None:
         self.row, self.start, self.workers = row, start, workers

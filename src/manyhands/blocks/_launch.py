@@ -215,6 +215,7 @@ class Launcher:
         running = [worker for worker in self.workers if worker.process is not None]
         for worker in running:
             self._signal(worker, signal.SIGTERM)
+            self._signal(worker, signal.SIGCONT)  # one that is stopped hears nothing else
         until, asked = time.monotonic() + GRACE, self._asked
         while time.monotonic() < until and asked == self._asked:
             if all(w.process is None or w.process.poll() is not None for w in running):

@@ -26,7 +26,7 @@ from manyhands.blocks._rows import LARGEST, NOTE, Chunk, Note, Outcome, Row
 from manyhands.blocks._summed import SummedChunk
 
 UNDER_WAY = 2  # chunks in each of the two phases
-SMALLEST = 1 << 16
+SMALLEST = 1 << 18
 
 
 def meet(workers: Workers, rows: Sequence[Row], more: Sequence[Row], note: Note) -> Outcome:
@@ -78,7 +78,10 @@ class _Meeting:
             for rank in self.outcome.counted:
                 self.outcome.squares[rank] += notes[rank][NOTE - 1]
         chunk.share(self.outcome)
-        self._shared.append(chunk)
+        if chunk.shared:
+            self._land(chunk)
+        else:
+            self._shared.append(chunk)
 
     def _land(self, chunk: Chunk) -> None:
         square = chunk.land(self.outcome)

@@ -46,7 +46,7 @@ def _packed(sync: Sync) -> bytes:
         sync.point.begin()
     file = io.BytesIO()
     buffers = [] if sync.buffers is None else sync.buffers.tensors()
-    state = {**sync.common_state(), "owed": sync.owed}
+    state = {**sync.common_state(), "owed": sync.owed, "apart": sync.apart}
     torch.save({**state, "buffers": [buffer.detach() for buffer in buffers]}, file)
     return file.getvalue()
 
@@ -59,7 +59,7 @@ def _unpack(sync: Sync, data: bytearray) -> None:
         for buffer, value in zip(buffers, state["buffers"], strict=True):
             buffer.copy_(value)
     sync.point.go_back()
-    sync.owed, sync.is_new = state["owed"], True
+    sync.owed, sync.apart, sync.is_new = state["owed"], state["apart"], True
     sync.restart_clock()
 
 

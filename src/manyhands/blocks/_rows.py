@@ -81,6 +81,7 @@ class Chunk(Protocol):
     """A range of a row on its way. Its three waits come in this order."""
 
     counts: bool  # whether its length is that of what the meeting is about
+    shared: bool  # whether everybody has the mean before `share`
 
     def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None: ...
 

@@ -21,6 +21,7 @@ class SummedChunk:
     """A range of a row, and everyone's note."""
 
     counts = False
+    shared = True
 
     def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None:
         self.row, self.start, self.length, self.workers = row, start, stop - start, workers

@@ -71,6 +71,7 @@ class News:
     """What the last meetings have shown, for `snapshot`."""
 
     drift: Drift = field(default_factory=Drift)
+    workers: int = 0  # who held it
     left_out: list[int] = field(default_factory=list)  # ranks whose numbers were not finite
     left_out_ever: int = 0
     undone: int = 0
@@ -144,8 +145,10 @@ class Sync:
         self.schedule.begin(self.every.first_start(max(step, self.warmup)), self.schedule.length)
 
     def meet_now(self) -> None:
-        """Merge all that is under way, and then meet about everything."""
+        """Merge all that is under way, and then meet about everything, if there is anything."""
         self.land()
+        if not self.apart:
+            return
         self._send(range(self.schedule.fragments), self.steps)
         self._merge(self.pending.popleft())
 
@@ -279,6 +282,7 @@ class Sync:
     def _hear(self, outcome: Outcome) -> None:
         news, counted = self.news, outcome.counted
         news.drift = Drift.of([outcome.squares[rank] for rank in counted], outcome.square_of_mean)
+        news.workers = len(outcome.notes)
         news.left_out = [rank for rank, note in enumerate(outcome.notes) if not note.finite]
         news.left_out_ever += len(news.left_out)
         news.seconds = max(note.seconds for note in outcome.notes)
