@@ -657,3 +657,158 @@ def test_checkpoints_for_any_number_of_workers(tmp_path):
         return flat_of(model.params)
 
     assert torch.equal(alone(), results[0][0])
+
+
+def test_a_worker_that_is_not_finite_is_healed_in_all_fragments():
+    def blocks():
+        param = nn.Parameter(torch.ones(4))
+        optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=4, fragments=2, overlap=1)
+        for step in range(16):
+            bad = dist.get_rank() == 1 and step == 0
+            param.grad = torch.full((4,), float("nan") if bad else 1.0)
+            optimizer.step()
+        optimizer.meet()
+        return param.detach(), optimizer.snapshot()["left_out"]
+
+    for param, left_out in run_ranks(2, blocks):
+        assert torch.isfinite(param).all() and left_out == 1
+
+
+def test_buffers_stay_if_nobody_is_finite_and_inf_in_one_workers_stays_with_it():
+    def blocks(everybody):
+        model = nn.BatchNorm1d(3)
+        optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=1)
+        with torch.no_grad():
+            model.running_var.fill_(2.0)
+            if everybody:
+                model.weight.fill_(float("nan"))
+            elif dist.get_rank() == 1:
+                model.running_mean.fill_(float("inf"))
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        return model.running_var, model.running_mean, model.weight.detach()
+
+    for everybody in (True, False):
+        for var, mean, weight in run_ranks(2, blocks, everybody):
+            assert (var == 2).all() and torch.isfinite(mean).all() and torch.isfinite(weight).all()
+
+
+def test_small_steps_of_one_worker_are_not_lost_in_16_bits():
+    """One of two moves up by what bfloat16 just shows; the mean moves by half of that."""
+
+    def blocks():
+        param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=1, codec="float32")
+        for _ in range(20):
+            param.grad = torch.full_like(param, -(2.0**-7) * dist.get_rank())
+            optimizer.step()
+        return param.item()
+
+    assert run_ranks(2, blocks) == pytest.approx([1 + 20 * 2.0**-8] * 2, abs=2.0**-7)
+
+
+def test_a_clock_that_is_right_after_a_resume():
+    def blocks():
+        params = parameters()
+        optimizer = wrapped("LocalSGD", params, {}, mh.Seconds(0.05, first=3))
+        optimizer._sync.steps = 5000
+        state = optimizer.state_dict()
+        optimizer = wrapped("LocalSGD", params, {}, mh.Seconds(0.05, first=3))
+        optimizer.load_state_dict(state)
+        return optimizer._sync._since[1]
+
+    assert run_ranks(2, blocks) == [5000, 5000]
+
+
+def test_an_interval_changed_on_purpose_holds_from_the_next_block_on():
+    def blocks():
+        params = parameters()
+        state = wrapped("LocalSGD", params, {}, 8).state_dict()
+        optimizer = wrapped("LocalSGD", params, {}, 2)
+        optimizer.load_state_dict(state, optimizer_overrides={"every": 2})
+        for step in range(1, 17):
+            step_along(optimizer, params, dist.get_rank(), step)
+        return optimizer.meetings
+
+    assert run_ranks(2, blocks) == [5, 5]
+    with pytest.raises(ValueError, match="has every=3, and the optimizer was made with 2"):
+        optimizer = wrapped("LocalSGD", parameters(), {}, 2)
+        optimizer.checked_state({"format": 1, "options": {}}, {"every": 3})
+
+
+def test_after_a_resume_inside_a_block_workers_meet():
+    def blocks():
+        params = parameters()
+        optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
+        step_along(optimizer, params, dist.get_rank(), 1)
+        state = optimizer.state_dict()
+        optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
+        step_along(optimizer, params, dist.get_rank(), 1)
+        optimizer.load_state_dict(state)
+        optimizer.meet()
+        return flat_of(params), optimizer.meetings
+
+    (first, met), (second, _) = run_ranks(2, blocks)
+    assert torch.equal(first, second) and met == 1
+
+
+def test_after_a_warm_up_all_have_the_same_whatever_their_gradients_were():
+    """A gradient of zeros on one worker, and none on the other: AdamW decays, or does not."""
+
+    def blocks():
+        used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        inner = AdamW([used, unused], lr=0.1, weight_decay=0.5)
+        optimizer = mh.LocalSGD(inner, every=3, warmup=3)
+        for _ in range(6):
+            used.grad = torch.ones(2)
+            unused.grad = torch.zeros(2) if dist.get_rank() == 0 else None
+            optimizer.step()
+        return unused.detach(), used.detach()
+
+    first, second = run_ranks(2, blocks)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert (first[0] < 1).all()
+
+
+def test_the_forgotten_process_group_of_shards_and_of_inner_groups():
+    def inner_group_only():
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        mh.LocalSGD(SGD(parameters(), lr=0.1), inner_group=groups[dist.get_rank() // 2])
+
+    raises_on_ranks(4, ValueError, inner_group_only, match="place in inner_group")
+
+    def shards_only():
+        from torch.distributed.fsdp import fully_shard
+
+        model = nn.Linear(4, 4)
+        fully_shard(model)
+        mh.LocalSGD(SGD(model.parameters(), lr=0.1))
+
+    raises_on_ranks(2, ValueError, shards_only, match=r"shards \(process_group= must be")
+
+
+def test_overlap_that_differs_is_an_error_on_all():
+    def blocks():
+        wrapped("LocalSGD", parameters(), {}, 4, overlap=dist.get_rank())
+
+    raises_on_ranks(2, ValueError, blocks, match="different options")
+
+
+def test_an_outer_step_of_ones_own_tells_its_settings():
+    class Own(mh.Outer):
+        def __init__(self):
+            self.rate = 0.5
+
+    assert repr(Own()) == "Own(rate=0.5)" == repr(Own())
+
+
+def test_frozen_parameters_are_the_first_workers_too():
+    def blocks():
+        param = nn.Parameter(torch.full((2,), 1.0 + dist.get_rank()), requires_grad=False)
+        optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=1)
+        optimizer.step()  # with nothing to train, there is nothing to meet about
+        optimizer.meet()
+        return param.tolist()
+
+    assert run_ranks(2, blocks) == [[1.0, 1.0]] * 2

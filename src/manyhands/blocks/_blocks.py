@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from manyhands import _amp
 from manyhands._around import AroundOptimizer
 from manyhands._comm import Workers
+from manyhands._dtensors import is_dtensor, local
 from manyhands.blocks import _state
 from manyhands.blocks._codec import codec_of
 from manyhands.blocks._extras import Buffers, rows_of, trained
@@ -128,10 +129,15 @@ class Blocks(AroundOptimizer):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
+        if inner_group is not None and type(interval) is not Every:
+            raise ValueError(
+                f"every={interval} is chosen by what workers see in their meetings, and those of "
+                "an inner_group meet apart. Give a number of steps."
+            )
         start = interval.first_start(warmup)
         self._sync = Sync(
             optimizer,
-            Standing(_workers(process_group, overlap)) if crew is None else Coming(crew),
+            Standing(Workers.of(process_group)) if crew is None else Coming(crew),
             CommonPoint(outer, codec_of(codec), fragments, anchor_on_host, _inner(inner_group)),
             interval,
             Schedule(interval.first, fragments, overlap, start),
@@ -160,8 +166,12 @@ class Blocks(AroundOptimizer):
             welcome(sync)
             sync.come_together(sync.owed)
             return
+        self._given = workers = sync.team.workers
         self._check_agreement(params, buffers)
-        sync.team.workers.send_first([*_locals(params), *_locals(buffers)])
+        if self._sync.schedule.overlap:  # messages beside training that no others are taken for
+            sync.team.workers = workers.in_a_group_of_their_own()
+        everything = [param for group in self.param_groups for param in group["params"]]
+        workers.send_first([*_locals(everything), *_locals(buffers)])
         sync.point.begin()
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
@@ -170,9 +180,15 @@ class Blocks(AroundOptimizer):
             "number of parameters": float(len(params)),
             "number of elements": float(sum(param.numel() for param in params)),
             "number of elements in buffers": float(sum(buffer.numel() for buffer in buffers)),
+            "number of elements held by each": float(sum(p.numel() for p in _locals(params))),
+            "shards (process_group= must be of those who hold the same)": _shards(params),
+            "size of inner_group": float(self._sync.point.inner.size),
+            "place in inner_group (process_group= must be of those with the same)": float(
+                self._sync.point.inner.rank
+            ),
         }
         device = self.param_groups[0]["params"][0].device
-        workers = self._sync.team.workers
+        workers = self._given
         try:
             workers.check_agreement(f"{type(self).__name__} and model", mine, device)
         except ValueError as error:
@@ -287,16 +303,15 @@ class Blocks(AroundOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every worker; they become worker 0's."""
+        if isinstance(self._sync.team, Coming):
+            raise RuntimeError("a crew's workers need all parameters from the beginning.")
         self._optimizer.add_param_group(param_group)
         if self.alone:
             return
-        new = [p for p in trained(self._optimizer) if id(p) not in self._known]
-        workers = self._sync.team.workers
-        if isinstance(self._sync.team, Coming):
-            raise RuntimeError("a crew's workers need all parameters from the beginning.")
+        with torch.no_grad():
+            self._sync.land()
         self._check_agreement(trained(self._optimizer), [])
-        self._sync.land()
-        workers.send_first(_locals(new))
+        self._given.send_first(_locals(self.param_groups[-1]["params"]))
         self._take_in_what_has_thawed()
 
     # -- meeting outside of the schedule -------------------------------------------------------
@@ -327,13 +342,19 @@ class Blocks(AroundOptimizer):
 
         Nobody is asked, so one worker may do it by itself. Costs a copy of the parameters.
         """
-        if self.alone or not self._sync.agreed:
+        sync = self._sync
+        if self.alone or not sync.agreed or sync.steps < sync.warmup:
             yield
             return
-        params = trained(self._optimizer)
+        if sync.point.inner.size > 1:
+            raise RuntimeError(
+                "with an inner_group each worker has a share of the common point only. Call "
+                "optimizer.meet() on every worker: the parameters are the common point then."
+            )
+        params = [param for segment in sync.point.segments for param in segment.params]
         with torch.no_grad():
             kept = [param.detach().clone() for param in params]
-            self._sync.point.go_back()
+            sync.point.go_back()
         try:
             yield
         finally:
@@ -457,17 +478,19 @@ def _check_counts(overlap: int, fragments: int, warmup: int, every: Every) -> No
         )
 
 
-def _workers(group: Any, overlap: int) -> Workers:
-    """Who meet. What goes on beside training needs messages that no others are taken for."""
-    workers = Workers.of(group)
-    return workers.in_a_group_of_their_own() if overlap else workers
-
-
 def _inner(group: Any) -> Workers:
     return Workers() if group is None else Workers.of(group)
 
 
-def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    from manyhands._dtensors import local
+def _shards(params: list[Tensor]) -> float:
+    """A number for which parts of DTensors are here."""
+    places = [
+        (tuple(p.placements), p.device_mesh.get_coordinate())  # type: ignore[attr-defined]
+        for p in params
+        if is_dtensor(p)
+    ]
+    return float(zlib.crc32(repr(places).encode()))
 
+
+def _locals(tensors: list[Tensor]) -> list[Tensor]:
     return [local(tensor) for tensor in tensors]

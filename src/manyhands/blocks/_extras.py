@@ -39,7 +39,8 @@ class Values:
         self._vector.read(start, out)
 
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
-        self._vector.write(start, mean)
+        if outcome.counted:  # of nobody's numbers there is no mean
+            self._vector.write(start, mean)
 
 
 class HeldValues:

@@ -44,5 +44,6 @@ def drop_what_is_not_finite(optimizer: Optimizer) -> None:
     """Begin anew with the state of parameters whose state holds numbers that are not finite."""
     for param in [p for p in optimizer.state if isinstance(p, Tensor)]:
         values = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
-        if not are_finite([value for value in values if value.is_floating_point()]):
+        numbers = [v for v in values if v.is_floating_point() or v.is_complex()]
+        if not are_finite(numbers):
             del optimizer.state[param]

@@ -19,12 +19,14 @@ def average_gradients(sync: Sync, params: Sequence[Tensor]) -> bool:
     """
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        outcome = sync.hold(rows_of(grads))
+        some = torch.tensor([float(p.grad is not None) for p in params])  # then: on any worker
+        rows = rows_of([*grads, some])
+        outcome = sync.hold(rows)
         while outcome is None:  # undone: with those who are there now
-            outcome = sync.hold(rows_of(grads))
+            outcome = sync.hold(rows)
         if not outcome.counted:
             return False
-        for param, grad in zip(params, grads, strict=True):
-            if param.grad is None and grad.any():
+        for param, grad, has_one in zip(params, grads, some.tolist(), strict=True):
+            if param.grad is None and has_one:
                 param.grad = grad
     return True

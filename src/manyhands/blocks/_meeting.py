@@ -29,10 +29,15 @@ UNDER_WAY = 2  # chunks in each of the two phases
 SMALLEST = 1 << 18
 
 
-def meet(workers: Workers, rows: Sequence[Row], more: Sequence[Row], note: Note) -> Outcome:
-    """Average `rows`, and then `more` if every worker has some. The same rows on every worker."""
+def meet(
+    workers: Workers, rows: Sequence[Row], beside: Sequence[Row], more: Sequence[Row], note: Note
+) -> Outcome:
+    """Average `rows`, what is `beside` them, and `more` if every worker has some of that.
+
+    The same rows on every worker. The squared lengths are those of `rows`.
+    """
     with torch.no_grad():
-        return _Meeting(workers, note).run(rows, more)
+        return _Meeting(workers, note).run(rows, beside, more)
 
 
 class Disagreement(ValueError):
@@ -46,9 +51,11 @@ class _Meeting:
         self._sent: deque[Chunk] = deque()
         self._shared: deque[Chunk] = deque()
 
-    def run(self, rows: Sequence[Row], more: Sequence[Row]) -> Outcome:
+    def run(self, rows: Sequence[Row], beside: Sequence[Row], more: Sequence[Row]) -> Outcome:
         for chunk in _chunks(self.workers, rows):
             self._send(chunk, counts=True)
+        for chunk in _chunks(self.workers, beside):
+            self._send(chunk, counts=False)
         while not self.outcome.notes and self._sent:
             self._share(self._sent.popleft())
         if self.outcome.notes and self.outcome.more:
@@ -118,7 +125,7 @@ def _check(notes: Sequence[Note]) -> None:
     lengths = {note.more for note in notes if note.more > 0}
     if len(lengths) > 1:
         raise Disagreement(
-            "workers have different optimizer states or buffers to average: elements "
+            "workers have different optimizer states to average: elements "
             + ", ".join(f"rank {rank}: {note.more:.0f}" for rank, note in enumerate(notes[:8]))
             + '. Use the same inner optimizer and model on every worker, or state="keep".'
         )

@@ -38,6 +38,11 @@ class Outer:
         """
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        """By which workers see whether all have the same, and a resumed run, too."""
+        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__name__}({settings})"
+
     def at(self, lr: float) -> Outer:
         """This step where the inner learning rate is `lr`."""
         return self

@@ -64,6 +64,7 @@ class Difference:
         self.residual = None if segment.residual is None else segment.residual[start:stop]
         self.params = segment.vector
         self.outer = outer
+        self.kind = local(segment.params[0]).real.dtype
 
     @property
     def first(self) -> int:
@@ -73,11 +74,15 @@ class Difference:
     def read(self, start: int, out: Tensor) -> None:
         anchor = self.segment.anchor[self.start + start :]
         for part, inner, outer in self.params.pieces(self.first + start, out.numel()):
-            there = anchor[outer].to(self.device)
+            there = self.as_trained(anchor[outer]).to(self.device)
             torch.sub(there, values_of(part, inner), out=out[outer])
 
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
         self.params.write(self.first + start, self.moved(start, mean, outcome))
+
+    def as_trained(self, anchor: Tensor) -> Tensor:
+        """Where the parameters were put: with 16 bits, the anchor rounded."""
+        return anchor if self.kind == anchor.dtype else anchor.to(self.kind).to(anchor.dtype)
 
     def moved(self, start: int, mean: Tensor, outcome: Outcome) -> Tensor:
         """The anchor from `start` on, after the outer step with this mean.
@@ -142,7 +147,8 @@ class HeldDifference(Difference):
             before = anchors[start : start + held.numel()].clone()
             anchor = self.moved(start, self.arrived[start : start + LARGEST], outcome)
             if keep:
-                moved = torch.sub(anchor, before, out=before).to(self.device)
+                now, then = self.as_trained(anchor), self.as_trained(before)
+                moved = torch.sub(now, then, out=before).to(self.device)
                 params.add(self.first + start, moved.add_(held))
             else:
                 params.write(self.first + start, anchor)

@@ -21,7 +21,7 @@ class Note:
     step: float = 0.0
     finite: float = 1.0  # 0: leave my numbers out
     options: float = 0.0  # a fingerprint
-    more: float = 0.0  # elements of the rows after the first ones
+    more: float = 0.0  # elements of what is averaged if all have it
     seconds: float = 0.0  # of a step
     lr: float = 0.0
     length: float = 0.0  # steps of the block that follows; the first worker's holds

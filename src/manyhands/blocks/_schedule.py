@@ -60,7 +60,7 @@ class Every:
 
     def next(self, length: int, seconds: float, drift: Drift) -> int:
         """From the last block's length, what a step takes on the slowest worker, and the drift."""
-        return length
+        return self.first
 
     def __repr__(self) -> str:
         return str(self.first)

@@ -17,8 +17,10 @@ def saved(sync: Sync) -> dict[str, Any]:
     return {
         **common(sync),
         "workers": [workers.size, workers.rank],
+        "apart": sync.apart,
         "residual": [segment.residual for segment in sync.point.segments],
-        "pending": [pending.saved() for pending in sync.pending],
+        # (in a crew they are sent again when they are due, and nobody is waited for)
+        "pending": [] if sync.team.elastic else [pending.saved() for pending in sync.pending],
     }
 
 
@@ -28,6 +30,7 @@ def common(sync: Sync) -> dict[str, Any]:
         "format": FORMAT,
         "workers": [0, 0],  # nobody's in particular
         **sync.common_state(),
+        "apart": False,
         "residual": [],
         "pending": [],
         "counts": [sync.news.left_out_ever, sync.news.undone],
@@ -45,8 +48,16 @@ def checked(
             'the "blocks" part of this state dict is not one that this version of manyhands has '
             "written. Load it with the version that saved it."
         )
+    for name, value in changed.items():
+        if str(value) != str(options[name]):
+            raise ValueError(
+                f"optimizer_overrides has {name}={value!r}, and the optimizer was made with "
+                f"{options[name]}. Make it with what you want to change to."
+            )
     before = {**ours["options"], **{name: options[name] for name in changed}}
     differ = [name for name in options if before.get(name) != options[name]]
+    if changed:
+        ours = {**ours, "pending": []}  # cut otherwise; their differences are sent when due
     if differ:
         listed = "; ".join(f"{n}: saved {before.get(n)}, now {options[n]}" for n in differ)
         override = f"{{{differ[0]!r}: {options[differ[0]]!r}}}"
@@ -61,6 +72,12 @@ def checked(
 def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
     sizes = [anchor.numel() for anchor in ours["anchor"]]
     here = [segment.anchor.numel() for segment in sync.point.segments]
+    memories = {len(memories) for memories in ours["memories"]}
+    if memories - {sync.point.outer.memories}:
+        raise ValueError(
+            f"this state dict has {max(memories)} memories of its outer step, and the one here has "
+            f"{sync.point.outer.memories}. Continue with an outer step of the same kind."
+        )
     if sizes != here:
         raise ValueError(
             f"this state dict is of {sum(sizes):,} elements in {len(sizes)} types of parameters, "
@@ -71,7 +88,11 @@ def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
 
 def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
     """Go on from there; from the parameters as they are, if nothing was saved."""
+    for pending in sync.pending:
+        pending.errand.finished()  # it may write to what is loaded now
     sync.pending.clear()
+    sync.is_new = False
+    sync.restart_clock()
     if ours is None:
         sync.point.begin()
         return
@@ -84,6 +105,8 @@ def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
     else:
         sync.point.forget_residuals()
     sync.agreed = ours["steps"] >= sync.warmup or not sync.local_warmup
+    sync.apart = ours["apart"]
+    sync.restart_clock()
     sync.news.left_out_ever, sync.news.undone = ours["counts"]
     for pending in ours["pending"]:
         sync.take_up(pending)

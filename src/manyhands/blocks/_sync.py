@@ -13,7 +13,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -45,6 +45,7 @@ class Pending:
     fragments: Sequence[int]
     merge_at: int
     rows: Sequence[Any]
+    beside: Sequence[HeldValues]
     more: Sequence[HeldValues]
     note: Note
     errand: Errand
@@ -113,7 +114,9 @@ class Sync:
         self.owed: list[int] = []  # fragments of a meeting that has to be held again
         self.is_new = False  # whether nothing was done since the common state came
         self.apart = False  # whether parameters are elsewhere than the common point
-        self._fresh = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else {}
+        resets = state == "reset" or (local_warmup and warmup > 0)
+        fresh = optimizer.state_dict()["state"] if resets and optimizer.state else {}
+        self._fresh = copy.deepcopy(fresh)
 
     # -- the life of a block -------------------------------------------------------------------
 
@@ -132,7 +135,8 @@ class Sync:
             self.schedule.begin(step, length)
         while self.pending and self.pending[0].merge_at <= step:
             self._merge(self.pending.popleft())
-        if due and self._regroups == regroups:  # newcomers do not know what was due before
+        nobody_new = self._regroups == regroups  # who would not know what was due before
+        if due and nobody_new and self.point.segments:
             self._send(due, step + self.schedule.overlap)
             if not self.schedule.overlap:
                 self._merge(self.pending.popleft())
@@ -143,11 +147,12 @@ class Sync:
         self.steps = step
         self.agreed = self.agreed or step >= self.warmup  # on where all have begun
         self.schedule.begin(self.every.first_start(max(step, self.warmup)), self.schedule.length)
+        self.restart_clock()
 
     def meet_now(self) -> None:
         """Merge all that is under way, and then meet about everything, if there is anything."""
         self.land()
-        if not self.apart:
+        if not (self.apart and self.point.segments):
             return
         self._send(range(self.schedule.fragments), self.steps)
         self._merge(self.pending.popleft())
@@ -163,11 +168,15 @@ class Sync:
             rows = [HeldDifference.now(row) for row in rows]
         elif self.team.elastic:
             rows = [StagedDifference(row) for row in rows]
-        more = self._more() if self.schedule.fragments - 1 in fragments else []
-        held = self._held(more) if merge_at > self.steps or self.team.elastic else []
-        note = self._note(more)
-        errand = self._errand(rows, held or more, note)
-        self.pending.append(Pending(fragments, merge_at, rows, held, note, errand))
+        last = self.schedule.fragments - 1 in fragments
+        beside, more = (self._buffers(), self._state()) if last else ([], [])
+        finite = not self.is_new and are_finite(trained(self.optimizer))  # or nothing to bring
+        note = self._note(more, finite and all(map(is_finite, beside)))
+        held: tuple[list[HeldValues], list[HeldValues]] = ([], [])
+        if merge_at > self.steps or self.team.elastic:
+            held = self._held(beside), self._held(more)
+        errand = self._errand(rows, held[0] or beside, held[1] or more, note)
+        self.pending.append(Pending(fragments, merge_at, rows, *held, note, errand))
 
     def _merge(self, pending: Pending) -> None:
         outcome = self.settle(pending.errand)
@@ -177,15 +186,16 @@ class Sync:
             self.come_together([] if under_way else pending.fragments)
             return
         self._hear(outcome)
-        self.schedule.length = int(outcome.first.length)
+        if pending.note.step == self.schedule.start:  # it was sent as the present block began
+            self.schedule.length = int(outcome.first.length)
         finite = bool(pending.note.finite)
         for row in pending.rows:
             row.merge(outcome, finite)
-        for more in pending.more if outcome.more else []:
-            more.put(outcome)
+        for row in [*pending.beside, *(pending.more if outcome.more else [])]:
+            row.put(outcome)
         self.point.share()
         if not finite:
-            drop_what_is_not_finite(self.optimizer)
+            self._heal()
         if self.state == "reset" and self.schedule.fragments - 1 in pending.fragments:
             self.reset_state()
         self.meetings += 1
@@ -194,16 +204,23 @@ class Sync:
         self.apart = not covered or isinstance(pending.rows[0], HeldDifference)
         self.come_together()
 
+    def _heal(self) -> None:
+        """Parameters are the common point's; what is under way brings nothing of ours."""
+        self.point.go_back()
+        drop_what_is_not_finite(self.optimizer)
+        for pending in self.pending:
+            pending.note = replace(pending.note, finite=0.0)
+
     def _end_warmup(self) -> None:
-        """Everybody has the common point from here on: what all have, or the first worker's."""
-        if self.local_warmup:
-            rows = rows_of([*trained(self.optimizer)], first_only=True)
-            if self.buffers is not None:
-                rows += rows_of(self.buffers.tensors(), first_only=True)
-            averaged = self.state.startswith("average")
-            self.hold(rows, self._more() if averaged else [])
-            if not averaged:
-                self.reset_state()
+        """Everybody has the common point from here on: the first worker's parameters."""
+        self.agreed = False  # if this is undone, those who come together take one's for all
+        tensors = trained(self.optimizer)
+        if self.buffers is not None:
+            tensors += self.buffers.tensors()
+        averaged = self.local_warmup and self.state.startswith("average")
+        self.hold(rows_of(tensors, first_only=True), self._state() if averaged else [])
+        if self.local_warmup and not averaged:
+            self.reset_state()
         self.agreed, self.apart = True, False
         self.point.begin()
         self.restart_clock()
@@ -220,7 +237,7 @@ class Sync:
         note = self._note(more, finite=all(map(is_finite, rows)))
         if self.team.elastic:
             rows, more = self._held(rows), self._held(more)
-        outcome = self.settle(self._errand(rows, more, note))
+        outcome = self.settle(self._errand(rows, [], more, note))
         if outcome is None:
             self.news.undone += 1
             self.come_together()
@@ -232,9 +249,11 @@ class Sync:
     def _held(self, rows: Sequence[Values]) -> list[HeldValues]:
         return [HeldValues(row) for row in rows]
 
-    def _errand(self, rows: Sequence[Row], more: Sequence[Row], note: Note) -> Errand:
+    def _errand(
+        self, rows: Sequence[Row], beside: Sequence[Row], more: Sequence[Row], note: Note
+    ) -> Errand:
         def meeting(workers: Workers) -> Outcome:
-            return meet(workers, rows, more, note)
+            return meet(workers, rows, beside, more, note)
 
         errand = Errand(meeting, self.team.workers, self._last)
         if self.team.elastic or self.schedule.overlap:
@@ -255,10 +274,8 @@ class Sync:
         """The time of a step is taken from here on."""
         self._since = (time.perf_counter(), self.steps)
 
-    def _note(self, more: Sequence[Row], finite: bool | None = None) -> Note:
+    def _note(self, more: Sequence[Row], finite: bool) -> Note:
         now, (then, step) = time.perf_counter(), self._since
-        if finite is None:  # a newcomer has nothing to bring
-            finite = not self.is_new and are_finite(trained(self.optimizer))
         return Note(
             step=float(self.steps),
             finite=float(finite),
@@ -269,15 +286,18 @@ class Sync:
             length=float(self.schedule.length),
         )
 
-    def _more(self) -> list[Values]:
-        """Buffers and optimizer state that are averaged with the last fragment."""
-        rows: list[Values] = []
-        if self.buffers is not None:
-            rows += rows_of(self.buffers.tensors(), self.first_buffers_only)
-        if self.state in ("average", "average_moments"):
-            only = MOMENTS if self.state == "average_moments" else None
-            rows += rows_of(state_of(self.optimizer, only))
-        return rows
+    def _buffers(self) -> list[Values]:
+        """Those that are averaged with the last fragment."""
+        return (
+            [] if self.buffers is None else rows_of(self.buffers.tensors(), self.first_buffers_only)
+        )
+
+    def _state(self) -> list[Values]:
+        """The optimizer state that is averaged with the last fragment, if all workers have it."""
+        if self.state not in ("average", "average_moments"):
+            return []
+        only = MOMENTS if self.state == "average_moments" else None
+        return rows_of(state_of(self.optimizer, only))
 
     def _hear(self, outcome: Outcome) -> None:
         news, counted = self.news, outcome.counted
@@ -352,7 +372,7 @@ class Sync:
         *squares, of_mean = saved["squares"]
         outcome = Outcome([Note(*note) for note in saved["notes"]], squares, of_mean)
         note, errand = Note(*saved["note"]), Errand.come_back(outcome)
-        pending = Pending(saved["fragments"], saved["merge_at"], rows, [], note, errand)
+        pending = Pending(saved["fragments"], saved["merge_at"], rows, [], [], note, errand)
         self.pending.append(pending)
 
     def reset_state(self) -> None:
