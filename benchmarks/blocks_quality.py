@@ -156,11 +156,12 @@ def table(task: str, found: list[dict[str, Any]]) -> str:
     ]
     for name in methods(about):
         ours = losses(found, task, name)
-        if len(ours) < 2:
+        if not ours:
             continue
-        mean, spread = statistics.mean(ours), statistics.stdev(ours)
+        mean = statistics.mean(ours)
+        spread = f"± {statistics.stdev(ours):.4f}" if len(ours) > 1 else "(one seed)"
         more = "" if name == SYNCHRONOUS else f"{mean / statistics.mean(base) - 1:+.1%}"
-        lines.append(f"| {name} | {mean:.4f} ± {spread:.4f} | {more} |")
+        lines.append(f"| {name} | {mean:.4f} {spread} | {more} |")
     return "\n".join(lines) + "\n"
 
 
