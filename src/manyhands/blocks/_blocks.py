@@ -284,7 +284,8 @@ class Blocks(AroundOptimizer):
         def together() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            averaged()
+            if not averaged():  # nobody has a gradient to step along
+                self._optimizer.zero_grad()
             return loss
 
         return self._optimizer.step(together, *args, **kwargs)
@@ -327,7 +328,9 @@ class Blocks(AroundOptimizer):
         """Set every worker's parameters to their mean, with no outer step."""
         if not self.alone:
             self._sync.land()
-            self._sync.hold(rows_of(trained(self._optimizer)))
+            rows = rows_of(trained(self._optimizer))
+            while self._sync.hold(rows) is None:  # undone: with those who are there now
+                pass
             self._sync.come_together()
 
     @contextmanager

@@ -82,7 +82,8 @@ def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
         raise ValueError(
             f"this state dict is of {sum(sizes):,} elements in {len(sizes)} types of parameters, "
             f"and the optimizer has {sum(here):,} in {len(here)}. Load it into one made for the "
-            "same model (and the same size of inner_group)."
+            "same model (and the same size of inner_group), to which parameters were added, or "
+            "thawed, in the same order."
         )
 
 
