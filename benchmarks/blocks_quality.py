@@ -20,8 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from blocks.learning import TASKS, WORKERS, Task, run
+import peers
+
+peers.this_checkout()
+
+import torch  # noqa: E402
+from blocks.learning import TASKS, WORKERS, Task, run  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "blocks-quality.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "blocks-quality.md"

@@ -120,12 +120,16 @@ def _begun(keep: bool) -> dict[str, Any]:
     return {**result, **about}
 
 
+def _chosen(contenders: Iterable[Contender], only: list[str] | None) -> list[Contender]:
+    return [c for c in contenders if only is None or any(part in c.name for part in only)]
+
+
 def over_slow_line(setting: Setting, only: list[str] | None, result: dict[str, Any]) -> None:
     """One contender after the other: each has the line for itself."""
     with slow_link(Terms()) as link:
         result["link"] = probe(link)
         print(slow_page.line(result["link"]), flush=True)
-        for contender in _present(SLOW.values(), only):
+        for contender in _chosen(SLOW.values(), only):
             result["rows"][contender.name] = row = _over(link, contender, setting)
             print(slow_page.row(contender.name, row), flush=True)
 
@@ -141,7 +145,7 @@ def _over(link: Link, contender: Contender, setting: Setting) -> dict[str, Any]:
 def counted_bytes(setting: Setting, only: list[str] | None, result: dict[str, Any]) -> None:
     """What a rank sends in a step where blocks are long, between processes of one host."""
     for ranks in WORLDS:
-        for contender in _present(BYTES.values(), only):
+        for contender in _chosen(BYTES.values(), only):
             with Team(ranks, stepping(contender, setting.size, setting.every)) as team:
                 row = _summary(team.ask(setting.order(contender)))
             result["bytes"][str(ranks)][contender.name] = row["sent"]
@@ -157,15 +161,6 @@ def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "cpu_ms": 1e3 * fmean(rank["cpu"] for rank in ranks),
         "sent": fmean(rank["sent"] for rank in ranks),
     }
-
-
-def _present(contenders: Iterable[Contender], only: list[str] | None) -> list[Contender]:
-    """Who takes part."""
-    chosen = [c for c in contenders if only is None or any(part in c.name for part in only)]
-    for contender in chosen:
-        if not contender.present:
-            print(f"{contender.name} is not in this version of the library.")
-    return [contender for contender in chosen if contender.present]
 
 
 if __name__ == "__main__":

@@ -81,9 +81,6 @@ def main() -> None:
 
 def _wanted(contender: Contender, only: list[str] | None) -> bool:
     """Whether it takes part: both bases of ratios always do."""
-    if not contender.present:
-        print(f"{contender.name} is not in this version of the library.")
-        return False
     if only is None or contender in (PER_TENSOR, PERIODIC):
         return True
     return any(part in contender.name for part in only)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from blocks_oracle import INNER, REFERENCE, loss_of, problem, reference
+from blocks_oracle import REFERENCE, assert_fairseqs_values
 from fairseq_bmuf import Amp, Half, WrittenOut
 from pages import blocks
 from ranks import run_ranks
@@ -94,30 +94,7 @@ def maker(side):
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is missing: fairseq's values")
 def test_the_written_out_original_gives_the_values_that_fairseq_gave():
-    table = reference()
-    init, data = problem(table)
-
-    def all_cases():
-        rank, results = dist.get_rank(), []
-        for case in table["cases"]:
-            options = dict(case["cfg"])
-            kind = options.pop("optimizer")
-            options.pop("world_size")
-            params = [p.clone().requires_grad_() for p in init[rank]]
-            optimizer = WrittenOut(INNER[kind](params), **options)
-            seen = []
-            for xs, ys in data:
-                optimizer.zero_grad()
-                loss_of(params, xs[rank], ys[rank]).backward()
-                optimizer.step()
-                seen.append(torch.cat([p.detach().flatten() for p in params]))
-            results.append(torch.stack(seen))
-        return results
-
-    for rank, results in enumerate(run_ranks(2, all_cases)):
-        for case, found in zip(table["cases"], results, strict=True):
-            recorded = torch.tensor(case["ranks"][rank]["traj"], dtype=torch.float64)
-            torch.testing.assert_close(found, recorded, rtol=1e-9, atol=1e-9, msg=str(case["cfg"]))
+    assert_fairseqs_values(WrittenOut)
 
 
 # -- the example ---------------------------------------------------------------------------------

@@ -40,10 +40,6 @@ class Contender:
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     ours: bool = False
 
-    @property
-    def present(self) -> bool:
-        return ours.PRESENT or not self.ours
-
 
 class Every:
     """An optimizer after whose every H-th step something is called."""

@@ -148,7 +148,8 @@ def in_blocks(
 ) -> Any:
     """BMUF's own warm-up is local; here all begin together, so its outer step stands alone."""
     if kind == "BMUF":
-        outer = BlockMomentum(options.pop("block_lr"), options.pop("block_momentum"))
+        about = ("block_lr", "block_momentum", "nesterov")
+        outer = BlockMomentum(**{name: options.pop(name) for name in about if name in options})
         return mh.Blocks(optimizer, outer, every=every, warmup=warmup, **options)
     return getattr(mh, kind)(optimizer, every=every, warmup=warmup, **options)
 

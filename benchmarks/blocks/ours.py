@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 import manyhands as mh
 
-PRESENT = hasattr(mh, "BMUF")
 Make = Callable[[Optimizer, int, nn.Module | None], Any]
 
 
@@ -40,5 +39,5 @@ def diloco(lr: float, momentum: float, **options: Any) -> Make:
 
 def finish(optimizer: Any) -> None:
     """Let what is under way arrive, before processes end."""
-    if PRESENT and isinstance(optimizer, mh.Blocks):
+    if isinstance(optimizer, mh.Blocks):
         optimizer.meet()

@@ -69,6 +69,18 @@ def handed_over(news: ScalerNews, optimizer: Optimizer) -> Iterator[None]:
                 delattr(optimizer, name)
 
 
+@contextmanager
+def passed_on(news: ScalerNews, optimizer: Optimizer, heeds: bool) -> Iterator[None]:
+    """For a step of an optimizer: told to it, if it heeds the scaler, or done in its place."""
+    if heeds and news.present:
+        with handed_over(news, optimizer):
+            yield
+        return
+    if news.grad_scale is not None:
+        unscale(optimizer.param_groups, news.grad_scale)
+    yield
+
+
 @torch.no_grad()
 def unscale(param_groups: Sequence[dict[str, Any]], grad_scale: Tensor) -> None:
     """Divide the gradients by the loss scale, as `GradScaler.unscale_` does."""

@@ -17,9 +17,6 @@ class AroundOptimizer(Optimizer):
 
     _inner: Optimizer | None
 
-    def __init__(self) -> None:
-        raise NotImplementedError
-
     @property
     def _optimizer(self) -> Optimizer:
         assert self._inner is not None

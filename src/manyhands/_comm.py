@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands._host import HostExchange, HostMemory, summed_in
+from manyhands._host import HostExchange, HostMemory
+from manyhands._norms import summed_in
 
 TAG = 28_008  # of our messages between two workers, apart from other people's
 LARGE = 65_536  # elements: a message of its own costs less than a copy
@@ -170,8 +171,7 @@ class Workers:
         """Every slice straight to its owner: its own needs no copy, as in an all-to-all."""
         rows: list[torch.Tensor] = []
         works = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        for to, source in self._partners():
             if own.numel():
                 rows.append(torch.empty_like(own) if rows or first is None else first)
                 works.append(dist.irecv(rows[-1], group=self.group, tag=TAG, group_src=source))
@@ -179,6 +179,11 @@ class Workers:
                 part = bucket[cuts[to] : cuts[to + 1]]
                 works.append(dist.isend(part, group=self.group, tag=TAG, group_dst=to))
         return Exchange(own, rows, works, bucket)
+
+    def _partners(self) -> Iterator[tuple[int, int]]:
+        """To whom and from whom, in turns in which nobody is asked twice."""
+        for distance in range(1, self.size):
+            yield (self.rank + distance) % self.size, (self.rank - distance) % self.size
 
     def share(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
         """Begin to fill `bucket` on every worker with the slices that each owns of it."""
@@ -216,8 +221,7 @@ class Workers:
             )
             return incoming, [work]
         works = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        for to, source in self._partners():
             works.append(group.recv([incoming[source]], source, tag))
             works.append(group.send([outgoing[to]], to, tag))
         return incoming, works

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands._norms import summed_in
+
 CPU = torch.device("cpu")
 
 
@@ -104,11 +106,6 @@ class HostExchange:
         for other in others:
             total.add_(other)
         return total.div_(workers).to(dtype)
-
-
-def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of this one are added up."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _host() -> str:

@@ -22,11 +22,11 @@ def norm(grad: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.to_dense()
     if grad.numel() <= SHORT or grad.device.type != "cpu":
-        return torch.linalg.vector_norm(grad, dtype=_sum_dtype(grad))
+        return torch.linalg.vector_norm(grad, dtype=summed_in(grad.dtype))
     flat = flattened(grad)
     rows = flat.numel() // ROW
     parts = torch.linalg.vector_norm(
-        flat[: rows * ROW].view(rows, ROW), dim=1, dtype=_sum_dtype(grad)
+        flat[: rows * ROW].view(rows, ROW), dim=1, dtype=summed_in(grad.dtype)
     )
     if rows * ROW < flat.numel():
         rest = torch.linalg.vector_norm(flat[rows * ROW :], dtype=parts.dtype)
@@ -58,5 +58,6 @@ def flattened(grad: Tensor) -> Tensor:
     return grad.reshape(-1)
 
 
-def _sum_dtype(grad: Tensor) -> torch.dtype | None:
-    return torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else None
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of this one are added up."""
+    return torch.promote_types(dtype, torch.float32)

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch.optim import SGD, Adam
 
+from ranks import run_ranks
+
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "bmuf_fairseq_world2.json"
 INNER = {
     "sgdm": lambda params: SGD(params, lr=0.1, momentum=0.9),
@@ -53,6 +55,40 @@ class Worker:
 
     def forget(self):
         self.optimizer = INNER[self.kind](self.params)
+
+
+def assert_fairseqs_values(wrap):
+    """On two ranks `wrap(optimizer, **options)` gives all of fairseq's recorded runs."""
+    table = reference()
+    init, data = problem(table)
+
+    def all_cases():
+        results = []
+        for case in table["cases"]:
+            options = dict(case["cfg"])
+            kind = options.pop("optimizer")
+            options.pop("world_size")
+            results.append(trained(wrap, init, kind, data, options))
+        return results
+
+    for rank, results in enumerate(run_ranks(2, all_cases)):
+        for case, found in zip(table["cases"], results, strict=True):
+            recorded = torch.tensor(case["ranks"][rank]["traj"], dtype=torch.float64)
+            torch.testing.assert_close(found, recorded, rtol=1e-9, atol=1e-9, msg=str(case["cfg"]))
+
+
+def trained(wrap, init, kind, data, options):
+    """This rank's parameters after every step."""
+    rank = torch.distributed.get_rank()
+    params = [p.clone().requires_grad_() for p in init[rank]]
+    optimizer = wrap(INNER[kind](params), **options)
+    seen = []
+    for xs, ys in data:
+        optimizer.zero_grad()
+        loss_of(params, xs[rank], ys[rank]).backward()
+        optimizer.step()
+        seen.append(torch.cat([p.detach().flatten() for p in params]))
+    return torch.stack(seen)
 
 
 def mean(workers):

@@ -148,9 +148,9 @@ class Blocks(AroundOptimizer):
             first_buffers_only=buffers == "broadcast",
             fingerprint=float(zlib.crc32(repr(self._options).encode())),
         )
-        self._begin(crew)
+        self._begin()
 
-    def _begin(self, crew: Any) -> None:
+    def _begin(self) -> None:
         """Agree with the others, and have the same parameters as they."""
         sync = self._sync
         params = trained(self._optimizer)
@@ -158,7 +158,7 @@ class Blocks(AroundOptimizer):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
             return
-        buffers = [] if sync.buffers is None else sync.buffers.tensors()
+        buffers = sync.buffer_tensors
         self._known = {id(param) for param in params}
         sync.point.extend(params)
         if isinstance(sync.team, Coming):
@@ -168,7 +168,7 @@ class Blocks(AroundOptimizer):
             return
         self._given = workers = sync.team.workers
         self._check_agreement(params, buffers)
-        if self._sync.schedule.overlap:  # messages beside training that no others are taken for
+        if sync.schedule.overlap:  # messages beside training that no others are taken for
             sync.team.workers = workers.in_a_group_of_their_own()
         everything = [param for group in self.param_groups for param in group["params"]]
         workers.send_first([*_locals(everything), *_locals(buffers)])
@@ -258,17 +258,11 @@ class Blocks(AroundOptimizer):
     step.hooked = True  # type: ignore[attr-defined]  # hooks run in the inner optimizer's step
 
     def _step_inner(self, news: _amp.ScalerNews, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        positional = args if closure is None else (closure, *args)
-        if not news.present:
-            return self._optimizer.step(*positional, **kwargs)
-        if self._heeds_scaler:
-            with _amp.handed_over(news, self._optimizer):
-                return self._optimizer.step(*positional, **kwargs)
-        if bool(news.found_inf):
+        if news.present and not self._heeds_scaler and bool(news.found_inf):
             return None
-        if news.grad_scale is not None:
-            _amp.unscale(self.param_groups, news.grad_scale)
-        return self._optimizer.step(*positional, **kwargs)
+        positional = args if closure is None else (closure, *args)
+        with _amp.passed_on(news, self._optimizer, self._heeds_scaler):
+            return self._optimizer.step(*positional, **kwargs)
 
     def _step_together(self, news: _amp.ScalerNews, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """A step along the mean of all workers' gradients."""

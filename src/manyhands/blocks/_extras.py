@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._dtensors import local
-from manyhands._host import summed_in
+from manyhands._norms import summed_in
 from manyhands.blocks._codec import CODECS, Codec
 from manyhands.blocks._rows import Outcome
-from manyhands.blocks._vector import Vector
+from manyhands.blocks._vector import Vector, by_type
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # which fairseq averages: Adam's
 
@@ -68,11 +68,8 @@ class HeldValues:
 
 def rows_of(tensors: Sequence[Tensor], first_only: bool = False) -> list[Values]:
     """Tensors of any types; those that hold no real numbers are left out."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point() or tensor.is_complex():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return [Values(same, first_only) for same in kinds.values()]
+    numbers = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    return [Values(same, first_only) for same in by_type(numbers)]
 
 
 def state_of(optimizer: Optimizer, only: Sequence[str] | None = None) -> list[Tensor]:

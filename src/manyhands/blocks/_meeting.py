@@ -122,8 +122,7 @@ def _check(notes: Sequence[Note]) -> None:
             f"ranks {differ[:8]} met rank 0 with other options (the interval, the codec, the outer "
             "step, ...). Build the same optimizer on every worker, and change it on all at once."
         )
-    lengths = {note.more for note in notes if note.more > 0}
-    if len(lengths) > 1:
+    if len({note.more for note in notes if note.more > 0}) > 1:
         raise Disagreement(
             "workers have different optimizer states to average: elements "
             + ", ".join(f"rank {rank}: {note.more:.0f}" for rank, note in enumerate(notes[:8]))

@@ -9,7 +9,7 @@ import torch
 
 from manyhands._comm import Workers
 from manyhands.blocks._rows import Outcome
-from manyhands.blocks._team import Errand
+from manyhands.blocks._team import Coming, Errand
 
 if TYPE_CHECKING:
     from manyhands.blocks._sync import Sync
@@ -19,7 +19,8 @@ PIECE = 1 << 26  # bytes of a message
 
 def welcome(sync: Sync) -> None:
     """Bring newcomers the common state; all agree that they have it."""
-    crew = sync.team.crew  # type: ignore[attr-defined]
+    assert isinstance(sync.team, Coming)
+    crew = sync.team.crew
     if not crew.newcomers:
         return
     arrived: list[bytearray] = []
@@ -45,18 +46,17 @@ def _packed(sync: Sync) -> bytes:
     if sync.steps <= sync.warmup:
         sync.point.begin()
     file = io.BytesIO()
-    buffers = [] if sync.buffers is None else sync.buffers.tensors()
     state = {**sync.common_state(), "owed": sync.owed, "apart": sync.apart}
-    torch.save({**state, "buffers": [buffer.detach() for buffer in buffers]}, file)
+    buffers = [buffer.detach() for buffer in sync.buffer_tensors]
+    torch.save({**state, "buffers": buffers}, file)
     return file.getvalue()
 
 
 def _unpack(sync: Sync, data: bytearray) -> None:
     state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     sync.load_common(state)
-    buffers = [] if sync.buffers is None else sync.buffers.tensors()
     with torch.no_grad():
-        for buffer, value in zip(buffers, state["buffers"], strict=True):
+        for buffer, value in zip(sync.buffer_tensors, state["buffers"], strict=True):
             buffer.copy_(value)
     sync.point.go_back()
     sync.owed, sync.apart, sync.is_new = state["owed"], state["apart"], True

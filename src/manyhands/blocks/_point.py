@@ -25,11 +25,11 @@ from torch import Tensor
 
 from manyhands._comm import Workers
 from manyhands._dtensors import local
-from manyhands._host import summed_in
+from manyhands._norms import summed_in
 from manyhands.blocks._codec import Codec
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._rows import LARGEST, Outcome
-from manyhands.blocks._vector import Vector, values_of
+from manyhands.blocks._vector import Vector, by_type, values_of
 
 
 @dataclass
@@ -47,10 +47,10 @@ class Segment:
     def vector(self) -> Vector:
         return Vector(self.params)
 
-    def part(self, fragment: int, fragments: int) -> tuple[int, int]:
-        """Where in the anchor a fragment is."""
-        length = self.anchor.numel()
-        return length * fragment // fragments, length * (fragment + 1) // fragments
+
+def part_of(length: int, index: int, parts: int) -> tuple[int, int]:
+    """Where one of so many equal parts begins and ends."""
+    return length * index // parts, length * (index + 1) // parts
 
 
 class Difference:
@@ -167,12 +167,9 @@ class CommonPoint:
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Take in parameters, whose values are common now."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for param in params:
-            kinds.setdefault((param.dtype, param.device), []).append(param)
-        for (_, device), same in kinds.items():
-            vector, rank, size = Vector(same), self.inner.rank, self.inner.size
-            span = len(vector) * rank // size, len(vector) * (rank + 1) // size
+        for same in by_type(params):
+            vector, device = Vector(same), same[0].device
+            span = part_of(len(vector), self.inner.rank, self.inner.size)
             dtype = summed_in(local(same[0]).real.dtype)
             where = torch.device("cpu") if self.on_host else device
             anchor = torch.empty(span[1] - span[0], dtype=dtype, device=where)
@@ -191,27 +188,38 @@ class CommonPoint:
                 if tensor is not None:
                     tensor.zero_()
 
-    def share(self) -> None:
-        """Fill in the parts of the parameters that the others of the inner group answer for."""
+    def share(self, fragments: Sequence[int]) -> None:
+        """Fill in what the others of the inner group answer for in these fragments."""
         if self.inner.size == 1:
             return
         for segment in self.segments:
-            vector, size = segment.vector, self.inner.size
-            for rank in range(size):
-                stop = len(vector) * (rank + 1) // size
-                for start in range(len(vector) * rank // size, stop, LARGEST):
-                    length = min(LARGEST, stop - start)
-                    part = torch.empty(length, dtype=segment.anchor.dtype, device=segment.device)
-                    if rank == self.inner.rank:
-                        vector.read(start, part)
-                    self.inner.bring(part, rank, -1)
-                    if rank != self.inner.rank:
-                        vector.write(start, part)
+            for rank in range(self.inner.size):
+                first, end = part_of(len(segment.vector), rank, self.inner.size)
+                for fragment in fragments:
+                    start, stop = part_of(end - first, fragment, self.fragments)
+                    self._bring(segment, rank, first + start, first + stop)
+
+    def _bring(self, segment: Segment, owner: int, first: int, end: int) -> None:
+        """Have a range of the parameters as its owner in the inner group has it."""
+        vector = segment.vector
+        for start in range(first, end, LARGEST):
+            length = min(LARGEST, end - start)
+            part = torch.empty(length, dtype=segment.anchor.dtype, device=segment.device)
+            if owner == self.inner.rank:
+                vector.read(start, part)
+            self.inner.bring(part, owner, -1)
+            if owner != self.inner.rank:
+                vector.write(start, part)
 
     def differences(self, fragment: int) -> list[Difference]:
         """The rows of a fragment."""
         return [
-            Difference(segment, *segment.part(fragment, self.fragments), self.codec, self.outer)
+            Difference(
+                segment,
+                *part_of(segment.anchor.numel(), fragment, self.fragments),
+                self.codec,
+                self.outer,
+            )
             for segment in self.segments
         ]
 
@@ -219,7 +227,7 @@ class CommonPoint:
         """Put the parameters at the common point."""
         for segment in self.segments:
             segment.vector.write(segment.span[0], segment.anchor)
-        self.share()
+        self.share(range(self.fragments))
 
     def forget_residuals(self) -> None:
         """Slices have other owners now, and what is left of the mean is not theirs.

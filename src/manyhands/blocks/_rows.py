@@ -73,7 +73,7 @@ class Outcome:
 
     @property
     def more(self) -> bool:
-        """Whether the rows after the first ones were averaged."""
+        """Whether everybody had some of what is averaged only then."""
         return min(note.more for note in self.notes) > 0
 
 

@@ -43,8 +43,6 @@ class Schedule:
 class Every:
     """How long the next block is to be. Base of the rules, and the rule for a fixed number."""
 
-    least = 1
-
     def __init__(self, steps: int) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(

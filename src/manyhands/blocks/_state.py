@@ -93,10 +93,14 @@ def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
         pending.errand.finished()  # it may write to what is loaded now
     sync.pending.clear()
     sync.is_new = False
-    sync.restart_clock()
     if ours is None:
         sync.point.begin()
-        return
+    else:
+        _take_over(ours, sync)
+    sync.restart_clock()
+
+
+def _take_over(ours: Mapping[str, Any], sync: Sync) -> None:
     sync.load_common(dict(ours))
     workers = sync.team.workers
     if list(ours["workers"]) == [workers.size, workers.rank]:
@@ -107,7 +111,6 @@ def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
         sync.point.forget_residuals()
     sync.agreed = ours["steps"] >= sync.warmup or not sync.local_warmup
     sync.apart = ours["apart"]
-    sync.restart_clock()
     sync.news.left_out_ever, sync.news.undone = ours["counts"]
     for pending in ours["pending"]:
         sync.take_up(pending)

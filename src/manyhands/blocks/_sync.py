@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._comm import Workers
@@ -49,6 +50,11 @@ class Pending:
     more: Sequence[HeldValues]
     note: Note
     errand: Errand
+
+    @property
+    def under_way(self) -> bool:
+        """Whether training goes on meanwhile."""
+        return isinstance(self.rows[0], HeldDifference)
 
     def saved(self) -> dict[str, Any]:
         """In plain values, once it has arrived."""
@@ -164,7 +170,8 @@ class Sync:
 
     def _send(self, fragments: Sequence[int], merge_at: int) -> None:
         rows: Sequence[Difference] = [r for f in fragments for r in self.point.differences(f)]
-        if merge_at > self.steps:
+        under_way = merge_at > self.steps
+        if under_way:
             rows = [HeldDifference.now(row) for row in rows]
         elif self.team.elastic:
             rows = [StagedDifference(row) for row in rows]
@@ -173,7 +180,7 @@ class Sync:
         finite = not self.is_new and are_finite(trained(self.optimizer))  # or nothing to bring
         note = self._note(more, finite and all(map(is_finite, beside)))
         held: tuple[list[HeldValues], list[HeldValues]] = ([], [])
-        if merge_at > self.steps or self.team.elastic:
+        if under_way or self.team.elastic:
             held = self._held(beside), self._held(more)
         errand = self._errand(rows, held[0] or beside, held[1] or more, note)
         self.pending.append(Pending(fragments, merge_at, rows, *held, note, errand))
@@ -182,8 +189,7 @@ class Sync:
         outcome = self.settle(pending.errand)
         if outcome is None:
             self.news.undone += 1
-            under_way = isinstance(pending.rows[0], HeldDifference)
-            self.come_together([] if under_way else pending.fragments)
+            self.come_together([] if pending.under_way else pending.fragments)
             return
         self._hear(outcome)
         if pending.note.step == self.schedule.start:  # it was sent as the present block began
@@ -193,7 +199,7 @@ class Sync:
             row.merge(outcome, finite)
         for row in [*pending.beside, *(pending.more if outcome.more else [])]:
             row.put(outcome)
-        self.point.share()
+        self.point.share(pending.fragments)
         if not finite:
             self._heal()
         if self.state == "reset" and self.schedule.fragments - 1 in pending.fragments:
@@ -201,7 +207,7 @@ class Sync:
         self.meetings += 1
         self.is_new = False
         covered = len(pending.fragments) == self.schedule.fragments
-        self.apart = not covered or isinstance(pending.rows[0], HeldDifference)
+        self.apart = pending.under_way or not covered
         self.come_together()
 
     def _heal(self) -> None:
@@ -214,9 +220,7 @@ class Sync:
     def _end_warmup(self) -> None:
         """Everybody has the common point from here on: the first worker's parameters."""
         self.agreed = False  # if this is undone, those who come together take one's for all
-        tensors = trained(self.optimizer)
-        if self.buffers is not None:
-            tensors += self.buffers.tensors()
+        tensors = [*trained(self.optimizer), *self.buffer_tensors]
         averaged = self.local_warmup and self.state.startswith("average")
         self.hold(rows_of(tensors, first_only=True), self._state() if averaged else [])
         if self.local_warmup and not averaged:
@@ -286,11 +290,14 @@ class Sync:
             length=float(self.schedule.length),
         )
 
+    @property
+    def buffer_tensors(self) -> list[Tensor]:
+        """The model's buffers, unless each worker keeps its own."""
+        return [] if self.buffers is None else self.buffers.tensors()
+
     def _buffers(self) -> list[Values]:
         """Those that are averaged with the last fragment."""
-        return (
-            [] if self.buffers is None else rows_of(self.buffers.tensors(), self.first_buffers_only)
-        )
+        return rows_of(self.buffer_tensors, self.first_buffers_only)
 
     def _state(self) -> list[Values]:
         """The optimizer state that is averaged with the last fragment, if all workers have it."""

@@ -12,6 +12,14 @@ from torch import Tensor
 from manyhands._dtensors import local
 
 
+def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of one type on one device together, in the order in which they come."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())
+
+
 class Vector:
     """Tensors of one type one after the other. Of a DTensor it is this worker's part.
 

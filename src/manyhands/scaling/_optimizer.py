@@ -171,7 +171,8 @@ class ScalingRuleBase(BoundOptimizer):
             return None
         self._factors = self._checked_factors(self.scale_lr(self.scale))
         positional = () if closure is None else (closure,)
-        with self._overridden(), self._unscaled(news):
+        told = _amp.passed_on(news, inner, self._inner_heeds_scaler)
+        with self._overridden(), told:
             result = self._step_inner(*positional, *args, **kwargs)
         meter.tap.norms.stepped()
         vars(inner)["_opt_called"] = True  # a scheduler made for the inner optimizer asks for it
@@ -290,19 +291,6 @@ class ScalingRuleBase(BoundOptimizer):
                     group[name].copy_(old)
                 else:
                     group[name] = old
-
-    @contextmanager
-    def _unscaled(self, news: _amp.ScalerNews) -> Iterator[None]:
-        inner = self._optimizer
-        if not news.present:
-            yield
-        elif self._inner_heeds_scaler:
-            with _amp.handed_over(news, inner):
-                yield
-        else:
-            if news.grad_scale is not None:
-                _amp.unscale(self.param_groups, news.grad_scale)
-            yield
 
     def _checked_factors(self, factors: Any) -> tuple[float, ...]:
         groups = len(self.param_groups)
