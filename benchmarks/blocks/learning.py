@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
-from manyhands.blocks._outer import BlockMomentum
 
 WORKERS = 4
 
@@ -146,11 +145,10 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
 def in_blocks(
     optimizer: torch.optim.Optimizer, kind: str, every: int, warmup: int, **options: Any
 ) -> Any:
-    """BMUF's own warm-up is local; here all begin together, so its outer step stands alone."""
+    """All begin together, under BMUF as well."""
     if kind == "BMUF":
-        about = ("block_lr", "block_momentum", "nesterov")
-        outer = BlockMomentum(**{name: options.pop(name) for name in about if name in options})
-        return mh.Blocks(optimizer, outer, every=every, warmup=warmup, **options)
+        lengths = {"global_sync_iter": every, "warmup_iterations": warmup}
+        return mh.BMUF(optimizer, local_warmup=False, **lengths, **options)
     return getattr(mh, kind)(optimizer, every=every, warmup=warmup, **options)
 
 

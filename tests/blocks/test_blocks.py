@@ -290,15 +290,18 @@ def test_a_worker_that_is_not_finite_is_left_out_and_healed(overlap):
         rank = dist.get_rank()
         param = nn.Parameter(torch.ones(2))
         optimizer = mh.LocalSGD(AdamW([param], lr=0.1), every=2, overlap=overlap, codec="int8")
+        named = []
         for step in range(6):
             param.grad = torch.full((2,), float("nan") if rank == 1 and step < 2 else 1.0)
             optimizer.step()
+            named.append(optimizer.left_out)
         optimizer.meet()
-        snapshot = optimizer.snapshot()
-        return param.detach(), snapshot["left_out"], optimizer.meetings
+        return param.detach(), optimizer.snapshot()["left_out"], named
 
-    for param, left_out, _ in run_ranks(3, blocks):
+    for param, left_out, named in run_ranks(3, blocks):
         assert torch.isfinite(param).all() and left_out == 1
+        at = 1 + overlap  # the step that the first mean arrives after
+        assert named == [[]] * at + [[1]] * 2 + [[]] * (4 - at)
         assert (param < 0.75).all()
 
 
@@ -316,10 +319,20 @@ def test_if_nobody_is_finite_all_go_back():
         assert param.tolist() == pytest.approx([1 - 0.7 * 1.9 * 0.2] * 2)
 
 
-def test_a_synchronous_warm_up_is_training_on_the_mean_gradient():
+def diloco_after_5(params):
+    return mh.DiLoCo(SGD(params, lr=LR), every=4, warmup=5)
+
+
+def bmuf_after_5(params):
+    options = {"global_sync_iter": 4, "warmup_iterations": 5, "local_warmup": False}
+    return mh.BMUF(SGD(params, lr=LR), **options)
+
+
+@pytest.mark.parametrize("make", [diloco_after_5, bmuf_after_5])
+def test_a_synchronous_warm_up_is_training_on_the_mean_gradient(make):
     def blocks():
         params = parameters()
-        optimizer = mh.DiLoCo(SGD(params, lr=LR), every=4, warmup=5)
+        optimizer = make(params)
         seen = []
         for step in range(1, 9):
             step_along(optimizer, params, dist.get_rank(), step)
@@ -566,7 +579,7 @@ def test_the_anchor_on_the_host_and_an_inner_group():
         (lambda: mh.LocalSGD(SGD(parameters()), state="x"), ValueError, "state must be one of"),
         (lambda: mh.LocalSGD(SGD(parameters()), buffers=""), ValueError, "buffers must be one of"),
         (lambda: mh.BMUF(SGD(parameters()), block_momentum=1.0), ValueError, "block_momentum must"),
-        (lambda: mh.BMUF(SGD(parameters()), warmup=3), TypeError, "warmup_iterations"),
+        (lambda: mh.BMUF(SGD(parameters()), every=3), TypeError, "write global_sync_iter="),
         (lambda: mh.Seconds(0), ValueError, "seconds must be positive"),
         (lambda: mh.ByDrift(1.5), ValueError, "cosine must be between 0 and 1"),
     ],
@@ -584,6 +597,18 @@ def test_an_optimizer_without_parameters():
 
     with pytest.raises(ValueError, match="no parameters"):
         mh.LocalSGD(Empty())
+
+
+def test_a_group_without_parameters():
+    def blocks():
+        params = parameters()
+        inner = SGD([{"params": params[:0]}, {"params": params}], lr=LR)
+        optimizer = mh.LocalSGD(inner, every=1)
+        step_along(optimizer, params, dist.get_rank(), 1)
+        return flat_of(params)
+
+    first, second = run_ranks(2, blocks)
+    assert torch.equal(first, second)
 
 
 def test_other_options_and_other_models_on_one_worker_are_errors_on_all():

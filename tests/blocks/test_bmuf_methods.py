@@ -490,7 +490,7 @@ def test_nesterovs_momentum_is_dilocos_bit_for_bit():
         ({"block_lr": 0.0}, ValueError, "block_lr must be positive"),
         ({"block_momentum": 1.0}, ValueError, "block_momentum must be at least 0 and less than 1"),
         ({"use_nbm": True, "nesterov": True}, ValueError, "exclude each other"),
-        ({"warmup": 3}, TypeError, "its length is warmup_iterations"),
+        ({"warmup": 3}, TypeError, "write warmup_iterations= for warmup="),
         ({"warmup_iterations": -1}, ValueError, "cannot be negative, got -1"),
         ({"global_sync_iter": 0}, ValueError, "number of steps, at least 1, got 0"),
     ],

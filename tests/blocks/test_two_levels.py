@@ -105,3 +105,33 @@ def test_two_replicas_of_two_workers(how, overlap):
     if not overlap:
         for param, whole in zip(results[0], plain(0.7, 0.9), strict=True):
             torch.testing.assert_close(param, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_fragments_of_shares():
+    """Each fragment is a third of each share: after a step it is the same in both replicas."""
+
+    def train():
+        rank = dist.get_rank()
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        inside, optimizer, options = ddp(model_of(), groups[rank // 2])
+        optimizer = mh.LocalSGD(
+            optimizer, every=EVERY, process_group=groups[2 + rank % 2], fragments=3, **options
+        )
+        seen = []
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            loss_of(inside, *batch(step, rank // 2)).backward()
+            optimizer.step()
+            seen.append(nn.utils.parameters_to_vector(inside.parameters()).detach())
+        return torch.stack(seen)
+
+    one, one_too, other, other_too = run_ranks(4, train)
+    assert torch.equal(one, one_too) and torch.equal(other, other_too)
+    first, second = one.shape[1] // 2, one.shape[1] - one.shape[1] // 2  # the shares
+    for step, same in enumerate(one == other):
+        fragment = step % 3
+        start, stop = first * fragment // 3, first * (fragment + 1) // 3
+        expected = torch.zeros(len(same), dtype=torch.bool)
+        expected[start:stop] = True
+        expected[first + second * fragment // 3 : first + second * (fragment + 1) // 3] = True
+        assert torch.equal(same, expected)

@@ -6,7 +6,6 @@ sees: the options, their meaning, saving and loading.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +17,17 @@ from torch.optim import Optimizer
 from manyhands import _amp
 from manyhands._around import AroundOptimizer
 from manyhands._comm import Workers
-from manyhands._dtensors import is_dtensor, local
+from manyhands._dtensors import local
 from manyhands.blocks import _state
+from manyhands.blocks._checks import (
+    check_agreement,
+    check_choice,
+    check_counts,
+    check_groups,
+    check_outer,
+    checked_optimizer,
+    fingerprint,
+)
 from manyhands.blocks._codec import codec_of
 from manyhands.blocks._extras import Buffers, rows_of, trained
 from manyhands.blocks._gradients import average_gradients
@@ -105,18 +113,14 @@ class Blocks(AroundOptimizer):
         inner_group: Any = None,
         crew: Any = None,
     ) -> None:
-        who, outer = type(self).__name__, outer or Average()
-        self._inner = _checked_optimizer(who, optimizer)
+        outer = outer or Average()
+        self._inner = checked_optimizer(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
-        _check_outer(outer)
-        _check_choice("state", state, STATES)
-        _check_choice("buffers", buffers, BUFFERS)
-        _check_counts(overlap, fragments, warmup, interval)
-        if crew is not None and (process_group is not None or inner_group is not None):
-            raise ValueError(
-                f"{who} meets the workers of a process group or a crew's, and got both. A crew "
-                "makes a group of its own: leave process_group and inner_group out."
-            )
+        check_outer(outer)
+        check_choice("state", state, STATES)
+        check_choice("buffers", buffers, BUFFERS)
+        check_counts(overlap, fragments, warmup, interval)
+        check_groups(type(self).__name__, crew, process_group, inner_group, interval)
         self._heeds_scaler = _amp.takes_news(optimizer)
         self._options = {
             "outer": repr(outer),
@@ -129,16 +133,12 @@ class Blocks(AroundOptimizer):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
-        if inner_group is not None and type(interval) is not Every:
-            raise ValueError(
-                f"every={interval} is chosen by what workers see in their meetings, and those of "
-                "an inner_group meet apart. Give a number of steps."
-            )
         start = interval.first_start(warmup)
+        inner = Workers() if inner_group is None else Workers.of(inner_group)
         self._sync = Sync(
             optimizer,
             Standing(Workers.of(process_group)) if crew is None else Coming(crew),
-            CommonPoint(outer, codec_of(codec), fragments, anchor_on_host, _inner(inner_group)),
+            CommonPoint(outer, codec_of(codec), fragments, anchor_on_host, inner),
             interval,
             Schedule(interval.first, fragments, overlap, start),
             warmup=warmup,
@@ -146,7 +146,7 @@ class Blocks(AroundOptimizer):
             state=state,
             buffers=None if buffers == "keep" else Buffers(optimizer, model),
             first_buffers_only=buffers == "broadcast",
-            fingerprint=float(zlib.crc32(repr(self._options).encode())),
+            fingerprint=fingerprint(self._options),
         )
         self._begin()
 
@@ -171,32 +171,19 @@ class Blocks(AroundOptimizer):
         if sync.schedule.overlap:  # messages beside training that no others are taken for
             sync.team.workers = workers.in_a_group_of_their_own()
         everything = [param for group in self.param_groups for param in group["params"]]
-        workers.send_first([*_locals(everything), *_locals(buffers)])
+        workers.send_first([local(tensor) for tensor in [*everything, *buffers]])
         sync.point.begin()
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
-        mine = {
-            "options": self._sync.fingerprint,
-            "number of parameters": float(len(params)),
-            "number of elements": float(sum(param.numel() for param in params)),
-            "number of elements in buffers": float(sum(buffer.numel() for buffer in buffers)),
-            "number of elements held by each": float(sum(p.numel() for p in _locals(params))),
-            "shards (process_group= must be of those who hold the same)": _shards(params),
-            "size of inner_group": float(self._sync.point.inner.size),
-            "place in inner_group (process_group= must be of those with the same)": float(
-                self._sync.point.inner.rank
-            ),
-        }
-        device = self.param_groups[0]["params"][0].device
-        workers = self._given
-        try:
-            workers.check_agreement(f"{type(self).__name__} and model", mine, device)
-        except ValueError as error:
-            told = workers.gather_text(repr(self._options), device)
-            if len(set(told)) == 1:
-                raise
-            listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told[:8]))
-            raise ValueError(f"workers were given different options:\n{listed}") from error
+        check_agreement(
+            type(self).__name__,
+            self._given,
+            self._sync.point.inner,
+            self._options,
+            params,
+            buffers,
+            device=next(p for group in self.param_groups for p in group["params"]).device,
+        )
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -214,6 +201,14 @@ class Blocks(AroundOptimizer):
     def meetings(self) -> int:
         """Meetings held."""
         return self._sync.meetings
+
+    @property
+    def left_out(self) -> list[int]:
+        """Workers whose numbers were not finite in the last meeting, and were left out of the mean.
+
+        Ranks in the process group, or a crew's numbers.
+        """
+        return list(self._sync.news.left_out)
 
     def snapshot(self) -> dict[str, Any]:
         """The state of the synchronisation in plain numbers, for logs and `Record`."""
@@ -306,7 +301,7 @@ class Blocks(AroundOptimizer):
         with torch.no_grad():
             self._sync.land()
         self._check_agreement(trained(self._optimizer), [])
-        self._given.send_first(_locals(self.param_groups[-1]["params"]))
+        self._given.send_first([local(p) for p in self.param_groups[-1]["params"]])
         self._take_in_what_has_thawed()
 
     # -- meeting outside of the schedule -------------------------------------------------------
@@ -432,62 +427,3 @@ class Blocks(AroundOptimizer):
         workers = self._sync.team.workers.size
         options = ", ".join(f"{name}={value}" for name, value in self._options.items())
         return f"{type(self).__name__}(workers={workers}, {options})\n{self._optimizer!r}"
-
-
-def _checked_optimizer(who: str, optimizer: Any) -> Optimizer:
-    if isinstance(optimizer, Blocks):
-        raise TypeError(f"{who} got an optimizer that is in blocks already: wrap it once.")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{who} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
-            f"{who}(SGD(parameters, lr=...))."
-        )
-    return optimizer
-
-
-def _check_outer(outer: Any) -> None:
-    if not isinstance(outer, Outer):
-        raise TypeError(
-            f"outer must be an outer step (a subclass of manyhands.Outer), got {outer!r}. "
-            "LocalSGD, BMUF, SlowMo and DiLoCo bring theirs along."
-        )
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _check_counts(overlap: int, fragments: int, warmup: int, every: Every) -> None:
-    if fragments < 1:
-        raise ValueError(f"fragments must be at least 1, got {fragments}.")
-    if warmup < 0:
-        raise ValueError(f"warmup is a number of steps and cannot be negative, got {warmup}.")
-    if not 0 <= overlap < every.least:
-        raise ValueError(
-            f"overlap must be less than the steps between two meetings ({every.least}), and not "
-            f"negative, got {overlap}. It is for how many steps a mean may be on its way."
-        )
-    if fragments > every.least:
-        raise ValueError(
-            f"{fragments} fragments need at least as many steps in a block, and every={every} "
-            f"may have {every.least}. Each fragment meets once in a block."
-        )
-
-
-def _inner(group: Any) -> Workers:
-    return Workers() if group is None else Workers.of(group)
-
-
-def _shards(params: list[Tensor]) -> float:
-    """A number for which parts of DTensors are here."""
-    places = [
-        (tuple(p.placements), p.device_mesh.get_coordinate())  # type: ignore[attr-defined]
-        for p in params
-        if is_dtensor(p)
-    ]
-    return float(zlib.crc32(repr(places).encode()))
-
-
-def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    return [local(tensor) for tensor in tensors]

@@ -66,14 +66,14 @@ class EncodedChunk:
             message = torch.empty(self._sizes[rank], dtype=torch.uint8, device=row.device)
             values = self._values_in(message, length)
             row.read(self.start + self.cuts[rank], values)
-            if not note.finite:
+            if not note.counts:
                 values.zero_()  # codecs take finite numbers only, and nobody adds them
             if self.counts:
                 square += square_of(values)
             if rank == self.workers.rank:
                 self._own = values
             elif row.codec.rounds:
-                residual = self._residual(rank) if note.finite else None
+                residual = self._residual(rank) if note.counts else None
                 _put(encode_with(row.codec, values, residual)[0], message)
             messages.append(message)
         self._message = messages[self.workers.rank]

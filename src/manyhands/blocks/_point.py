@@ -97,7 +97,7 @@ class Difference:
             self.outer.at(outcome.first.lr).step(anchor, mean.to(anchor.device), memories)
         return anchor
 
-    def merge(self, outcome: Outcome, finite: bool) -> None:
+    def merge(self, outcome: Outcome, counts: bool) -> None:
         """Take in what has arrived: here it has been."""
 
 
@@ -111,7 +111,7 @@ class StagedDifference(Difference):
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
         self._stage[start : start + mean.numel()].copy_(mean)
 
-    def merge(self, outcome: Outcome, finite: bool) -> None:
+    def merge(self, outcome: Outcome, counts: bool) -> None:
         for start in range(0, self.length, LARGEST):
             super().write(start, self._stage[start : start + LARGEST], outcome)
 
@@ -138,10 +138,10 @@ class HeldDifference(Difference):
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
         self.arrived[start : start + mean.numel()].copy_(mean)
 
-    def merge(self, outcome: Outcome, finite: bool) -> None:
-        """The outer step. A worker that is not finite takes the new point as it is."""
+    def merge(self, outcome: Outcome, counts: bool) -> None:
+        """The outer step. A worker whose numbers do not count takes the new point as it is."""
         params, anchors = self.segment.vector, self.segment.anchor[self.start :]
-        keep = finite and bool(outcome.counted)
+        keep = counts and bool(outcome.counted)
         for start in range(0, self.length, LARGEST):
             held = self.held[start : start + LARGEST]
             before = anchors[start : start + held.numel()].clone()

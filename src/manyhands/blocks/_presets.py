@@ -104,6 +104,8 @@ class BMUF(Blocks):
         average_sync: average Adam's moments at each meeting and at the end of the warm-up, where
             all optimizer state is reset otherwise. `state="average"` averages any optimizer's.
         nesterov: Nesterov's momentum, which is DiLoCo's outer step.
+        local_warmup: False has all workers step together in the warm-up, along the mean of their
+            gradients, as the other presets do.
         process_group: who meet; all, by default.
     """
 
@@ -118,6 +120,7 @@ class BMUF(Blocks):
         use_nbm: bool = False,
         average_sync: bool = False,
         nesterov: bool = False,
+        local_warmup: bool = True,
         process_group: Any = None,
         **options: Any,
     ) -> None:
@@ -125,14 +128,19 @@ class BMUF(Blocks):
         if block_momentum == 0:
             outer = Average()
         options.setdefault("state", "average_moments" if average_sync else "keep")
-        if "warmup" in options or "local_warmup" in options:
-            raise TypeError("BMUF's warm-up is local, and its length is warmup_iterations.")
+        for theirs, ours in (("every", "global_sync_iter"), ("warmup", "warmup_iterations")):
+            if theirs in options:
+                raise TypeError(f"BMUF has fairseq's names: write {ours}= for {theirs}=.")
+        if warmup_iterations < 0:
+            raise ValueError(f"warmup_iterations cannot be negative, got {warmup_iterations}.")
+        if not isinstance(global_sync_iter, Every):
+            global_sync_iter = Every(global_sync_iter, "global_sync_iter")
         super().__init__(
             optimizer,
             outer,
             every=global_sync_iter,
             warmup=warmup_iterations,
-            local_warmup=True,
+            local_warmup=local_warmup,
             process_group=process_group,
             **options,
         )

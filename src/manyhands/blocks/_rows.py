@@ -12,6 +12,8 @@ from manyhands._comm import Workers
 from manyhands.blocks._codec import Codec
 
 LARGEST = 1 << 20  # elements that are handled at once
+NOT_FINITE = 0.0
+NOTHING_YET = -1.0  # of a worker that has just come
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,17 @@ class Note:
     """What each worker says of itself. Where workers disagree it is a mistake, or left out."""
 
     step: float = 0.0
-    finite: float = 1.0  # 0: leave my numbers out
+    brings: float = 1.0  # 1: numbers; NOT_FINITE and NOTHING_YET: leave mine out
     options: float = 0.0  # a fingerprint
     more: float = 0.0  # elements of what is averaged if all have it
     seconds: float = 0.0  # of a step
     lr: float = 0.0
     length: float = 0.0  # steps of the block that follows; the first worker's holds
+
+    @property
+    def counts(self) -> bool:
+        """Whether its numbers are in the mean."""
+        return self.brings > 0
 
     def numbers(self) -> list[float]:
         return [getattr(self, f.name) for f in fields(self)]
@@ -64,7 +71,7 @@ class Outcome:
     @property
     def counted(self) -> list[int]:
         """The ranks whose numbers are in the mean."""
-        return [rank for rank, note in enumerate(self.notes) if note.finite]
+        return [rank for rank, note in enumerate(self.notes) if note.counts]
 
     @property
     def first(self) -> Note:

@@ -43,10 +43,10 @@ class Schedule:
 class Every:
     """How long the next block is to be. Base of the rules, and the rule for a fixed number."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, name: str = "every") -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(
-                f"every must be a number of steps, at least 1, got {steps!r}. It is how many "
+                f"{name} must be a number of steps, at least 1, got {steps!r}. It is how many "
                 "steps each worker takes on its own from one meeting to the next; "
                 "Seconds(...) and ByDrift(...) choose it as they go."
             )

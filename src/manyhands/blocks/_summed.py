@@ -31,7 +31,7 @@ class SummedChunk:
         tail = self.workers.size * NOTE * PARTS
         sent = torch.empty(self.length + tail, dtype=self.row.dtype, device=self.row.device)
         self._values, notes = sent[: self.length], sent[self.length :]
-        if note.finite:
+        if note.counts:
             self.row.read(self.start, self._values)
         else:
             self._values.zero_()

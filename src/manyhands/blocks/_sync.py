@@ -34,7 +34,7 @@ from manyhands.blocks._finite import are_finite, drop_what_is_not_finite, is_fin
 from manyhands.blocks._meeting import meet
 from manyhands.blocks._newcomers import welcome
 from manyhands.blocks._point import CommonPoint, Difference, HeldDifference, StagedDifference
-from manyhands.blocks._rows import Note, Outcome, Row
+from manyhands.blocks._rows import NOT_FINITE, NOTHING_YET, Note, Outcome, Row
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks._team import Errand, Team
 
@@ -79,7 +79,7 @@ class News:
 
     drift: Drift = field(default_factory=Drift)
     workers: int = 0  # who held it
-    left_out: list[int] = field(default_factory=list)  # ranks whose numbers were not finite
+    left_out: list[int] = field(default_factory=list)  # whose numbers were not finite
     left_out_ever: int = 0
     undone: int = 0
     waited: float = 0.0  # seconds in which steps waited for meetings
@@ -177,8 +177,8 @@ class Sync:
             rows = [StagedDifference(row) for row in rows]
         last = self.schedule.fragments - 1 in fragments
         beside, more = (self._buffers(), self._state()) if last else ([], [])
-        finite = not self.is_new and are_finite(trained(self.optimizer))  # or nothing to bring
-        note = self._note(more, finite and all(map(is_finite, beside)))
+        finite = are_finite(trained(self.optimizer)) and all(map(is_finite, beside))
+        note = self._note(more, NOTHING_YET if self.is_new else float(finite))
         held: tuple[list[HeldValues], list[HeldValues]] = ([], [])
         if under_way or self.team.elastic:
             held = self._held(beside), self._held(more)
@@ -194,13 +194,13 @@ class Sync:
         self._hear(outcome)
         if pending.note.step == self.schedule.start:  # it was sent as the present block began
             self.schedule.length = int(outcome.first.length)
-        finite = bool(pending.note.finite)
+        counts = pending.note.counts
         for row in pending.rows:
-            row.merge(outcome, finite)
+            row.merge(outcome, counts)
         for row in [*pending.beside, *(pending.more if outcome.more else [])]:
             row.put(outcome)
         self.point.share(pending.fragments)
-        if not finite:
+        if not counts:
             self._heal()
         if self.state == "reset" and self.schedule.fragments - 1 in pending.fragments:
             self.reset_state()
@@ -215,7 +215,7 @@ class Sync:
         self.point.go_back()
         drop_what_is_not_finite(self.optimizer)
         for pending in self.pending:
-            pending.note = replace(pending.note, finite=0.0)
+            pending.note = replace(pending.note, brings=NOTHING_YET)
 
     def _end_warmup(self) -> None:
         """Everybody has the common point from here on: the first worker's parameters."""
@@ -238,7 +238,7 @@ class Sync:
         None: it is undone, and the team is another. (If it is kept, `come_together` is the
         caller's: first what it was held for has to be done.)
         """
-        note = self._note(more, finite=all(map(is_finite, rows)))
+        note = self._note(more, float(all(map(is_finite, rows))))
         if self.team.elastic:
             rows, more = self._held(rows), self._held(more)
         outcome = self.settle(self._errand(rows, [], more, note))
@@ -278,11 +278,11 @@ class Sync:
         """The time of a step is taken from here on."""
         self._since = (time.perf_counter(), self.steps)
 
-    def _note(self, more: Sequence[Row], finite: bool) -> Note:
+    def _note(self, more: Sequence[Row], brings: float) -> Note:
         now, (then, step) = time.perf_counter(), self._since
         return Note(
             step=float(self.steps),
-            finite=float(finite),
+            brings=brings,
             options=self.fingerprint,
             more=float(sum(row.length for row in more)),
             seconds=(now - then) / max(self.steps - step, 1),
@@ -310,7 +310,8 @@ class Sync:
         news, counted = self.news, outcome.counted
         news.drift = Drift.of([outcome.squares[rank] for rank in counted], outcome.square_of_mean)
         news.workers = len(outcome.notes)
-        news.left_out = [rank for rank, note in enumerate(outcome.notes) if not note.finite]
+        told = zip(self.team.numbers, outcome.notes, strict=True)
+        news.left_out = [number for number, note in told if note.brings == NOT_FINITE]
         news.left_out_ever += len(news.left_out)
         news.seconds = max(note.seconds for note in outcome.notes)
         self.restart_clock()

@@ -8,7 +8,7 @@ follow each other: their messages must not mix.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from manyhands._comm import Workers
@@ -63,6 +63,10 @@ class Team(Protocol):
     elastic: bool
 
     @property
+    def numbers(self) -> Sequence[int]:
+        """By which users know the workers, in rank order."""
+
+    @property
     def regroup_due(self) -> bool:
         """Whether the workers have to find together again before they go on."""
 
@@ -81,6 +85,10 @@ class Standing:
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return range(self.workers.size)
 
     def settle(self, errand: Errand) -> Outcome | None:
         errand.finished()
@@ -101,6 +109,10 @@ class Coming:
         self.crew = crew
         self.workers = Workers()
         self._failures = 0  # meetings undone one after the other among the same members
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self.crew.members
 
     @property
     def regroup_due(self) -> bool:

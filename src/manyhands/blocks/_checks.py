@@ -1,0 +1,116 @@
+"""What is looked at before training begins: the arguments, and whether workers have the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands._comm import Workers
+from manyhands._dtensors import is_dtensor, local
+from manyhands.blocks._outer import Outer
+from manyhands.blocks._schedule import Every
+
+
+def checked_optimizer(who: str, optimizer: Any, blocks: type[Optimizer]) -> Optimizer:
+    """The optimizer, if it can be wrapped."""
+    if isinstance(optimizer, blocks):
+        raise TypeError(f"{who} got an optimizer that is in blocks already: wrap it once.")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{who} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
+            f"{who}(SGD(parameters, lr=...))."
+        )
+    return optimizer
+
+
+def check_outer(outer: Any) -> None:
+    if not isinstance(outer, Outer):
+        raise TypeError(
+            f"outer must be an outer step (a subclass of manyhands.Outer), got {outer!r}. "
+            "LocalSGD, BMUF, SlowMo and DiLoCo bring theirs along."
+        )
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_counts(overlap: int, fragments: int, warmup: int, every: Every) -> None:
+    if fragments < 1:
+        raise ValueError(f"fragments must be at least 1, got {fragments}.")
+    if warmup < 0:
+        raise ValueError(f"warmup is a number of steps and cannot be negative, got {warmup}.")
+    if not 0 <= overlap < every.least:
+        raise ValueError(
+            f"overlap must be less than the steps between two meetings ({every.least}), and not "
+            f"negative, got {overlap}. It is for how many steps a mean may be on its way."
+        )
+    if fragments > every.least:
+        raise ValueError(
+            f"{fragments} fragments need at least as many steps in a block, and every={every} "
+            f"may have {every.least}. Each fragment meets once in a block."
+        )
+
+
+def check_groups(who: str, crew: Any, process_group: Any, inner_group: Any, every: Every) -> None:
+    if crew is not None and (process_group is not None or inner_group is not None):
+        raise ValueError(
+            f"{who} meets the workers of a process group or a crew's, and got both. A crew "
+            "makes a group of its own: leave process_group and inner_group out."
+        )
+    if inner_group is not None and type(every) is not Every:
+        raise ValueError(
+            f"every={every} is chosen by what workers see in their meetings, and those of "
+            "an inner_group meet apart. Give a number of steps."
+        )
+
+
+def fingerprint(options: Any) -> float:
+    """A number that is another one for other options."""
+    return float(zlib.crc32(repr(options).encode()))
+
+
+def check_agreement(
+    who: str,
+    workers: Workers,
+    inner: Workers,
+    options: dict[str, Any],
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    device: torch.device,
+) -> None:
+    """Raise, on every worker, where their options or models differ."""
+    mine = {
+        "options": fingerprint(options),
+        "number of parameters": float(len(params)),
+        "number of elements": float(sum(param.numel() for param in params)),
+        "number of elements in buffers": float(sum(buffer.numel() for buffer in buffers)),
+        "number of elements held by each": float(sum(local(p).numel() for p in params)),
+        "shards (process_group= must be of those who hold the same)": _shards(params),
+        "size of inner_group": float(inner.size),
+        "place in inner_group (process_group= must be of those with the same)": float(inner.rank),
+    }
+    try:
+        workers.check_agreement(f"{who} and model", mine, device)
+    except ValueError as error:
+        told = workers.gather_text(repr(options), device)
+        if len(set(told)) == 1:
+            raise
+        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told[:8]))
+        raise ValueError(f"workers were given different options:\n{listed}") from error
+
+
+def _shards(params: Sequence[Tensor]) -> float:
+    """A number for which parts of DTensors are here."""
+    places = [
+        (tuple(p.placements), p.device_mesh.get_coordinate())  # type: ignore[attr-defined]
+        for p in params
+        if is_dtensor(p)
+    ]
+    return fingerprint(places)
