@@ -37,7 +37,9 @@ class EncodedChunk:
     counts = False
     shared = False
 
-    def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None:
+    def __init__(
+        self, row: Row, start: int, stop: int, workers: Workers, spare: list[Tensor]
+    ) -> None:
         self.row, self.start, self.workers = row, start, workers
         step = -(-(stop - start) // workers.size)
         step = -(-step // ALIGNED) * ALIGNED

@@ -9,15 +9,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._dtensors import local
-from manyhands._norms import norm, norms
+from manyhands._norms import norm, summed_in
 from manyhands.blocks._rows import LARGEST, Row
+from manyhands.blocks._vector import by_type
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all numbers are: their lengths are, in one read."""
-    parts = [local(tensor).detach() for tensor in tensors]
-    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
-    return all(torch.isfinite(length) for length in norms(parts))
+    for same in by_type([local(tensor).detach() for tensor in tensors]):
+        parts = [torch.view_as_real(part) if part.is_complex() else part for part in same]
+        lengths = torch._foreach_norm(parts, dtype=summed_in(parts[0].dtype))
+        if not torch.stack(lengths).isfinite().all():
+            return False
+    return True
 
 
 def is_finite(row: Row) -> bool:

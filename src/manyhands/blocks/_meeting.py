@@ -98,13 +98,14 @@ class _Meeting:
 
 def _chunks(workers: Workers, rows: Sequence[Row]) -> Iterator[Chunk]:
     """Of all rows in order; at least one, so that the workers hear of each other."""
+    spare: list[torch.Tensor] = []  # memory of chunks that have landed, for those that come
     for row in rows:
         size = max(SMALLEST, min(LARGEST, row.length // 16))
         as_it_is = workers.size > 1 and not (row.codec.rounds or row.first_only)
         summed = as_it_is and workers.has_backend(row.device)
         kind: type[Chunk] = SummedChunk if summed else EncodedChunk
         for start in range(0, max(row.length, 1), size):
-            yield kind(row, start, min(start + size, row.length), workers)
+            yield kind(row, start, min(start + size, row.length), workers, spare)
 
 
 def _check(notes: Sequence[Note]) -> None:

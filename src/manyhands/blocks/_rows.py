@@ -90,7 +90,9 @@ class Chunk(Protocol):
     counts: bool  # whether its length is that of what the meeting is about
     shared: bool  # whether everybody has the mean before `share`
 
-    def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None: ...
+    def __init__(
+        self, row: Row, start: int, stop: int, workers: Workers, spare: list[Tensor]
+    ) -> None: ...
 
     def send(self, note: Note) -> None:
         """Read the numbers, and begin to bring them together."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from manyhands._comm import Workers
 from manyhands.blocks._rows import NOTE, Note, Outcome, Row, square_of
@@ -23,13 +24,17 @@ class SummedChunk:
     counts = False
     shared = True
 
-    def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None:
+    def __init__(
+        self, row: Row, start: int, stop: int, workers: Workers, spare: list[Tensor]
+    ) -> None:
         self.row, self.start, self.length, self.workers = row, start, stop - start, workers
         self._work: Any = None
+        self._spare = spare
 
     def send(self, note: Note) -> None:
         tail = self.workers.size * NOTE * PARTS
-        sent = torch.empty(self.length + tail, dtype=self.row.dtype, device=self.row.device)
+        sent = self._memory(self.length + tail)
+        self._sent = sent
         self._values, notes = sent[: self.length], sent[self.length :]
         if note.counts:
             self.row.read(self.start, self._values)
@@ -53,7 +58,16 @@ class SummedChunk:
         square = square_of(self._values) if self.counts else 0.0
         if self.length:
             self.row.write(self.start, self._values, outcome)
+        self._spare.append(self._sent)
         return square
+
+    def _memory(self, size: int) -> Tensor:
+        """Of a chunk that has landed, or new."""
+        row = self.row
+        for at, there in enumerate(self._spare):
+            if (there.numel(), there.dtype, there.device) == (size, row.dtype, row.device):
+                return self._spare.pop(at)
+        return torch.empty(size, dtype=row.dtype, device=row.device)
 
 
 def _in_parts(numbers: list[float]) -> torch.Tensor:
