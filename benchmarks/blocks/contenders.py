@@ -130,6 +130,7 @@ PLAIN = Contender("per tensor, average", AVERAGE, REFERENCES[AVERAGE])
 PERIODIC = Contender("torch PeriodicModelAverager", AVERAGE, periodic)
 FLAT = Contender("one flat all-reduce, average", AVERAGE, flat)
 LOCAL_SGD = _ours("LocalSGD, float32", AVERAGE, ours.local_sgd())
+LOCAL_SGD_SHARED = _ours("LocalSGD, shared memory", AVERAGE, ours.local_sgd(shared_memory=True))
 BMUF, BMUF_HALF = _bmuf("float32"), _bmuf("bfloat16")
 DILOCO_PLAIN = diloco("float32")
 SYNCS = {
@@ -141,6 +142,7 @@ SYNCS = {
         PERIODIC,
         FLAT,
         LOCAL_SGD,
+        LOCAL_SGD_SHARED,
         BMUF,
         DILOCO_PLAIN,
         BMUF_HALF,

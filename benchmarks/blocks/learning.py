@@ -99,7 +99,7 @@ class Task:
 
 
 TASKS = {
-    "Shakespeare": Task("Shakespeare", batch=4, steps=600, lr=2e-3, load=shakespeare),
+    "Shakespeare": Task("Shakespeare", batch=4, steps=1200, lr=2e-3, load=shakespeare),
     "MNIST": Task("MNIST", batch=16, steps=1200, lr=1e-3, load=mnist),
 }
 

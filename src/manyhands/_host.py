@@ -73,13 +73,17 @@ class HostMemory:
         if not self._ring or self._ring[0].numel() < place * self._places:
             self._ring = self.empty(place * self._places, torch.uint8)
 
-    def exchange(self, bucket: Tensor, cuts: Sequence[int]) -> HostExchange:
-        """Show a bucket to the others; its slices are theirs to read when all have done so."""
+    def next_places(self, size: int) -> list[Tensor]:
+        """So many bytes of every worker's ring, in rank order: where the next bucket goes."""
         place = self._ring[0].numel() // self._places
         start = (self._sent % self._places) * place
         self._sent += 1
-        stop = start + bucket.numel() * bucket.itemsize
-        shown = [ring[start:stop].view(bucket.dtype) for ring in self._ring]
+        return [ring[start : start + size] for ring in self._ring]
+
+    def exchange(self, bucket: Tensor, cuts: Sequence[int]) -> HostExchange:
+        """Show a bucket to the others; its slices are theirs to read when all have done so."""
+        places = self.next_places(bucket.numel() * bucket.itemsize)
+        shown = [place.view(bucket.dtype) for place in places]
         rank = self._workers.rank
         shown[rank].copy_(bucket)
         slices = [each[cuts[rank] : cuts[rank + 1]] for each in shown]

@@ -74,14 +74,14 @@ def run(name, options, every, steps, **more):
     return torch.stack(seen)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("workers", "more"), [(2, {}), (3, {}), (3, {"shared_memory": True})])
 @pytest.mark.parametrize("name", OUTER)
-def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, workers):
+def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, workers, more):
     cases = [(4, 0, 1), (4, 2, 1), (5, 0, 3), (6, 1, 3), (6, 5, 2), (1, 0, 1)]
 
     def all_cases():
         return [
-            run(name, OUTER[name], every, 17, overlap=overlap, fragments=fragments)
+            run(name, OUTER[name], every, 17, overlap=overlap, fragments=fragments, **more)
             for every, overlap, fragments in cases
         ]
 
@@ -112,6 +112,50 @@ def test_workers_agree_bit_for_bit_after_each_meeting():
             assert torch.equal(results[0][step], results[1][step]), codec
             assert torch.equal(results[0][step], results[2][step]), codec
         assert not torch.equal(results[0][3], results[1][3])
+
+
+def test_in_shared_memory_large_parameters_state_and_buffers_are_averaged_too():
+    """Many chunks of each, so that every place in memory is used again."""
+
+    class Doubling(mh.Outer):  # an outer step that overwrites what it is given
+        def step(self, anchor, gradient, memories):
+            anchor.sub_(gradient.mul_(2.0))
+
+    def blocks():
+        rank = dist.get_rank()
+        model = nn.BatchNorm1d(3_000_000 + 7)
+        inner = SGD(model.parameters(), lr=1.0, momentum=0.5)
+        optimizer = mh.Blocks(inner, Doubling(), every=1, state="average", shared_memory=True)
+        model.running_mean.fill_(rank)
+        where = torch.arange(len(model.bias)) % 1000
+        for _ in range(2):
+            for param in model.parameters():
+                param.grad = where * (1.0 + rank)
+            optimizer.step()
+        moments = [inner.state[p]["momentum_buffer"] for p in model.parameters()]
+        expected = [  # the mean gradient is 2 `where`, and the mean momentum then 3 `where`
+            (model.weight, 1 - 2 * 2 * where - 2 * 3 * where),
+            (model.bias, -2 * 2 * where - 2 * 3 * where),
+            (moments[0], 3.0 * where),
+            (moments[1], 3.0 * where),
+            (model.running_mean, torch.ones(len(where))),
+        ]
+        return all(torch.equal(found, value.float()) for found, value in expected)
+
+    assert run_ranks(3, blocks) == [True] * 3
+
+
+def test_in_shared_memory_a_worker_that_is_not_finite_is_left_out():
+    def blocks():
+        param = nn.Parameter(torch.zeros(5))
+        optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=1, shared_memory=True)
+        param.grad = torch.full((5,), [1.0, float("nan"), 3.0][dist.get_rank()])
+        optimizer.step()
+        return param.tolist(), optimizer.left_out, optimizer.snapshot()["spread"]
+
+    for values, left_out, spread in run_ranks(3, blocks):
+        assert values == [-2.0] * 5 and left_out == [1]
+        assert spread == pytest.approx(5**0.5)
 
 
 @pytest.mark.parametrize(("codec", "near"), [("bfloat16", 0.01), ("int8", 0.02), ("int4", 0.2)])
@@ -579,6 +623,16 @@ def test_the_anchor_on_the_host_and_an_inner_group():
         (lambda: mh.LocalSGD(SGD(parameters()), state="x"), ValueError, "state must be one of"),
         (lambda: mh.LocalSGD(SGD(parameters()), buffers=""), ValueError, "buffers must be one of"),
         (lambda: mh.BMUF(SGD(parameters()), block_momentum=1.0), ValueError, "block_momentum must"),
+        (
+            lambda: mh.LocalSGD(SGD(parameters()), codec="int8", shared_memory=True),
+            ValueError,
+            "nothing to shorten",
+        ),
+        (
+            lambda: mh.LocalSGD(SGD(parameters()), crew=mh.Crew(), shared_memory=True),
+            ValueError,
+            "for a process group",
+        ),
         (lambda: mh.BMUF(SGD(parameters()), every=3), TypeError, "write global_sync_iter="),
         (lambda: mh.Seconds(0), ValueError, "seconds must be positive"),
         (lambda: mh.ByDrift(1.5), ValueError, "cosine must be between 0 and 1"),
@@ -617,6 +671,12 @@ def test_other_options_and_other_models_on_one_worker_are_errors_on_all():
 
     message = raises_on_ranks(2, ValueError, other_interval, match="given different options")[0]
     assert "'every': '4'" in message and "'every': '5'" in message
+
+    def shared_by_some():
+        mh.LocalSGD(SGD(parameters()), shared_memory=dist.get_rank() == 0)
+
+    message = raises_on_ranks(2, ValueError, shared_by_some, match="given different options")[0]
+    assert "'shared_memory': True" in message
 
     def other_model():
         mh.LocalSGD(SGD([nn.Parameter(torch.ones(2 + dist.get_rank()))], lr=0.1))

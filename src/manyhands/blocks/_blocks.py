@@ -25,6 +25,7 @@ from manyhands.blocks._checks import (
     check_counts,
     check_groups,
     check_outer,
+    check_shared_memory,
     checked_optimizer,
     fingerprint,
 )
@@ -90,6 +91,8 @@ class Blocks(AroundOptimizer):
             DDP. Each of them meets for its share of the parameters. `process_group` is then
             the group of those with the same rank in each inner group.
         crew: who meet, where workers come and go: see `Crew`.
+        shared_memory: for workers of one host, with parameters on the CPU: they read each other's
+            memory, and nothing is sent. Linux only.
     """
 
     _step_supports_amp_scaling = True
@@ -112,6 +115,7 @@ class Blocks(AroundOptimizer):
         process_group: Any = None,
         inner_group: Any = None,
         crew: Any = None,
+        shared_memory: bool = False,
     ) -> None:
         outer = outer or Average()
         self._inner = checked_optimizer(type(self).__name__, optimizer, Blocks)
@@ -121,6 +125,7 @@ class Blocks(AroundOptimizer):
         check_choice("buffers", buffers, BUFFERS)
         check_counts(overlap, fragments, warmup, interval)
         check_groups(type(self).__name__, crew, process_group, inner_group, interval)
+        check_shared_memory(shared_memory, codec, crew, optimizer)
         self._heeds_scaler = _amp.takes_news(optimizer)
         self._options = {
             "outer": repr(outer),
@@ -148,6 +153,7 @@ class Blocks(AroundOptimizer):
             first_buffers_only=buffers == "broadcast",
             fingerprint=fingerprint(self._options),
         )
+        self._shared_memory = shared_memory
         self._begin()
 
     def _begin(self) -> None:
@@ -170,6 +176,8 @@ class Blocks(AroundOptimizer):
         self._check_agreement(params, buffers)
         if sync.schedule.overlap:  # messages beside training that no others are taken for
             sync.team.workers = workers.in_a_group_of_their_own()
+        if self._shared_memory:
+            sync.team.workers = sync.team.workers.on_one_host()
         everything = [param for group in self.param_groups for param in group["params"]]
         workers.send_first([local(tensor) for tensor in [*everything, *buffers]])
         sync.point.begin()
@@ -179,7 +187,7 @@ class Blocks(AroundOptimizer):
             type(self).__name__,
             self._given,
             self._sync.point.inner,
-            self._options,
+            {**self._options, "shared_memory": self._shared_memory},
             params,
             buffers,
             device=next(p for group in self.param_groups for p in group["params"]).device,

@@ -71,6 +71,27 @@ def check_groups(who: str, crew: Any, process_group: Any, inner_group: Any, ever
         )
 
 
+def check_shared_memory(wanted: bool, codec: str, crew: Any, optimizer: Optimizer) -> None:
+    if not wanted:
+        return
+    if codec != "float32":
+        raise ValueError(
+            f"codec={codec!r} has nothing to shorten with shared_memory=True: nothing is sent. "
+            "Leave one of them out."
+        )
+    if crew is not None:
+        raise ValueError(
+            "shared_memory=True is for a process group: a crew's workers come and go, and may be "
+            "on other hosts. Leave it out."
+        )
+    for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
+        if device.type != "cpu":
+            raise ValueError(
+                f"shared_memory=True is for parameters on the CPU; these are on {device}. Leave it "
+                "out: NCCL finds the fastest way between the GPUs of a host by itself."
+            )
+
+
 def fingerprint(options: Any) -> float:
     """A number that is another one for other options."""
     return float(zlib.crc32(repr(options).encode()))

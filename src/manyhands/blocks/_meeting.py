@@ -10,7 +10,7 @@ see the same numbers, in the same order, and come to the same conclusions.
 
 How a chunk goes: values that travel as they are in an all-reduce (`_summed.py`), values that are
 encoded in two messages between each two workers (`_encoded.py`). Either way 2 (N-1)/N of the
-encoded row leaves each worker.
+encoded row leaves each worker. On one host workers may read each other's memory (`_shared.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from manyhands._comm import Workers
 from manyhands.blocks._encoded import EncodedChunk
 from manyhands.blocks._rows import LARGEST, NOTE, Chunk, Note, Outcome, Row
+from manyhands.blocks._shared import SharedChunk, make_room
 from manyhands.blocks._summed import SummedChunk
 
 UNDER_WAY = 2  # chunks in each of the two phases
@@ -99,13 +100,20 @@ class _Meeting:
 def _chunks(workers: Workers, rows: Sequence[Row]) -> Iterator[Chunk]:
     """Of all rows in order; at least one, so that the workers hear of each other."""
     spare: list[torch.Tensor] = []  # memory of chunks that have landed, for those that come
-    for row in rows:
-        size = max(SMALLEST, min(LARGEST, row.length // 16))
-        as_it_is = workers.size > 1 and not (row.codec.rounds or row.first_only)
-        summed = as_it_is and workers.has_backend(row.device)
-        kind: type[Chunk] = SummedChunk if summed else EncodedChunk
+    sizes = [max(SMALLEST, min(LARGEST, row.length // 16)) for row in rows]
+    if workers.host is not None:
+        make_room(workers, list(zip(rows, sizes, strict=True)))
+    for row, size in zip(rows, sizes, strict=True):
+        kind = _kind(workers, row)
         for start in range(0, max(row.length, 1), size):
             yield kind(row, start, min(start + size, row.length), workers, spare)
+
+
+def _kind(workers: Workers, row: Row) -> type[Chunk]:
+    if workers.host is not None:
+        return SharedChunk
+    as_it_is = workers.size > 1 and not (row.codec.rounds or row.first_only)
+    return SummedChunk if as_it_is and workers.has_backend(row.device) else EncodedChunk
 
 
 def _check(notes: Sequence[Note]) -> None:

@@ -30,9 +30,10 @@ class Outer:
     """What becomes of the common point once the workers' mean is known."""
 
     memories: ClassVar[int] = 0  # tensors like the anchor that are kept from block to block
+    overwrites: ClassVar[bool] = True  # whether `step` may change `gradient`; False saves a copy
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
-        """Move `anchor` in place. `gradient` may be overwritten; memories begin as zeros.
+        """Move `anchor` in place. Memories begin as zeros.
 
         It is called with parts of the whole, one after the other.
         """
@@ -52,6 +53,8 @@ class Outer:
 class Average(Outer):
     """The workers' mean is the next common point."""
 
+    overwrites: ClassVar[bool] = False
+
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
         anchor.sub_(gradient)
 
@@ -66,6 +69,7 @@ class BlockMomentum(Outer):
     use_nbm: bool = False
 
     memories: ClassVar[int] = 1
+    overwrites: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -99,6 +103,7 @@ class SlowMo(Outer):
     momentum: float = 0.7
 
     memories: ClassVar[int] = 1
+    overwrites: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("inner_lr", "slow_lr"):

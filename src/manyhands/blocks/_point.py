@@ -94,7 +94,8 @@ class Difference:
         anchor = self.segment.anchor[chosen]
         if outcome.counted:
             memories = [memory[chosen] for memory in self.segment.memories]
-            self.outer.at(outcome.first.lr).step(anchor, mean.to(anchor.device), memories)
+            gradient = mean.to(anchor.device, copy=self.outer.overwrites)
+            self.outer.at(outcome.first.lr).step(anchor, gradient, memories)
         return anchor
 
     def merge(self, outcome: Outcome, counts: bool) -> None:

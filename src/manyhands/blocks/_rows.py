@@ -54,7 +54,7 @@ class Row(Protocol):
         """Fill `out` with the numbers from `start` on."""
 
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
-        """Take in the mean of the numbers from `start` on, which are read no more.
+        """Take in the mean of the numbers from `start` on, which are read no more. It is not ours.
 
         Of the outcome the notes are there.
         """
