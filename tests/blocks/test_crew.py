@@ -3,15 +3,18 @@
 import os
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
 from crew_workers import Store, Team
-from manyhands.blocks import _crew, _line
+from manyhands.blocks import _crew, _line, _links
 from manyhands.blocks._crew import Crew, CrewFinished, WorkerLost
 from manyhands.blocks._line import StoreLost
 
@@ -339,3 +342,31 @@ def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, 
     with Team(store, tmp_path, expected=1) as team:
         roster = team.board.look()
         assert roster.dead == ("0.1",) and not roster.finished
+
+
+def test_a_connection_that_the_other_side_ends_while_it_is_given_up(monkeypatch):
+    """One that goes between our look at it and our hand on it; the next one is still ended."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    ours = [socket.create_connection(listening.getsockname()) for _ in range(2)]
+    theirs = [listening.accept()[0] for _ in ours]
+    resets = struct.pack("ii", 1, 0)  # with close(), at once and without a good-bye
+
+    def look(end):
+        ends = looked(end)
+        for there in theirs:
+            if ends is not None and there.fileno() >= 0 and ends[0] == there.getpeername():
+                there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
+                there.close()
+                with pytest.raises(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+        return ends
+
+    links = _links.Links.__new__(_links.Links)
+    links._ends = {_links._both(end) for end in ours}
+    looked = _links._both
+    monkeypatch.setattr(_links, "_both", look)
+    links.give_up()
+    for end in ours:
+        with pytest.raises(OSError), closing(end):
+            end.shutdown(socket.SHUT_RDWR)
+    listening.close()

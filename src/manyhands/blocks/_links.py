@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -75,7 +75,8 @@ class Links:
         for end in _sockets():
             with closing(end):
                 if _both(end) in self._ends:
-                    end.shutdown(socket.SHUT_RDWR)
+                    with suppress(OSError):  # the other side has ended it since
+                        end.shutdown(socket.SHUT_RDWR)
 
     def _connect(self, door: Door, prefix: str, rank: int, size: int, timeout: float) -> None:
         try:
