@@ -200,6 +200,8 @@ def broadcast(crew: Crew, tensor: torch.Tensor) -> None:
 class Team:
     """The workers of one run as their test sees them; none is left behind."""
 
+    parts = 1  # processes of a worker
+
     def __init__(
         self, store: Store, folder: Path, expected: int, stall: float = 1.0, patience: float = 30.0
     ) -> None:
@@ -211,7 +213,7 @@ class Team:
 
     def __enter__(self) -> Team:
         pulse = Pulse(self.options["stall"])
-        self.board = Board(Line(self.store.address, pulse.interval), pulse)
+        self.board = Board(Line(self.store.address, pulse.interval), pulse, self.parts)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -89,7 +89,7 @@ class Blocks(AroundOptimizer):
         process_group: who meet; all, by default.
         inner_group: workers that have the same parameters, joined by a fast network, as under
             DDP. Each of them meets for its share of the parameters. `process_group` is then
-            the group of those with the same rank in each inner group.
+            the group of those with the same rank in each inner group; a crew makes it itself.
         crew: who meet, where workers come and go: see `Crew`.
         shared_memory: for workers of one host, with parameters on the CPU: they read each other's
             memory, and nothing is sent. Linux only.
@@ -124,7 +124,8 @@ class Blocks(AroundOptimizer):
         check_choice("state", state, STATES)
         check_choice("buffers", buffers, BUFFERS)
         check_counts(overlap, fragments, warmup, interval)
-        check_groups(type(self).__name__, crew, process_group, inner_group, interval)
+        inner = Workers() if inner_group is None else Workers.of(inner_group)
+        check_groups(type(self).__name__, crew, process_group, inner, interval)
         check_shared_memory(shared_memory, codec, crew, optimizer)
         self._heeds_scaler = _amp.takes_news(optimizer)
         self._options = {
@@ -139,7 +140,6 @@ class Blocks(AroundOptimizer):
             "local_warmup": local_warmup,
         }
         start = interval.first_start(warmup)
-        inner = Workers() if inner_group is None else Workers.of(inner_group)
         self._sync = Sync(
             optimizer,
             Standing(Workers.of(process_group)) if crew is None else Coming(crew),

@@ -3,9 +3,10 @@
     crew        the roster (_roster.py)
     news        a counter of its changes: cheap to read, so that watching costs little
     beat/ID     a counter that the living count up
-    life/N      how often worker N has come
+    life/N      how often process N has come
+    team/N      how often worker N has come, if it is several processes
     done/G/M    how many have arrived at meeting M of generation G
-    gen/G/...   where the members of a generation find each other's connections
+    gen/G/P/... where the members of a generation (part P of each) find each other's connections
 
 All keys stand under "manyhands/". What a generation needed is swept when the next one has met.
 """
@@ -25,13 +26,19 @@ PLACE = "manyhands/"
 class Board:
     """One process's view of the roster."""
 
-    def __init__(self, line: Line, pulse: Pulse) -> None:
+    def __init__(self, line: Line, pulse: Pulse, parts: int = 1) -> None:
         self.line = line
         self.pulse = pulse
         self._news = -1
         self._looked = -float("inf")
-        first = Roster().text
+        first = Roster(parts=parts).text
         self._read(line.call("compare_set", PLACE + "crew", "", first))
+        if parts != self.roster.parts:
+            raise ValueError(
+                f"the workers of this run have {self.roster.parts} process(es) each, and this one "
+                f"has {parts}. Start all of them alike (`manyhands run --processes`), and give the "
+                "crew its inner_group."
+            )
 
     def _read(self, text: bytes) -> None:
         self._text = text.decode()

@@ -58,13 +58,19 @@ def check_counts(overlap: int, fragments: int, warmup: int, every: Every) -> Non
         )
 
 
-def check_groups(who: str, crew: Any, process_group: Any, inner_group: Any, every: Every) -> None:
-    if crew is not None and (process_group is not None or inner_group is not None):
+def check_groups(who: str, crew: Any, process_group: Any, inner: Workers, every: Every) -> None:
+    if crew is not None and process_group is not None:
         raise ValueError(
             f"{who} meets the workers of a process group or a crew's, and got both. A crew "
-            "makes a group of its own: leave process_group and inner_group out."
+            "makes a group of its own: leave process_group out."
         )
-    if inner_group is not None and type(every) is not Every:
+    parts = inner.size if crew is None else crew.inner.size
+    if inner.size > 1 and inner.size != parts:
+        raise ValueError(
+            f"inner_group has {inner.size} processes, and a worker of the crew {parts}. Give the "
+            "crew the same group, with which it begins: Crew(inner_group=...)."
+        )
+    if parts > 1 and type(every) is not Every:
         raise ValueError(
             f"every={every} is chosen by what workers see in their meetings, and those of "
             "an inner_group meet apart. Give a number of steps."

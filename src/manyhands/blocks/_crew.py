@@ -33,6 +33,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from manyhands._comm import Workers
 from manyhands.blocks._board import PLACE, Board
 from manyhands.blocks._line import Line, StoreLost, address
 from manyhands.blocks._links import Door, Links
@@ -61,6 +64,8 @@ class Crew:
     `store` is "host:port" of a torch TCPStore, `number` this worker's own number, which it keeps
     when it is started again, `expected` how many workers there are at the start. Who does not beat
     for `stall` seconds is lost; who does is waited for, but no longer than `patience` seconds.
+    A worker may be several processes that train one model together, as under DDP or FSDP:
+    `inner_group` is their process group, and the number is the same in all of them.
     What is left out comes from the environment that `manyhands run` sets: MANYHANDS_STORE,
     MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL and MANYHANDS_PATIENCE.
 
@@ -75,7 +80,9 @@ class Crew:
         expected: int | None = None,
         stall: float | None = None,
         patience: float | None = None,
+        inner_group: Any = None,
     ) -> None:
+        self.inner = Workers() if inner_group is None else Workers.of(inner_group)
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
         if self.store:
             address(self.store)  # or an error
@@ -104,6 +111,8 @@ class Crew:
         self.newcomers: tuple[int, ...] = ()
         self.regroup_due = False
         self._id = ""
+        self._team = 0
+        self._mates: frozenset[str] = frozenset()  # the worker's other processes, once known
         self._meeting = 0
         self._links: Links | None = None
         self._board: Board | None = None
@@ -113,6 +122,11 @@ class Crew:
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def _own_number(self) -> int:
+        """Of this process."""
+        return self.number * self.inner.size + self.inner.rank
 
     @property
     def group(self) -> Any:
@@ -134,9 +148,10 @@ class Crew:
         pulse = Pulse(self.stall)
         line = Line(self.store, pulse.interval)
         try:
-            self._board = Board(line, pulse)
+            self._board = Board(line, pulse, self.inner.size)
             self._pid = os.getpid()
             atexit.register(self._go)  # an end without leave(): lost, but known to be
+            self._team = self._agreed_team(self._board)
             self._enter(version)
         except BaseException:
             self._go()
@@ -205,7 +220,7 @@ class Crew:
         roster = board.roster
         if arrived:
             count = board.line.call("add", f"{PLACE}done/{generation}/{meeting}", 1)
-            if count == self.size:
+            if count == self.size * self.inner.size:
                 roster = board.change(lambda roster: roster.keep(generation, meeting))
         while (kept := roster.settled(generation, meeting, self._id)) is None:
             try:
@@ -219,8 +234,8 @@ class Crew:
             pause = min(1.5 * pause, SLOW)
             roster = board.look()
         self._meeting += 1
-        self.regroup_due = roster.generation != generation or roster.over
-        if kept and self.rank == 0:
+        self.regroup_due = roster.ends_with(generation, meeting)
+        if kept and self.rank == self.inner.rank == 0:
             if meeting == 0:
                 board.sweep(generation, meeting)
             else:
@@ -240,7 +255,7 @@ class Crew:
         if roster.generation != self.generation:
             return (self.number,)  # the others went on without us
         lost = (self._silent() | roster.gone) & set(roster.ids)
-        return tuple(sorted(map(number_of, lost)))
+        return tuple(sorted({roster.worker_of(id) for id in lost}))
 
     def _silent(self) -> frozenset[str]:
         return self._joined().pulse.silent - {self._id}
@@ -251,6 +266,22 @@ class Crew:
         return self._board
 
     # -- from one generation to the next -------------------------------------------------------
+
+    def _agreed_team(self, board: Board) -> int:
+        """The how manyth processes these are of this worker: the same in all of them."""
+        if self.inner.size == 1:
+            return 0
+        add = int(self.inner.rank == 0)
+        team = board.line.call("add", f"{PLACE}team/{self.number}", add)
+        told = [float(self.number), float(team)]
+        numbers, teams = zip(*self.inner.gather(told, torch.device("cpu")), strict=True)
+        if len(set(numbers)) > 1:
+            listed = ", ".join(f"{number:.0f}" for number in numbers[:8])
+            raise ValueError(
+                f"the processes of an inner_group are one worker of the crew, and have different "
+                f"numbers: {listed}. Give all of them the same (MANYHANDS_WORKER)."
+            )
+        return int(teams[0])
 
     def _alone(self) -> None:
         self.generation += 1
@@ -271,20 +302,24 @@ class Crew:
             self._begin_life()
         while True:
             roster = self._wait_for_generation(version)
-            self.members = tuple(member.number for member in roster.members)
-            self.rank = roster.ids.index(self._id)
+            self.members = roster.workers
+            self.rank = self.members.index(self.number)
+            self._mates = frozenset(
+                id for id in roster.ids if roster.worker_of(id) == self.number and id != self._id
+            )
             self.generation, self._meeting = roster.generation, 0
             self.source, self.newcomers = roster.source, roster.newcomers
             self.regroup_due = False
-            if self._connect():
+            if not self._connect():
+                board.change(lambda roster: roster.undo(self.generation, 0))
+            elif self.inner.size == 1 or self.settle(True):  # (each part has connections to make)
                 return
-            board.change(lambda roster: roster.undo(self.generation, 0))
 
     def _begin_life(self) -> None:
         """Take an id that nobody has had: whoever was here before under our number is not us."""
         board = self._joined()
-        life = board.line.call("add", f"{PLACE}life/{self.number}", 1)
-        self._id = f"{self.number}.{life}"
+        life = board.line.call("add", f"{PLACE}life/{self._own_number}", 1)
+        self._id = f"{self._own_number}.{life}"
         board.line.beat(f"{PLACE}beat/{self._id}")
         board.pulse.forget()
 
@@ -292,7 +327,7 @@ class Crew:
         """Wait at the door until a generation with this worker in it begins, or begin it."""
         board = self._joined()
         before, began, pause = self.generation, time.monotonic(), QUICK
-        board.change(lambda roster: roster.knock(self._id, version))
+        board.change(lambda roster: roster.knock(self._id, version, self._team))
         while True:
             roster = board.look()
             if self._id in roster.ids and roster.generation > before:
@@ -304,11 +339,12 @@ class Crew:
                 )
             if not any(member.id == self._id for member in roster.waiting):
                 self._begin_life()  # the others took us for lost
-                board.change(lambda roster: roster.knock(self._id, version))
+                board.change(lambda roster: roster.knock(self._id, version, self._team))
                 began = time.monotonic()
             self._check_twin(roster)
             waited = time.monotonic() - began
             silent = self._silent()
+            self._check_mates(roster, waited)
             if waited > self.patience:
                 silent |= set(roster.absent(silent))
             if roster.complete(silent, self.expected, late=waited > START):
@@ -328,12 +364,29 @@ class Crew:
 
         return begin
 
+    def _check_mates(self, roster: Roster, waited: float) -> None:
+        """Raise if this worker can never be whole again: a process of it is gone, or started anew.
+
+        (A stopped one may wake up. As long as it sleeps, nothing is done without it.)
+        """
+        if self.inner.size == 1:
+            return
+        named = (*roster.members, *roster.waiting)
+        mine = (member for member in named if roster.worker_of(member.id) == self.number)
+        anew = any(member.team > self._team for member in mine)
+        if anew or self._mates & roster.gone or waited > self.patience:
+            raise RuntimeError(
+                f"another process of worker {self.number} is lost, and this one cannot train "
+                "without it. It ends here, so that all processes of the worker are started again."
+            )
+
     def _check_twin(self, roster: Roster) -> None:
         """Raise if another process with our number is alive."""
         pulse = self._joined().pulse
         everyone = {*roster.ids, *(member.id for member in roster.waiting)} - {self._id}
         for id in everyone:
-            if number_of(id) == self.number and _life(id) < _life(self._id) and pulse.moved(id):
+            same = number_of(id) == self._own_number and _life(id) < _life(self._id)
+            if same and pulse.moved(id):
                 raise RuntimeError(
                     f"two workers with the number {self.number} are alive. Give each worker a "
                     "number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does on "
@@ -345,7 +398,8 @@ class Crew:
         if self.size == 1:
             return True
         assert self._door is not None
-        self._links = Links(self._door, self.generation, self.rank, self.size, self.patience)
+        place = f"{PLACE}gen/{self.generation}/{self.inner.rank}"
+        self._links = Links(self._door, place, self.rank, self.size, self.patience)
         try:
             self.wait(self._links.done)
         except WorkerLost:

@@ -1,5 +1,7 @@
 """Start workers, pass on what they print, and start those again that die.
 
+A worker is one process, or several that train one model together: these live and die together.
+
     an end with 0           the worker is done
     an error                started again, `restarts` times within an hour; but before the workers
                             have met for the first time it ends them all: there is nothing to lose
@@ -68,7 +70,7 @@ class Worker:
     """One worker's number and its present process, if it has one."""
 
     number: int
-    process: subprocess.Popen[bytes] | None = None
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # all, or none
     began: float = 0.0
     due: float | None = 0.0  # when to start it; None: not any more
     code: int = 0
@@ -87,15 +89,17 @@ class Launcher:
         store: str,
         *,
         expected: int | None = None,
+        processes: int = 1,
         restarts: int = 3,
         environment: Mapping[str, str] | None = None,
         serving: bool = True,
     ) -> None:
         self.command = list(command)
         self.workers = [Worker(number) for number in numbers]
+        self.processes = processes
         self.restarts = restarts
         self.serving = serving
-        self.board: Board | None = Board(Line(store, 1.0), Pulse(STOPPED))
+        self.board: Board | None = Board(Line(store, 1.0), Pulse(STOPPED), processes)
         found = self.board.line.call(
             "compare_set", PLACE + "expected", "", str(expected or len(numbers))
         )
@@ -131,17 +135,17 @@ class Launcher:
         return next((worker.code for worker in self.workers if worker.code), 0)
 
     def _living(self) -> bool:
-        return any(w.process is not None or w.due is not None for w in self.workers)
+        return any(w.processes or w.due is not None for w in self.workers)
 
     def _turn(self) -> None:
         now = time.monotonic()
         for worker in self.workers:
-            if worker.process is None and worker.due is not None and worker.due <= now:
+            if not worker.processes and worker.due is not None and worker.due <= now:
                 self._start(worker)
         self._pass_on(0.05)
         for worker in self.workers:
-            if worker.process is not None and worker.process.poll() is not None:
-                self._ended(worker)
+            if (code := _code_of(worker)) is not None:
+                self._ended(worker, code)
         if self.board is not None and now - self._watched >= self.board.pulse.interval:
             self._watched = now
             self._kill_stopped()
@@ -150,29 +154,40 @@ class Launcher:
 
     def _start(self, worker: Worker) -> None:
         worker.began = time.monotonic()
-        worker.process = process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**self.environment, "MANYHANDS_WORKER": str(worker.number)},
-            start_new_session=True,  # Ctrl-C is for us; and its own children end with it
-            preexec_fn=_die_with_parent(),
-        )
-        for pipe, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            worker.open[pipe] = b""
-            self._pipes.register(pipe, selectors.EVENT_READ, (worker, to))
+        own = {"MANYHANDS_WORKER": str(worker.number)}
+        if self.processes > 1:
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            own |= {"WORLD_SIZE": str(self.processes)}
+        for part in range(self.processes):
+            if self.processes > 1:
+                here = self.workers.index(worker) * self.processes + part
+                own |= {"RANK": str(part), "LOCAL_RANK": str(here)}
+            process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**self.environment, **own},
+                start_new_session=True,  # Ctrl-C is for us; and its own children end with it
+                preexec_fn=_die_with_parent(),
+            )
+            worker.processes.append(process)
+            name = f"{worker.number}.{part}" if self.processes > 1 else f"{worker.number}"
+            for pipe, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                assert pipe is not None
+                os.set_blocking(pipe.fileno(), False)
+                worker.open[pipe] = b""
+                self._pipes.register(pipe, selectors.EVENT_READ, (worker, name, to))
 
-    def _ended(self, worker: Worker) -> None:
-        """A process is over: tell the crew, and say when the worker starts again."""
-        assert worker.process is not None
-        code, now = worker.process.returncode, time.monotonic()
-        self._signal(worker, signal.SIGKILL)  # what it left behind
+    def _ended(self, worker: Worker, code: int) -> None:
+        """A worker is over: tell the crew, and say when it starts again."""
+        now = time.monotonic()
+        self._signal(worker, signal.SIGKILL)  # its other processes, and what they left behind
+        for process in worker.processes:
+            process.wait()
         for pipe in list(worker.open):
             self._read(pipe, last=True)
-        worker.process = None
+        worker.processes = []
         self._report(worker.number, left=code == 0)
         roster = None if self.board is None else self.board.roster
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -206,42 +221,47 @@ class Launcher:
         _say(f"worker {worker.number} ended ({how}) and is started again.")
 
     def _signal(self, worker: Worker, number: int) -> None:
-        """To the worker's process and its children."""
-        assert worker.process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.process.pid, number)
+        """To the worker's processes and their children."""
+        for process in worker.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
 
     def _stop_all(self) -> None:
-        running = [worker for worker in self.workers if worker.process is not None]
+        running = [worker for worker in self.workers if worker.processes]
         for worker in running:
             self._signal(worker, signal.SIGTERM)
             self._signal(worker, signal.SIGCONT)  # one that is stopped hears nothing else
         until, asked = time.monotonic() + GRACE, self._asked
         while time.monotonic() < until and asked == self._asked:
-            if all(w.process is None or w.process.poll() is not None for w in running):
+            if all(p.poll() is not None for worker in running for p in worker.processes):
                 break
             self._pass_on(0.05)
         for worker in running:
             self._signal(worker, signal.SIGKILL)
         for worker in running:
-            assert worker.process is not None
-            worker.process.wait()
+            for process in worker.processes:
+                process.wait()
             for pipe in list(worker.open):
                 self._read(pipe, last=True)
 
     # -- the crew ------------------------------------------------------------------------------
 
     def _report(self, number: int, left: bool) -> None:
-        self._at_board(lambda board: board.report(number, left))
+        def all_parts(board: Board) -> None:
+            for part in range(self.processes):
+                board.report(number * self.processes + part, left)
+
+        self._at_board(all_parts)
 
     def _kill_stopped(self) -> None:
         self._at_board(Board.look)
         silent = set() if self.board is None else self.board.pulse.silent
-        numbers = {number_of(id) for id in silent}
+        numbers = {number_of(id) // self.processes for id in silent}
         for worker in self.workers:
-            if worker.number in numbers and worker.process is not None:
+            if worker.number in numbers and worker.processes:
                 _say(f"worker {worker.number} has not beaten for {STOPPED:g} s and is killed.")
-                worker.process.kill()
+                for process in worker.processes:
+                    process.kill()
 
     def _linger(self) -> None:
         """The store is needed for as long as other hosts' workers live."""
@@ -276,7 +296,7 @@ class Launcher:
 
     def _read(self, pipe: Any, last: bool = False) -> None:
         """Pass on the lines that a pipe holds, each behind the worker's number."""
-        worker, to = self._pipes.get_key(pipe).data
+        worker, name, to = self._pipes.get_key(pipe).data
         data = worker.open[pipe]
         while True:
             try:
@@ -292,7 +312,7 @@ class Launcher:
             lines, rest = [*lines, rest], b""
         worker.open[pipe] = rest
         if lines:
-            prefix = b"[%d] " % worker.number
+            prefix = f"[{name}] ".encode()
             to.buffer.write(b"".join(prefix + line + b"\n" for line in lines))
             to.flush()
         if last:
@@ -314,6 +334,23 @@ class Launcher:
             self._asked = abs(self._asked)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _code_of(worker: Worker) -> int | None:
+    """With what a worker has ended; None if it has not.
+
+    It ends when all of its processes are done, or when the first of them dies.
+    """
+    codes = [process.poll() for process in worker.processes]
+    failed = [code for code in codes if code]
+    if failed:
+        return min(failed)  # a signal, if there is one: others may have failed for want of it
+    return 0 if codes and None not in codes else None
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
 
 
 def _die_with_parent() -> Callable[[], None] | None:

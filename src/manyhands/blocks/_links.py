@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from manyhands.blocks._board import PLACE
 from manyhands.blocks._line import address, connect
 
 CONNECTING = 30.0  # seconds: if it takes longer, one that is alive has not come
@@ -51,14 +50,14 @@ Ends = tuple[Any, Any]  # of a socket: its own address and the other one
 class Links:
     """A group in the making, on a thread of its own, because it waits for all the others."""
 
-    def __init__(self, door: Door, generation: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, door: Door, place: str, rank: int, size: int, timeout: float) -> None:
         self.group: Any = None
         self.error: Exception | None = None
         self._ends: set[Ends] = set()
         self._given_up = False
         self._thread = threading.Thread(
             target=self._connect,
-            args=(door, f"{PLACE}gen/{generation}", rank, size, timeout),
+            args=(door, place, rank, size, timeout),
             name="manyhands links",
             daemon=True,
         )

@@ -4,10 +4,14 @@
     member        a worker's life among them: number 3 that came for the second time is "3.2"
     meeting       how many meetings the generation has kept; the one at hand has this index
     over          the generation meets no more: its members and the waiting form the next
+    closed        it ended with a meeting that was kept (and not with one that was undone)
     waiting       who has asked to be in the next generation
     left, dead    members that are done, and those that somebody has seen die
     missed        members that the others went on without, and how many meetings were kept by then:
                   such a worker may wake up, and must still learn what became of its last one
+    parts         processes of a worker. With more than one, a member is a process: part p of
+                  worker n has the number n * parts + p, and a worker takes part with all of its
+                  processes (which know each other by their `team`) or not at all
 
 Every change is made to the whole text at once, from the text that was read (compare and set): of
 two changes to the same text the first wins, and the other is thought over again. So all questions
@@ -19,16 +23,18 @@ Everything here is plain values: no store, no clock, no process group.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True)
 class Member:
-    """A worker in one of its lives, and how many meetings' results it holds (-1: nothing)."""
+    """A process in one of its lives, and how many meetings' results it holds (-1: nothing)."""
 
     id: str
     version: int
+    team: int = 0  # counts up: the same in all processes of a worker that were started together
 
     @property
     def number(self) -> int:
@@ -36,7 +42,7 @@ class Member:
 
 
 def number_of(id: str) -> int:
-    """The worker's own number, which it keeps when it comes again."""
+    """The process's own number, which it keeps when it comes again."""
     return int(id.partition(".")[0])
 
 
@@ -47,11 +53,13 @@ class Roster:
     generation: int = 0
     meeting: int = 0
     over: bool = True
+    closed: bool = False
     members: tuple[Member, ...] = ()
     waiting: tuple[Member, ...] = ()
     left: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
     missed: tuple[tuple[str, int, int], ...] = ()  # id, generation, meetings kept
+    parts: int = 1
 
     # -- as text -------------------------------------------------------------------------------
 
@@ -90,21 +98,44 @@ class Roster:
         """Whether the last members are gone, and some of them because they were done."""
         return bool(self.left) and self.gone >= set(self.ids)
 
+    def worker_of(self, id: str) -> int:
+        """The number of the worker whose process it is."""
+        return number_of(id) // self.parts
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The numbers of the members' workers, in rank order."""
+        return tuple(dict.fromkeys(self.worker_of(id) for id in self.ids))
+
+    @property
+    def _versions(self) -> list[int]:
+        """Of each worker, in rank order."""
+        versions = [member.version for member in self.members]
+        return [min(versions[i : i + self.parts]) for i in range(0, len(versions), self.parts)]
+
     @property
     def source(self) -> int:
         """The rank that brings the state: the lowest of those that hold the most."""
-        versions = [member.version for member in self.members]
-        return versions.index(max(versions))
+        return self._versions.index(max(self._versions))
 
     @property
     def newcomers(self) -> tuple[int, ...]:
         """The ranks that need the state. Where nobody holds anything: all but the source."""
-        best = self.members[self.source].version
+        best, source = max(self._versions), self.source
         return tuple(
             rank
-            for rank, member in enumerate(self.members)
-            if member.version < best or (best < 0 and rank != self.source)
+            for rank, version in enumerate(self._versions)
+            if version < best or (best < 0 and rank != source)
         )
+
+    def ends_with(self, generation: int, meeting: int) -> bool:
+        """Whether that meeting, which is settled, was its generation's last: the same for all.
+
+        (That a later one was undone meanwhile its members learn when they come to it.)
+        """
+        if self.generation != generation:
+            return True
+        return self.meeting <= meeting or (self.closed and self.meeting == meeting + 1)
 
     def settled(self, generation: int, meeting: int, id: str) -> bool | None:
         """Whether the members kept a meeting; None as long as that is open."""
@@ -124,7 +155,8 @@ class Roster:
         """All have arrived. With somebody to take in or to leave behind, it is the last one."""
         if self.generation != generation or self.over or self.meeting > meeting:
             return self
-        return replace(self, meeting=meeting + 1, over=bool(self.waiting or self.gone))
+        last = bool(self.present(set()) or self.gone)
+        return replace(self, meeting=meeting + 1, over=last, closed=last)
 
     def undo(self, generation: int, meeting: int) -> Roster:
         """Somebody did not arrive. The generation ends, because its connections are of no use."""
@@ -134,13 +166,13 @@ class Roster:
 
     # -- coming and going ----------------------------------------------------------------------
 
-    def knock(self, id: str, version: int) -> Roster:
+    def knock(self, id: str, version: int, team: int = 0) -> Roster:
         """Ask to be in the next generation; a member of the present one ends it thereby."""
         others = tuple(member for member in self.waiting if member.id != id)
         return replace(
             self,
             over=self.over or id in self.ids,
-            waiting=(*others, Member(id, version)),
+            waiting=(*others, Member(id, version, team)),
             missed=tuple(m for m in self.missed if number_of(m[0]) != number_of(id)),
         )
 
@@ -163,20 +195,24 @@ class Roster:
     # -- the next generation -------------------------------------------------------------------
 
     def present(self, silent: Set[str]) -> list[Member]:
-        """Who waits and is not known to be lost, by number."""
-        found = (member for member in self.waiting if member.id not in silent)
+        """Who waits and is not known to be lost, by number, if its worker is there as a whole."""
+        found = [member for member in self.waiting if member.id not in silent]
+        if self.parts > 1:
+            here = Counter((self.worker_of(member.id), member.team) for member in found)
+            found = [m for m in found if here[self.worker_of(m.id), m.team] == self.parts]
         return sorted(found, key=lambda member: member.number)
 
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
-        """The members that have not come, though nobody takes them for lost."""
-        excused = {*self.gone, *silent, *(member.id for member in self.waiting)}
-        return tuple(id for id in self.ids if id not in excused)
+        """The members that have not come, though nobody takes their worker for lost."""
+        lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
+        here = {member.id for member in self.waiting}
+        return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
 
     def complete(self, silent: Set[str], expected: int, late: bool = False) -> bool:
         """Whether the next generation can begin.
 
         It waits for all living members. Where none is left, this is a start: it waits until as
-        many as `expected` have come, or until it is `late`.
+        many workers as `expected` have come, or until it is `late`.
         """
         here = self.present(silent)
         if not here or len({member.number for member in here}) < len(here):
@@ -184,7 +220,7 @@ class Roster:
         if self.absent(silent):
             return False
         start = not any(member.id in self.ids for member in here)
-        return not start or late or len(here) >= expected
+        return not start or late or len(here) >= expected * self.parts
 
     def next(self, silent: Set[str]) -> Roster:
         """The next generation, in the order of the workers' numbers."""
@@ -195,5 +231,7 @@ class Roster:
             generation=self.generation + 1,
             over=False,
             members=members,
+            waiting=tuple(m for m in self.waiting if m.id not in ids and m.id not in silent),
             missed=(*self.missed, *(m for m in asleep if m[0] not in ids | self.gone)),
+            parts=self.parts,
         )

@@ -49,6 +49,14 @@ def run(
     patience: Annotated[
         float, typer.Option(help="Seconds that a slow worker is waited for.")
     ] = 600.0,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes of each worker, which train one model together (DDP, FSDP): they get "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of their own group.",
+        ),
+    ] = 1,
     restarts: Annotated[
         int,
         typer.Option(min=0, help="Times in an hour that a worker with an error starts again."),
@@ -80,6 +88,7 @@ def run(
             here,
             store,
             expected=expected,
+            processes=processes,
             restarts=restarts,
             environment={"MANYHANDS_STALL": f"{stall:g}", "MANYHANDS_PATIENCE": f"{patience:g}"},
             serving=numbers is None or listen is not None,

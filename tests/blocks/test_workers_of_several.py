@@ -1,0 +1,242 @@
+"""Crews whose workers are several processes each, as under DDP: they live and die together.
+
+A worker goes down a slope of 1, which its two processes see as the mean of 0.5 and 1.5: after n
+steps all parameters are -n, or work is lost.
+"""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import manyhands as mh
+from crew_workers import Log, Store, Team, fork
+from manyhands.blocks._crew import Crew
+from manyhands.blocks._roster import Roster
+from test_coming_and_going import tell
+from test_run_command import Command
+
+NOBODY: frozenset[str] = frozenset()
+PARTS = 2
+
+
+# -- the roster ------------------------------------------------------------------------------------
+
+
+def waiting(*members, roster=None):
+    """A roster at whose door these are: (number of the process, version, team)."""
+    roster = roster or Roster(parts=PARTS)
+    for number, version, team in members:
+        roster = roster.knock(f"{number}.1", version, team)
+    return roster
+
+
+def test_a_worker_is_there_when_all_of_its_processes_are():
+    roster = waiting((0, -1, 7), (1, -1, 7), (3, -1, 9))
+    assert not roster.complete(NOBODY, 2)
+    assert roster.complete(NOBODY, 2, late=True)
+    first = roster.next(NOBODY)
+    assert first.workers == (0,) and [m.id for m in first.waiting] == ["3.1"]
+    assert not first.keep(1, 0).over  # nobody can be taken in yet
+    assert first.knock("2.1", -1, 9).keep(1, 0).over
+
+
+def test_processes_of_two_lives_are_not_one_worker():
+    roster = waiting((0, 4, 7), (1, 4, 7), (2, 4, 8), (3, -1, 9))
+    assert roster.next(NOBODY).workers == (0,)
+
+
+def test_the_source_and_the_newcomers_are_workers():
+    roster = waiting((0, -1, 1), (1, -1, 1), (2, 5, 2), (3, 5, 2), (4, 5, 3), (5, 5, 3))
+    roster = roster.next(NOBODY)
+    assert (roster.workers, roster.source, roster.newcomers) == ((0, 1, 2), 1, (0,))
+
+
+def test_nobody_waits_for_the_rest_of_a_broken_worker():
+    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NOBODY)
+    roster = roster.without("3.1").undo(1, 0)
+    roster = waiting((0, 0, 1), (1, 0, 1), roster=roster)
+    assert roster.complete(NOBODY, 2) and roster.next(NOBODY).workers == (0,)
+    roster = waiting((0, 0, 1), (1, 0, 1), roster=roster.without("2.1"))
+    assert roster.complete(frozenset({"2.1"}), 2)
+
+
+def test_that_a_later_meeting_is_undone_is_not_yet_told_to_who_settles_this_one():
+    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NOBODY)
+    kept = roster.keep(1, 0)
+    assert not kept.ends_with(1, 0) and not kept.undo(1, 1).ends_with(1, 0)
+    assert kept.undo(1, 1).ends_with(1, 1)
+    assert roster.without("3.1").keep(1, 0).ends_with(1, 0)
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+class TeamOfPairs(Team):
+    """Each worker is two forked processes; they are known by their own numbers."""
+
+    parts = PARTS
+
+    def start(self, workers, steps, options):
+        for worker in workers:
+            for part in range(PARTS):
+                number = PARTS * worker + part
+                life = self.lives[number] = self.lives.get(number, 0) + 1
+                file = str(self.folder / f"inner{worker}.{life}")
+                log_file = self.folder / f"{number}.{life}.jsonl"
+
+                def live(worker=worker, part=part, file=file, log_file=log_file):
+                    store = dist.FileStore(file, PARTS)
+                    dist.init_process_group("gloo", store=store, rank=part, world_size=PARTS)
+                    crew = Crew(
+                        self.store.address,
+                        number=worker,
+                        inner_group=dist.group.WORLD,
+                        **self.options,
+                    )
+                    train(crew, Log(log_file), steps, part, dict(options))
+
+                self.pids[number] = fork(live, self.folder / f"{number}.errors")
+
+    def met(self, number, meetings):
+        self.until(lambda: len(self.events(number, "met")) >= meetings)
+
+    def restart(self, worker, steps, options, report):
+        """As a launcher does when one of its processes has died."""
+        for part in range(PARTS):
+            number = PARTS * worker + part
+            if number in self.pids:
+                self.kill(number, report)
+            elif report:
+                self.board.report(number)
+        self.start([worker], steps, options)
+
+
+def train(crew, log, steps, part, options):
+    model = nn.Linear(100, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    sharded = options.pop("sharded", False)
+    inside = mh.FSDP(model) if sharded else DistributedDataParallel(model)
+    inner = {} if sharded else {"inner_group": dist.group.WORLD}
+    inner_optimizer = SGD(inside.parameters(), lr=1.0)
+    optimizer = mh.DiLoCo(inner_optimizer, lr=1.0, momentum=0.0, crew=crew, **inner, **options)
+    log("in", steps=optimizer.steps, members=crew.members)
+    met = optimizer.meetings
+    while optimizer.steps < steps:
+        optimizer.zero_grad()
+        inside(torch.full((1, 100), 0.5 + part)).sum().backward()
+        optimizer.step()
+        if optimizer.meetings != met:
+            met = optimizer.meetings
+            tell(log, "met", optimizer)
+        time.sleep(0.005)
+    optimizer.finish()
+    weight = inside.state_dict()["weight"] if sharded else model.weight
+    tell(log, "done", optimizer, values=weight.unique().tolist())
+
+
+@pytest.fixture
+def store():
+    with Store() as store:
+        yield store
+
+
+def check(team, workers, steps):
+    """Processes with the same place had the same state after each meeting; nothing is lost."""
+    for part in range(PARTS):
+        states = {}
+        for worker in range(workers):
+            for e in team.events(PARTS * worker + part, "met"):
+                assert states.setdefault(e["meetings"], e["state"]) == e["state"]
+    for number in range(PARTS * workers):
+        assert team.events(number, "done")[-1]["values"] == [-float(steps)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every": 5}, {"every": 6, "overlap": 2, "fragments": 2}, {"every": 5, "sharded": True}],
+)
+def test_pairs_train_and_end_as_one(store, tmp_path, options):
+    with TeamOfPairs(store, tmp_path, expected=2) as team:
+        team.start(range(2), 30, options)
+        team.finish()
+        check(team, 2, 30)
+        assert team.events(0, "in")[0]["members"] == [0, 1]
+
+
+def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path):
+    with TeamOfPairs(store, tmp_path, expected=3, stall=0.6) as team:
+        team.start(range(3), 150, {"every": 5})
+        team.met(0, 3)
+        team.kill(3)  # nobody says so: of worker 1 the second process
+        died = time.monotonic()
+        team.until(lambda: 2 in team.ended())  # its other process cannot go on, and says so
+        said = team.errors(2)
+        assert "another process of worker 1 is lost" in said or "Connection" in said, said
+        team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
+        assert team.events(0, "met")[-1]["time"] - died < 0.6 + 3
+        team.start([1], 150, {"every": 5})
+        team.finish()
+        check(team, 3, 150)
+        assert team.events(0, "done")[-1]["workers"] == 3
+
+
+def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
+    with TeamOfPairs(store, tmp_path, expected=3, stall=1.0) as team:
+        dice = random.Random(5)
+        options = {"every": 6, "codec": "int8"}
+        team.start(range(3), 200, options)
+        team.met(0, 1)
+        for _ in range(4):
+            time.sleep(0.1 + 0.3 * dice.random())
+            victim = dice.randrange(PARTS * 3)
+            if team.ended() or victim not in team.pids:
+                break
+            os.kill(team.pids[victim], signal.SIGKILL)
+            time.sleep(0.2 * dice.random())
+            team.restart(victim // PARTS, 200, options, report=dice.random() < 0.7)
+        team.finish()
+        states = {}
+        for number in range(PARTS * 3):
+            for e in team.events(number, "met"):
+                place = (number % PARTS, e["meetings"])
+                assert states.setdefault(place, e["state"]) == e["state"]
+        done = [team.events(number, "done")[-1] for number in range(PARTS * 3)]
+        assert len({str(e["values"]) for e in done}) == 1
+
+
+def test_a_worker_of_another_size_is_an_error(store, tmp_path):
+    message = r"2 process.* each, and this one has 1"
+    with TeamOfPairs(store, tmp_path, expected=2), pytest.raises(ValueError, match=message):
+        Crew(store.address, number=7).join()
+
+
+def test_the_command_starts_all_processes_of_a_worker_again(tmp_path):
+    script = """
+        import os, signal, time
+        name = os.environ["MANYHANDS_WORKER"] + "." + os.environ["RANK"]
+        print(*(os.environ[v] for v in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")))
+        with open(name, "a") as file:
+            file.write("x")
+        if name == "1.0" and os.path.getsize(name) == 1:
+            while not os.path.exists("1.1"):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not (os.path.exists("1.1") and os.path.getsize("1.1") == 2):
+            time.sleep(0.01)
+    """
+    with Command(tmp_path, script, "--workers", "2", "--processes", "2") as command:
+        assert command.wait() == 0
+    assert command.err.read_text().count("worker 1 ended (SIGKILL) and is started again.") == 1
+    assert [(tmp_path / name).read_text() for name in ("0.0", "0.1", "1.0", "1.1")] == [
+        "x", "x", "xx", "xx"
+    ]  # fmt: skip
+    lines = command.out.read_text().splitlines()
+    assert {"[0.0] 0 2 0 127.0.0.1", "[0.1] 1 2 1 127.0.0.1", "[1.1] 1 2 3 127.0.0.1"} <= set(lines)
