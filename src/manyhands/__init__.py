@@ -8,6 +8,7 @@ from manyhands.blocks._crew import Crew
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._presets import BMUF, DiLoCo, LocalSGD, SlowMo
 from manyhands.blocks._schedule import ByDrift, Seconds
+from manyhands.blocks._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import plan
 from manyhands.record import Record, Run, read_record
@@ -56,6 +57,7 @@ __all__ = [
     "ShardedGradScaler",
     "SlowMo",
     "SqrtScale",
+    "TorchftCrew",
     "auto_wrap",
     "auto_wrap_bn",
     "config_auto_wrap_policy",

@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from manyhands.blocks._board import Board
 from manyhands.blocks._crew import Crew, WorkerLost
-from manyhands.blocks._launch import serve
-from manyhands.blocks._line import Line
+from manyhands.blocks._line import Line, serve
 from manyhands.blocks._pulse import Pulse
 
 

@@ -29,10 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import IO, Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks._board import PLACE, Board
 from manyhands.blocks._line import Line, StoreLost
@@ -46,23 +43,6 @@ SHORT = 10.0  # seconds: a life so short is followed by a pause, at most PAUSE
 PAUSE = 30.0
 LINE = 1 << 20  # bytes: a longer line is passed on in parts
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
-
-
-def serve(host: str, port: int = 0) -> tuple[Any, str]:
-    """Host a store at this address and no other; port 0 is a free one. Gives it and its name."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family, backlog=1024)
-    port = listening.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=30),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
-    return store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass

@@ -13,6 +13,7 @@ thread counts this worker's beat up, whatever the rest of the process does.
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -137,3 +138,20 @@ def connect(store: str) -> Any:
         return TCPStore(host, port, None, False, limit, wait_for_workers=False)
     except dist.DistError as error:
         raise OSError(f"nobody answers there ({error})") from error
+
+
+def serve(host: str, port: int = 0) -> tuple[Any, str]:
+    """Host a store at this address and no other; port 0 is a free one. Gives it and its name."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=1024)
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=30),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return store, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

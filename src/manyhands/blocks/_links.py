@@ -88,7 +88,7 @@ class Links:
             if os.environ.get("GLOO_SOCKET_IFNAME"):
                 options._devices = [gloo.create_default_device()]
             else:
-                options._devices = [gloo.create_device(hostname=_own_address(door.store))]
+                options._devices = [gloo.create_device(hostname=own_address(door.store))]
             doors = [port for port in _listening() if port not in before]
             place.set(f"door/{rank}", str(doors[0] if len(doors) == 1 else 0))
             group = gloo(place, rank, size, options)
@@ -103,7 +103,7 @@ class Links:
             self.error = error
 
 
-def _own_address(store: str) -> str:
+def own_address(store: str) -> str:
     """The address of this host that the store's is reached from."""
     host, port = address(store)
     family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from manyhands.blocks import _launch
-from manyhands.blocks._line import StoreLost, address
+from manyhands.blocks._line import StoreLost, address, serve
 
 # What follows the script is the script's.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -82,7 +82,7 @@ def run(
     try:
         if store is None:
             host, port = ("127.0.0.1", 0) if listen is None else address(listen)
-            _served, store = _launch.serve(host, port)  # for as long as this variable lives
+            _served, store = serve(host, port)  # for as long as this variable lives
         launcher = _launch.Launcher(
             [sys.executable, *(["-m", module] if module else []), *arguments],
             here,

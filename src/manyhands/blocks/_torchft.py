@@ -1,0 +1,254 @@
+"""A crew whose members torchft's lighthouse keeps, in place of a store and a roster.
+
+The lighthouse answers a *round*: it waits for all who are alive, drops who is not, and gives all of
+them the same list, with what each has said. That is enough for both questions of a crew:
+
+    form      who is in the next generation?       all who are in a round in which all ask this
+    settle    is the meeting kept?                 if every member of the generation is in the
+                                                   round, for this meeting, and says `arrived`
+
+so that there is one decision for all, as in `_crew.py`. Who was away when it was taken meets nobody
+of its own meeting in its next round, takes that for undone, and is brought the state of the others.
+
+What the lighthouse does not tell is who has fallen silent while an exchange waits for it: a death
+breaks the connections, but a stopped worker is waited for, for `patience` seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from manyhands._comm import Workers
+from manyhands.blocks._crew import QUICK, SLOW, WorkerLost
+from manyhands.blocks._line import serve
+from manyhands.blocks._links import Door, Links, own_address
+from manyhands.blocks._roster import Member, Roster
+
+CONNECTING = timedelta(seconds=30)
+FORM, SETTLE = "form", "settle"
+
+
+class LighthouseLost(RuntimeError):
+    """torchft's lighthouse does not answer any more."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a worker says in a round."""
+
+    number: int
+    kind: str
+    generation: str  # that it was in last
+    meeting: int
+    arrived: bool
+    version: int
+    store: str  # which it serves
+    name: str  # of the generation, if this worker is the first of it
+
+
+class TorchftCrew:
+    """The workers of a run, as torchft's lighthouse knows them. A `Crew` in all that it does.
+
+    Start a lighthouse (`torchft_lighthouse --min_replicas 2`), and the workers, each with a
+    number of its own, by whatever starts them again when they die. `lighthouse` is the address
+    that it prints, `number` this worker's own number. What is left out comes from the
+    environment: TORCHFT_LIGHTHOUSE and MANYHANDS_WORKER.
+
+    A worker that is killed is missed after the lighthouse's `--heartbeat_timeout_ms`. One that is
+    stopped while others wait for it is given up after `patience` seconds.
+    """
+
+    inner = Workers()  # a worker is one process
+
+    def __init__(
+        self,
+        lighthouse: str | None = None,
+        *,
+        number: int | None = None,
+        patience: float = 60.0,
+    ) -> None:
+        self.lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+        own = os.environ.get("MANYHANDS_WORKER", "") if number is None else str(number)
+        if not self.lighthouse:
+            raise ValueError(
+                "a TorchftCrew needs the address of torchft's lighthouse, and got none. Set "
+                "TORCHFT_LIGHTHOUSE, or give it: TorchftCrew('http://10.0.0.1:29510')."
+            )
+        if not own.isdigit():
+            raise ValueError(
+                f"a worker of a crew needs a number that no other worker has, got {own!r}. Set "
+                "MANYHANDS_WORKER, or give number=."
+            )
+        if not patience > 0:
+            raise ValueError(f"patience must be positive, got {patience}.")
+        self.number, self.patience = int(own), patience
+        self.generation = 0
+        self.members: tuple[int, ...] = ()
+        self.rank = 0
+        self.source = 0
+        self.newcomers: tuple[int, ...] = ()
+        self.regroup_due = False
+        self._id = f"{self.number}:{uuid.uuid4()}"
+        self._name = ""  # of the generation
+        self._meeting = 0
+        self._version = -1
+        self._links: Links | None = None
+        self._client: Any = None
+        self._over = threading.Event()
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def group(self) -> Any:
+        """The members' gloo group; None where there is nobody else."""
+        return None if self._links is None else self._links.group
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def join(self, version: int = -1) -> None:
+        """Come in: returns when this worker is in a generation."""
+        if self._client is not None:
+            raise RuntimeError("this worker has joined already. Call regroup() to meet anew.")
+        self._client = _client(self.lighthouse)
+        where = self.lighthouse.removeprefix("http://").removeprefix("https://").rstrip("/")
+        self._served, self._store = serve(own_address(where))
+        threading.Thread(target=self._beat, name="manyhands beat", daemon=True).start()
+        self._enter(version)
+
+    def regroup(self, version: int) -> None:
+        """Form the next generation with all that live."""
+        self._enter(version)
+
+    def leave(self) -> None:
+        """This worker is done. The others miss it when its heartbeat has timed out."""
+        self._over.set()
+        self._drop()
+        self.members = ()
+
+    def abort(self) -> None:
+        """Make every message that waits in the group fail, here and on the other members."""
+        if self._links is not None:
+            self._links.give_up()
+
+    # -- a meeting -----------------------------------------------------------------------------
+
+    def wait(self, done: Callable[[float], bool]) -> None:
+        """Call `done(seconds)` until it says that all is done; WorkerLost after `patience`."""
+        began, pause = time.monotonic(), QUICK
+        while not done(pause):
+            if time.monotonic() - began > self.patience:
+                raise WorkerLost(f"a worker has not come for {self.patience:g} s.")
+            pause = min(1.5 * pause, SLOW)
+
+    def settle(self, arrived: bool) -> bool:
+        """Whether this meeting is kept: if every member says `arrived`. The same answer for all."""
+        told = self._round(SETTLE, arrived)
+        here = (self._name, self._meeting)
+        same = [t for t in told if t.kind == SETTLE and (t.generation, t.meeting) == here]
+        kept = len(same) == self.size and all(t.arrived for t in same)
+        self._meeting += 1
+        self.regroup_due = not kept or len(told) > self.size
+        return kept
+
+    # -- from one generation to the next -------------------------------------------------------
+
+    def _enter(self, version: int) -> None:
+        self._version = version
+        while True:
+            self._drop()
+            told = self._round(FORM)
+            if any(t.kind != FORM for t in told):
+                continue  # they settle something first, and have seen that we wait
+            self._take_place(told)
+            connected = self._connect(told[0].store)
+            if self.settle(connected):
+                return
+
+    def _take_place(self, told: list[Told]) -> None:
+        numbers = [t.number for t in told]
+        if len(set(numbers)) < len(numbers):
+            raise RuntimeError(
+                f"two workers have the same number: {numbers}. Give each worker a number "
+                "(MANYHANDS_WORKER) of its own."
+            )
+        roster = Roster(members=tuple(Member(f"{t.number}.1", t.version) for t in told))
+        self.members, self.rank = tuple(numbers), numbers.index(self.number)
+        self.source, self.newcomers = roster.source, roster.newcomers
+        self.generation, self._name, self._meeting = self.generation + 1, told[0].name, 0
+
+    def _connect(self, store: str) -> bool:
+        if self.size == 1:
+            return True
+        place = f"manyhands/{self._name}"
+        self._links = Links(Door(store), place, self.rank, self.size, self.patience)
+        try:
+            self.wait(self._links.done)
+        except WorkerLost:
+            self.abort()
+        return self._links.group is not None
+
+    def _drop(self) -> None:
+        self.abort()
+        self._links = None
+
+    # -- the lighthouse ------------------------------------------------------------------------
+
+    def _round(self, kind: str, arrived: bool = False) -> list[Told]:
+        """What all who are alive say now, by their numbers; the same for all of them."""
+        mine = Told(
+            self.number,
+            kind,
+            self._name,
+            self._meeting,
+            arrived,
+            self._version,
+            self._store,
+            uuid.uuid4().hex,
+        )
+        try:
+            quorum = self._client.quorum(
+                replica_id=self._id,
+                timeout=timedelta(seconds=2 * self.patience),
+                address="",
+                store_address=self._store,
+                step=max(self._version, 0),
+                world_size=1,
+                shrink_only=False,
+                data=vars(mine),
+            )
+        except Exception as error:  # of many kinds
+            raise LighthouseLost(
+                f"torchft's lighthouse at {self.lighthouse} has not answered for "
+                f"{2 * self.patience:g} s ({error}). Without it workers cannot agree on who takes "
+                "part: start it and all workers again, from a checkpoint."
+            ) from error
+        return sorted((Told(**p.data) for p in quorum.participants), key=lambda t: t.number)
+
+    def _beat(self) -> None:
+        """Tell the lighthouse that this worker lives."""
+        client = _client(self.lighthouse)
+        while not self._over.wait(0.1):
+            try:
+                client.heartbeat(self._id)
+            except Exception:
+                time.sleep(1.0)  # the next round says that the lighthouse is lost
+
+
+def _client(lighthouse: str) -> Any:
+    try:
+        from torchft.coordination import LighthouseClient
+    except ImportError as error:
+        raise ImportError(
+            "a TorchftCrew needs torchft, which is not installed: pip install torchft. `Crew` "
+            "needs nothing else."
+        ) from error
+    return LighthouseClient(lighthouse, CONNECTING)

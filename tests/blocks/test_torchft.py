@@ -1,0 +1,194 @@
+"""Blocks among workers that torchft's lighthouse keeps: one decision for all, and one state."""
+
+import importlib.util
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import SGD
+
+import manyhands as mh
+from crew_workers import Log, fork
+from manyhands.blocks import _meeting
+from test_coming_and_going import BlockTeam, train
+
+needs_torchft = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason="torchft is not installed"
+)
+BEAT = 1.0  # seconds without a heartbeat, until the lighthouse takes a worker for dead
+
+
+class Lighthouse:
+    """In a process of its own."""
+
+    def __init__(self, least):
+        self.least = least
+
+    def __enter__(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchft's own
+            import torchft.coordination  # noqa: F401 - the forks have it
+        SGD([torch.nn.Parameter(torch.ones(1))])  # and what this imports
+        read, write = os.pipe()
+
+        def host():
+            from torchft.coordination import LighthouseServer
+
+            server = LighthouseServer(
+                bind="127.0.0.1:0",
+                min_replicas=self.least,
+                join_timeout_ms=10_000,
+                quorum_tick_ms=20,
+                heartbeat_timeout_ms=int(1000 * BEAT),
+            )
+            port = server.address().rpartition(":")[2]
+            os.write(write, f"http://127.0.0.1:{port}".encode())
+            time.sleep(1000)
+
+        self.pid = fork(host, Path(os.devnull))
+        os.close(write)
+        self.address = os.read(read, 100).decode()
+        os.close(read)
+        return self
+
+    def __exit__(self, *_):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+class TorchftTeam(BlockTeam):
+    """The workers of the tests of `Crew`, in the other crew."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for number in list(self.pids):
+            self.kill(number)
+
+    def start(self, numbers, steps, options=None, pause=0.005):
+        for number in numbers:
+            life = self.lives[number] = self.lives.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{life}.jsonl"
+
+            def live(number=number, log_file=log_file):
+                crew = mh.TorchftCrew(
+                    self.store.address, number=number, patience=self.options["patience"]
+                )
+                train(crew, Log(log_file), steps, options or {}, pause, mh.LocalSGD)
+
+            self.pids[number] = fork(live, self.folder / f"{number}.errors")
+
+    def start_with_0(self, steps, options):
+        """Three workers that begin with the first one's parameters, which are 0."""
+        self.start([0, 1], steps, options)
+        self.met(0, 1)
+        self.start([2], steps, options)
+        self.met(2, 1)
+
+    def story(self):
+        return "\n".join(f"{n}: {self.events(n)[-3:]}\n{self.errors(n)}" for n in self.pids)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(_meeting, "SMALLEST", 1 << 16)
+
+
+@pytest.fixture
+def lighthouse():
+    with Lighthouse(2) as lighthouse:
+        yield lighthouse
+
+
+@needs_torchft
+def test_workers_train_and_one_comes_late(lighthouse, tmp_path):
+    with TorchftTeam(lighthouse, tmp_path, expected=2) as team:
+        team.start([0, 1], 200, {"every": 5})
+        team.met(0, 2)
+        team.start([2], 200, {"every": 5})
+        team.finish()
+        team.one_state_at_each_meeting()
+        done = [team.events(number, "done")[-1] for number in range(3)]
+        assert {(e["value"], e["workers"]) for e in done} == {(-200.0, 3)}
+        assert team.events(2, "in")[-1]["steps"] >= 10
+
+
+@needs_torchft
+def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse, tmp_path):
+    with TorchftTeam(lighthouse, tmp_path, expected=3) as team:
+        team.start_with_0(400, {"every": 5, "codec": "int8"})
+        team.met(0, 5)
+        team.kill(1)
+        died = time.monotonic()
+        team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
+        assert time.monotonic() - died < BEAT + 2
+        team.start([1], 400, {"every": 5, "codec": "int8"})
+        team.finish()
+        team.one_state_at_each_meeting()
+        done = [team.events(number, "done")[-1] for number in range(3)]
+        assert len({e["state"] for e in done}) == 1 and {e["workers"] for e in done} == {3}
+        values = torch.tensor([e["value"] for e in done])
+        torch.testing.assert_close(values, torch.full((3,), -400.0), rtol=0, atol=0.5)
+
+
+@needs_torchft
+def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, tmp_path):
+    with TorchftTeam(lighthouse, tmp_path, expected=3, patience=2.0) as team:
+        team.start_with_0(600, {"every": 5})
+        team.met(1, 4)
+        team.stop(1)
+        stopped = time.monotonic()
+        team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
+        assert time.monotonic() - stopped < 2.0 + BEAT + 2
+        team.wake(1)
+        team.until(lambda: team.events(1, "met")[-1]["time"] > stopped + 2.0)
+        team.finish()
+        team.one_state_at_each_meeting()
+        done = [team.events(number, "done")[-1] for number in range(3)]
+        assert {(e["value"], e["workers"]) for e in done} == {(-600.0, 3)}
+
+
+@needs_torchft
+def test_two_workers_with_one_number_are_an_error(lighthouse, tmp_path):
+    with TorchftTeam(lighthouse, tmp_path, expected=2) as team:
+        team.start([0], 10)
+        first = team.pids.pop(0)
+        team.start([0], 10)
+        team.pids[99], team.lives[99] = first, 0
+        ended = {}
+        team.until(lambda: ended.update(team.ended()) or set(ended) == {0, 99})
+        assert "two workers have the same number: [0, 0]" in team.errors(0)
+
+
+@needs_torchft
+def test_a_lost_lighthouse_is_an_error(lighthouse, tmp_path):
+    with TorchftTeam(lighthouse, tmp_path, expected=2, patience=1.0) as team:
+        team.start([0, 1], 10_000, {"every": 5})
+        team.met(0, 2)
+        os.kill(lighthouse.pid, signal.SIGSTOP)
+        ended = {}
+        team.until(lambda: ended.update(team.ended()) or set(ended) == {0, 1})
+        assert set(ended.values()) == {1}
+        assert "lighthouse at http" in team.errors(0) and "from a checkpoint" in team.errors(0)
+
+
+def test_mistakes(monkeypatch):
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    monkeypatch.delenv("MANYHANDS_WORKER", raising=False)
+    with pytest.raises(ValueError, match="address of torchft's lighthouse"):
+        mh.TorchftCrew(number=0)
+    with pytest.raises(ValueError, match="number that no other worker has"):
+        mh.TorchftCrew("http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="patience must be positive"):
+        mh.TorchftCrew("http://127.0.0.1:1", number=0, patience=0.0)
+
+
+def test_where_torchft_is_missing_the_error_says_so(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchft.coordination", None)
+    with pytest.raises(ImportError, match="pip install torchft"):
+        mh.TorchftCrew("http://127.0.0.1:1", number=0).join()
