@@ -897,3 +897,56 @@ def test_frozen_parameters_are_the_first_workers_too():
         return param.tolist()
 
     assert run_ranks(2, blocks) == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_parameter_that_is_frozen_meets_once_more_and_rests(overlap):
+    def blocks():
+        fixed, moving = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+        inner = SGD([moving, fixed], lr=1.0)
+        optimizer = mh.DiLoCo(inner, every=2, lr=1.0, momentum=0.5, overlap=overlap)
+        seen = []
+        for step in range(12):
+            if step == 5:
+                fixed.requires_grad_(False)
+            for param in (fixed, moving):
+                one = torch.full_like(param, 1.0 + dist.get_rank())
+                param.grad = one if param.requires_grad else None
+            optimizer.step()
+            seen.append(fixed.detach().clone())
+        return torch.stack(seen), moving.detach()
+
+    (first, moved), (second, _) = run_ranks(2, blocks)
+    assert torch.equal(first[5 + overlap :], second[5 + overlap :])
+    assert (first[6 + overlap :] == first[5 + overlap]).all()
+    assert (moved < first[-1, :2]).all()
+
+
+def test_a_parameter_that_only_one_worker_freezes_is_an_error_on_all():
+    def blocks():
+        params = parameters()
+        optimizer = mh.LocalSGD(SGD(params, lr=LR), every=2)
+        params[0].requires_grad_(dist.get_rank() == 0)
+        for param in params:
+            param.grad = torch.ones_like(param) if param.requires_grad else None
+        optimizer.step()
+        optimizer.step()
+
+    raises_on_ranks(2, ValueError, blocks, match="other parameters frozen")
+
+
+def test_parameters_in_another_order_of_memory_are_errors():
+    def conv(channels_last):
+        model = nn.Conv2d(3, 4, 3)
+        return model.to(memory_format=torch.channels_last) if channels_last else model
+
+    def other_worker():
+        mh.LocalSGD(SGD(conv(dist.get_rank() == 1).parameters(), lr=0.1))
+
+    raises_on_ranks(2, ValueError, other_worker, match="order of parameters in memory")
+
+    def other_run():
+        saved = mh.LocalSGD(SGD(conv(True).parameters(), lr=0.1)).state_dict()
+        mh.LocalSGD(SGD(conv(False).parameters(), lr=0.1)).load_state_dict(saved)
+
+    raises_on_ranks(2, ValueError, other_run, match="lay in memory in another order")

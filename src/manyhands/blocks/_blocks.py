@@ -27,7 +27,6 @@ from manyhands.blocks._checks import (
     check_outer,
     check_shared_memory,
     checked_optimizer,
-    fingerprint,
 )
 from manyhands.blocks._codec import codec_of
 from manyhands.blocks._extras import Buffers, rows_of, trained
@@ -151,7 +150,7 @@ class Blocks(AroundOptimizer):
             state=state,
             buffers=None if buffers == "keep" else Buffers(optimizer, model),
             first_buffers_only=buffers == "broadcast",
-            fingerprint=fingerprint(self._options),
+            options=self._options,
         )
         self._shared_memory = shared_memory
         self._begin()
@@ -351,7 +350,7 @@ class Blocks(AroundOptimizer):
                 "with an inner_group each worker has a share of the common point only. Call "
                 "optimizer.meet() on every worker: the parameters are the common point then."
             )
-        params = [param for segment in sync.point.segments for param in segment.params]
+        params = sync.point.params
         with torch.no_grad():
             kept = [param.detach().clone() for param in params]
             sync.point.go_back()

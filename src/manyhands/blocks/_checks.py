@@ -120,6 +120,7 @@ def check_agreement(
         "number of elements in buffers": float(sum(buffer.numel() for buffer in buffers)),
         "number of elements held by each": float(sum(local(p).numel() for p in params)),
         "shards (process_group= must be of those who hold the same)": _shards(params),
+        "order of parameters in memory (channels_last, ...)": memory_order(params),
         "size of inner_group": float(inner.size),
         "place in inner_group (process_group= must be of those with the same)": float(inner.rank),
     }
@@ -131,6 +132,12 @@ def check_agreement(
             raise
         listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told[:8]))
         raise ValueError(f"workers were given different options:\n{listed}") from error
+
+
+def memory_order(params: Sequence[Tensor]) -> float:
+    """A number for how they lie in memory, which is the order in which they are averaged."""
+    parts = [local(param) for param in params]
+    return fingerprint([(i, p.stride()) for i, p in enumerate(parts) if not p.is_contiguous()])
 
 
 def _shards(params: Sequence[Tensor]) -> float:

@@ -129,7 +129,8 @@ def _check(notes: Sequence[Note]) -> None:
         differ = [r for r, note in enumerate(notes) if note.options != notes[0].options]
         raise Disagreement(
             f"ranks {differ[:8]} met rank 0 with other options (the interval, the codec, the outer "
-            "step, ...). Build the same optimizer on every worker, and change it on all at once."
+            "step, ...), or with other parameters frozen. Build the same optimizer on every "
+            "worker, and change it on all at once."
         )
     if len({note.more for note in notes if note.more > 0}) > 1:
         raise Disagreement(

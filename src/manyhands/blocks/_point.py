@@ -212,6 +212,22 @@ class CommonPoint:
             if owner != self.inner.rank:
                 vector.write(start, part)
 
+    @property
+    def params(self) -> list[Tensor]:
+        """All that it is the common point of."""
+        return [param for segment in self.segments for param in segment.params]
+
+    def hold_frozen(self) -> None:
+        """Forget how parameters moved that have been frozen: they meet once more, and then rest."""
+        if not self.outer.memories or all(param.requires_grad for param in self.params):
+            return
+        for segment in self.segments:
+            begin, end = segment.span
+            for param, (first, last) in zip(segment.params, segment.vector.spans, strict=True):
+                if not param.requires_grad and first < end and begin < last:
+                    for memory in segment.memories:
+                        memory[max(first - begin, 0) : last - begin].zero_()
+
     def differences(self, fragment: int) -> list[Difference]:
         """The rows of a fragment."""
         return [

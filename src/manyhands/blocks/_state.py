@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from manyhands.blocks._checks import memory_order
 from manyhands.blocks._sync import Sync
 
 KEY = "blocks"
@@ -77,6 +78,12 @@ def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
         raise ValueError(
             f"this state dict has {max(memories)} memories of its outer step, and the one here has "
             f"{sync.point.outer.memories}. Continue with an outer step of the same kind."
+        )
+    if ours["order"] != memory_order(sync.point.params):
+        raise ValueError(
+            "this state dict is of parameters that lay in memory in another order. Convert the "
+            "model as it was, such as by model.to(memory_format=torch.channels_last), and make the "
+            "optimizer then."
         )
     if sizes != here:
         raise ValueError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._comm import Workers
+from manyhands.blocks._checks import fingerprint, memory_order
 from manyhands.blocks._drift import Drift
 from manyhands.blocks._extras import (
     MOMENTS,
@@ -102,12 +103,12 @@ class Sync:
         state: str,
         buffers: Buffers | None,
         first_buffers_only: bool,
-        fingerprint: float,
+        options: Any,
     ) -> None:
         self.optimizer, self.team, self.point = optimizer, team, point
         self.every, self.schedule = every, schedule
         self.warmup, self.local_warmup = warmup, local_warmup
-        self.state, self.fingerprint = state, fingerprint
+        self.state, self.fingerprint = state, fingerprint(options)
         self.buffers, self.first_buffers_only = buffers, first_buffers_only
         self.steps = 0
         self.meetings = 0
@@ -169,6 +170,7 @@ class Sync:
             self._merge(self.pending.popleft())
 
     def _send(self, fragments: Sequence[int], merge_at: int) -> None:
+        self.point.hold_frozen()
         rows: Sequence[Difference] = [r for f in fragments for r in self.point.differences(f)]
         under_way = merge_at > self.steps
         if under_way:
@@ -177,7 +179,7 @@ class Sync:
             rows = [StagedDifference(row) for row in rows]
         last = self.schedule.fragments - 1 in fragments
         beside, more = (self._buffers(), self._state()) if last else ([], [])
-        finite = are_finite(trained(self.optimizer)) and all(map(is_finite, beside))
+        finite = are_finite(self.point.params) and all(map(is_finite, beside))
         note = self._note(more, NOTHING_YET if self.is_new else float(finite))
         held: tuple[list[HeldValues], list[HeldValues]] = ([], [])
         if under_way or self.team.elastic:
@@ -195,6 +197,7 @@ class Sync:
         if pending.note.step == self.schedule.start:  # it was sent as the present block began
             self.schedule.length = int(outcome.first.length)
         counts = pending.note.counts
+        self.point.hold_frozen()
         for row in pending.rows:
             row.merge(outcome, counts)
         for row in [*pending.beside, *(pending.more if outcome.more else [])]:
@@ -283,12 +286,17 @@ class Sync:
         return Note(
             step=float(self.steps),
             brings=brings,
-            options=self.fingerprint,
+            options=self._fingerprint_now(),
             more=float(sum(row.length for row in more)),
             seconds=(now - then) / max(self.steps - step, 1),
             lr=float(self.optimizer.param_groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
         )
+
+    def _fingerprint_now(self) -> float:
+        """Of the options, and of what has been frozen."""
+        frozen = [i for i, param in enumerate(self.point.params) if not param.requires_grad]
+        return fingerprint((self.fingerprint, frozen)) if frozen else self.fingerprint
 
     @property
     def buffer_tensors(self) -> list[Tensor]:
@@ -350,6 +358,7 @@ class Sync:
             "steps": self.steps,
             "meetings": self.meetings,
             "block": [self.schedule.start, self.schedule.length],
+            "order": memory_order(self.point.params),
             "anchor": [segment.anchor for segment in self.point.segments],
             "memories": [segment.memories for segment in self.point.segments],
             "news": [*astuple(self.news.drift), self.news.seconds],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ class Vector:
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each tensor's numbers begin and end."""
+        return list(pairwise(self._starts))
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out` with the numbers from `start` on, as its type."""
