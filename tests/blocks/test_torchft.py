@@ -121,36 +121,36 @@ def test_workers_train_and_one_comes_late(lighthouse, tmp_path):
 @needs_torchft
 def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse, tmp_path):
     with TorchftTeam(lighthouse, tmp_path, expected=3) as team:
-        team.start_with_0(400, {"every": 5, "codec": "int8"})
+        team.start_with_0(250, {"every": 5, "codec": "int8"})
         team.met(0, 5)
         team.kill(1)
         died = time.monotonic()
         team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
         assert time.monotonic() - died < BEAT + 2
-        team.start([1], 400, {"every": 5, "codec": "int8"})
+        team.start([1], 250, {"every": 5, "codec": "int8"})
         team.finish()
         team.one_state_at_each_meeting()
         done = [team.events(number, "done")[-1] for number in range(3)]
         assert len({e["state"] for e in done}) == 1 and {e["workers"] for e in done} == {3}
         values = torch.tensor([e["value"] for e in done])
-        torch.testing.assert_close(values, torch.full((3,), -400.0), rtol=0, atol=0.5)
+        torch.testing.assert_close(values, torch.full((3,), -250.0), rtol=0, atol=0.5)
 
 
 @needs_torchft
 def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, tmp_path):
-    with TorchftTeam(lighthouse, tmp_path, expected=3, patience=2.0) as team:
-        team.start_with_0(600, {"every": 5})
+    with TorchftTeam(lighthouse, tmp_path, expected=3, patience=1.5) as team:
+        team.start_with_0(300, {"every": 5})
         team.met(1, 4)
         team.stop(1)
         stopped = time.monotonic()
         team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
-        assert time.monotonic() - stopped < 2.0 + BEAT + 2
+        assert time.monotonic() - stopped < 1.5 + BEAT + 2
         team.wake(1)
-        team.until(lambda: team.events(1, "met")[-1]["time"] > stopped + 2.0)
+        team.until(lambda: team.events(1, "met")[-1]["time"] > stopped + 1.5)
         team.finish()
         team.one_state_at_each_meeting()
         done = [team.events(number, "done")[-1] for number in range(3)]
-        assert {(e["value"], e["workers"]) for e in done} == {(-600.0, 3)}
+        assert {(e["value"], e["workers"]) for e in done} == {(-300.0, 3)}
 
 
 @needs_torchft
