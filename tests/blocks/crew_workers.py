@@ -303,6 +303,24 @@ class Team:
 
         self.until(held)
 
+    def present(self, least: int) -> list[int]:
+        """The processes that are in the crew; waits until there are so many.
+
+        (Where the last one is killed before another is in, all begin anew.)
+        """
+        found: list[int] = []
+
+        def enough() -> bool:
+            found[:] = [
+                number
+                for number in self.pids
+                if any(e["life"] == self.lives[number] for e in self.events(number, "in"))
+            ]
+            return len(found) >= least
+
+        self.until(enough)
+        return found
+
     def next_kept(self, number: int, after: float) -> float:
         """Seconds from a time to the first kept meeting of a worker after it."""
         times: list[float] = []

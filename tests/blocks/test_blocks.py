@@ -950,3 +950,30 @@ def test_parameters_in_another_order_of_memory_are_errors():
         mh.LocalSGD(SGD(conv(False).parameters(), lr=0.1)).load_state_dict(saved)
 
     raises_on_ranks(2, ValueError, other_run, match="lay in memory in another order")
+
+
+def test_a_run_with_overlap_goes_on_with_another_number_of_workers():
+    """From the first worker's state, in which a meeting of two is still under way."""
+
+    def begin():
+        params = parameters()
+        optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4, overlap=2)
+        for step in range(1, 6):
+            step_along(optimizer, params, dist.get_rank(), step)
+        return flat_of(params), optimizer.state_dict()
+
+    value, state = run_ranks(2, begin)[0]
+    assert state["blocks"]["pending"]
+
+    def go_on():
+        params = parameters(value=value)
+        optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4, overlap=2)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for step in range(6, 13):
+            step_along(optimizer, params, dist.get_rank(), step)
+        optimizer.meet()
+        return flat_of(params), optimizer.left_out
+
+    results = run_ranks(3, go_on)
+    for found, left_out in results:
+        assert torch.equal(found, results[0][0]) and left_out == []

@@ -73,7 +73,7 @@ def test_one_who_slept_learns_what_became_of_its_meeting_and_the_dead_are_forgot
     roster = roster.next(frozenset({"1.1"})).keep(2, 0).undo(2, 1).knock("0.1", 5).next(NOBODY)
     assert roster.settled(1, 0, "1.1") is True
     assert roster.settled(1, 1, "1.1") is False
-    assert roster.missed == (("1.1", 1, 1),)
+    assert roster.missed == (("1.1", 1, 1, False),)
     assert roster.knock("1.2", 4).missed == ()  # it is back
     with pytest.raises(RuntimeError, match="worker 1 was stopped for some time"):
         roster.knock("1.2", 4).settled(1, 0, "1.1")
@@ -96,10 +96,10 @@ def test_finished_is_when_all_are_gone_and_some_were_done():
 STEPS = ("knock", "keep", "undo", "left", "dead", "next")
 
 
-@given(st.integers(0, 2**32), st.integers(1, 60))
-def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed, length):
+@given(st.integers(0, 2**32), st.integers(1, 60), st.sampled_from([1, 2]))
+def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed, length, parts):
     draw = random.Random(seed)
-    roster, told = Roster(), {}
+    roster, told, last = Roster(parts=parts), {}, {}
     ids = [f"{number}.{life}" for number in range(4) for life in (1, 2)]
     for _ in range(length):
         step, id = draw.choice(STEPS), draw.choice(ids)
@@ -124,10 +124,14 @@ def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed
                 if (answer := roster.settled(roster.generation, at, member)) is not None:
                     key = (roster.generation, at)
                     assert told.setdefault(key, answer) == answer
-        for sleeper, its, kept in roster.missed:
+                    ends = roster.ends_with(*key, member)
+                    assert parts == 1 or last.setdefault(key, ends) == ends
+        for sleeper, its, kept, _ in roster.missed:
             for at in range(kept + 1):
                 answer = roster.settled(its, at, sleeper)
                 assert answer is not None and told.setdefault((its, at), answer) == answer
+                ends = roster.ends_with(its, at, sleeper)
+                assert parts == 1 or last.setdefault((its, at), ends) == ends
 
 
 def test_silence_is_what_was_watched_and_not_what_was_slept():

@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from crew_workers import Log, fork
-from manyhands.blocks import _meeting
+from manyhands.blocks import _meeting, _torchft
 from test_coming_and_going import BlockTeam, train
 
 needs_torchft = pytest.mark.skipif(
@@ -154,15 +154,32 @@ def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, 
 
 
 @needs_torchft
-def test_two_workers_with_one_number_are_an_error(lighthouse, tmp_path):
+def test_who_comes_with_a_number_that_is_taken_ends_and_the_others_do_not(
+    lighthouse, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_torchft, "TWIN", 0.3)
     with TorchftTeam(lighthouse, tmp_path, expected=2) as team:
-        team.start([0], 10)
+        team.start([0, 1], 300, {"every": 5})
+        team.met(0, 2)
         first = team.pids.pop(0)
-        team.start([0], 10)
-        team.pids[99], team.lives[99] = first, 0
-        ended = {}
-        team.until(lambda: ended.update(team.ended()) or set(ended) == {0, 99})
-        assert "two workers have the same number: [0, 0]" in team.errors(0)
+        team.start([0], 300)
+        team.until(lambda: team.ended() == {0: 1})
+        assert "two workers have the same number: [0, 0, 1]" in team.errors(0)
+        team.pids[0] = first
+        team.finish()
+        assert team.events(1, "done")[-1]["value"] == -300.0
+
+
+@needs_torchft
+def test_a_worker_is_waited_for_while_the_lighthouse_lives(lighthouse, tmp_path):
+    """For longer than one question to the lighthouse lasts."""
+    with TorchftTeam(lighthouse, tmp_path, expected=2, patience=0.5) as team:
+        team.start([0], 20, {"every": 5})
+        time.sleep(1.5)
+        assert team.ended() == {}
+        team.start([1], 20, {"every": 5})
+        team.finish()
+        assert team.events(0, "done")[-1]["value"] == -20.0
 
 
 @needs_torchft

@@ -71,9 +71,12 @@ def test_nobody_waits_for_the_rest_of_a_broken_worker():
 def test_that_a_later_meeting_is_undone_is_not_yet_told_to_who_settles_this_one():
     roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NOBODY)
     kept = roster.keep(1, 0)
-    assert not kept.ends_with(1, 0) and not kept.undo(1, 1).ends_with(1, 0)
-    assert kept.undo(1, 1).ends_with(1, 1)
-    assert roster.without("3.1").keep(1, 0).ends_with(1, 0)
+    assert not kept.ends_with(1, 0, "2.1") and not kept.undo(1, 1).ends_with(1, 0, "2.1")
+    assert kept.undo(1, 1).ends_with(1, 1, "2.1")
+    assert roster.without("3.1").keep(1, 0).ends_with(1, 0, "2.1")
+    later = waiting((0, 1, 1), (1, 1, 1), roster=kept.undo(1, 1)).next(frozenset({"3.1"}))
+    assert later.generation == 2 and later.settled(1, 0, "2.1")
+    assert not later.ends_with(1, 0, "2.1") and later.ends_with(1, 1, "2.1")
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ class TeamOfPairs(Team):
 def train(crew, log, steps, part, options):
     model = nn.Linear(100, 1, bias=False)
     nn.init.zeros_(model.weight)
-    sharded = options.pop("sharded", False)
+    sharded, hangs = options.pop("sharded", False), options.pop("hangs", None)
     inside = mh.FSDP(model) if sharded else DistributedDataParallel(model)
     inner = {} if sharded else {"inner_group": dist.group.WORLD}
     inner_optimizer = SGD(inside.parameters(), lr=1.0)
@@ -132,6 +135,8 @@ def train(crew, log, steps, part, options):
     while optimizer.steps < steps:
         optimizer.zero_grad()
         inside(torch.full((1, 100), 0.5 + part)).sum().backward()
+        if (crew.number, optimizer.steps) == (hangs, 23):
+            time.sleep(4.0)  # and beats
         optimizer.step()
         if optimizer.meetings != met:
             met = optimizer.meetings
@@ -188,6 +193,16 @@ def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path)
         assert team.events(0, "done")[-1]["workers"] == 3
 
 
+def test_pairs_go_on_without_one_that_hangs_for_longer_than_patience(store, tmp_path):
+    with TeamOfPairs(store, tmp_path, expected=2, stall=0.6, patience=1.5) as team:
+        team.start(range(2), 250, {"every": 5, "hangs": 1})
+        team.until(lambda: team.events(0, "met")[-1:] and team.events(0, "met")[-1]["workers"] == 2)
+        team.until(lambda: team.events(1, "met")[-1]["workers"] == 1)
+        team.finish()
+        check(team, 2, 250)
+        assert team.events(0, "done")[-1]["workers"] == 2
+
+
 def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
     with TeamOfPairs(store, tmp_path, expected=3, stall=1.0) as team:
         dice = random.Random(5)
@@ -196,9 +211,9 @@ def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
         team.met(0, 1)
         for _ in range(4):
             time.sleep(0.1 + 0.3 * dice.random())
-            victim = dice.randrange(PARTS * 3)
-            if team.ended() or victim not in team.pids:
+            if team.ended():
                 break
+            victim = dice.choice(team.present(2 * PARTS))
             os.kill(team.pids[victim], signal.SIGKILL)
             time.sleep(0.2 * dice.random())
             team.restart(victim // PARTS, 200, options, report=dice.random() < 0.7)

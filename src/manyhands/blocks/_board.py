@@ -74,7 +74,7 @@ class Board:
         return self.roster
 
     def report(self, number: int, left: bool = False) -> None:
-        """The worker of this number is dead, or done: its launcher has seen it end."""
+        """The process of this number is dead, or done: its launcher has seen it end."""
         self.look()
         self.change(lambda roster: roster.without_number(number, left))
 

@@ -234,7 +234,7 @@ class Crew:
             pause = min(1.5 * pause, SLOW)
             roster = board.look()
         self._meeting += 1
-        self.regroup_due = roster.ends_with(generation, meeting)
+        self.regroup_due = roster.ends_with(generation, meeting, self._id)
         if kept and self.rank == self.inner.rank == 0:
             if meeting == 0:
                 board.sweep(generation, meeting)
@@ -274,7 +274,9 @@ class Crew:
         add = int(self.inner.rank == 0)
         team = board.line.call("add", f"{PLACE}team/{self.number}", add)
         told = [float(self.number), float(team)]
-        numbers, teams = zip(*self.inner.gather(told, torch.device("cpu")), strict=True)
+        cpu = torch.device("cpu")
+        device = cpu if self.inner.has_backend(cpu) else torch.device("cuda")  # (NCCL has no other)
+        numbers, teams = zip(*self.inner.gather(told, device), strict=True)
         if len(set(numbers)) > 1:
             listed = ", ".join(f"{number:.0f}" for number in numbers[:8])
             raise ValueError(
@@ -297,10 +299,10 @@ class Crew:
     def _enter(self, version: int) -> None:
         """Ask to be in the next generation until this worker is in one that is connected."""
         board = self._joined()
-        self._drop()
         if self._id not in board.look().ids:
             self._begin_life()
         while True:
+            self._drop()
             roster = self._wait_for_generation(version)
             self.members = roster.workers
             self.rank = self.members.index(self.number)
@@ -372,9 +374,11 @@ class Crew:
         if self.inner.size == 1:
             return
         named = (*roster.members, *roster.waiting)
-        mine = (member for member in named if roster.worker_of(member.id) == self.number)
+        mine = [member for member in named if roster.worker_of(member.id) == self.number]
         anew = any(member.team > self._team for member in mine)
-        if anew or self._mates & roster.gone or waited > self.patience:
+        team = [m for m in roster.waiting if m.team == self._team and m in mine]
+        whole = len(team) == self.inner.size
+        if anew or self._mates & roster.gone or (waited > self.patience and not whole):
             raise RuntimeError(
                 f"another process of worker {self.number} is lost, and this one cannot train "
                 "without it. It ends here, so that all processes of the worker are started again."

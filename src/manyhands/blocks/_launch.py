@@ -47,7 +47,7 @@ CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRA
 
 @dataclass
 class Worker:
-    """One worker's number and its present process, if it has one."""
+    """One worker's number and its present processes, if it has any."""
 
     number: int
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # all, or none

@@ -7,8 +7,8 @@
     closed        it ended with a meeting that was kept (and not with one that was undone)
     waiting       who has asked to be in the next generation
     left, dead    members that are done, and those that somebody has seen die
-    missed        members that the others went on without, and how many meetings were kept by then:
-                  such a worker may wake up, and must still learn what became of its last one
+    missed        members that the others went on without, how many meetings were kept by then, and
+                  closed: such a worker may wake up, and must still learn what became of its last
     parts         processes of a worker. With more than one, a member is a process: part p of
                   worker n has the number n * parts + p, and a worker takes part with all of its
                   processes (which know each other by their `team`) or not at all
@@ -58,7 +58,7 @@ class Roster:
     waiting: tuple[Member, ...] = ()
     left: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
-    missed: tuple[tuple[str, int, int], ...] = ()  # id, generation, meetings kept
+    missed: tuple[tuple[str, int, int, bool], ...] = ()  # id, generation, meetings kept, closed
     parts: int = 1
 
     # -- as text -------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Roster:
             told[name] = tuple(Member(**member) for member in told[name])
         for name in ("left", "dead"):
             told[name] = tuple(told[name])
-        told["missed"] = tuple((id, generation, kept) for id, generation, kept in told["missed"])
+        told["missed"] = tuple(tuple(entry) for entry in told["missed"])
         return cls(**told)
 
     # -- what it says --------------------------------------------------------------------------
@@ -128,25 +128,30 @@ class Roster:
             if version < best or (best < 0 and rank != source)
         )
 
-    def ends_with(self, generation: int, meeting: int) -> bool:
+    def ends_with(self, generation: int, meeting: int, id: str) -> bool:
         """Whether that meeting, which is settled, was its generation's last: the same for all.
 
-        (That a later one was undone meanwhile its members learn when they come to it.)
+        (That a later one was undone meanwhile its members learn when they come to it. Only a
+        worker of one process may as well be told at once.)
         """
+        kept, closed = self.meeting, self.closed
         if self.generation != generation:
-            return True
-        return self.meeting <= meeting or (self.closed and self.meeting == meeting + 1)
+            if self.parts == 1:
+                return True
+            mine = (m[2:] for m in self.missed if m[:2] == (id, generation))
+            kept, closed = next(mine, (meeting, False))
+        return kept <= meeting or (closed and kept == meeting + 1)
 
     def settled(self, generation: int, meeting: int, id: str) -> bool | None:
         """Whether the members kept a meeting; None as long as that is open."""
         if self.generation == generation:
             return True if self.meeting > meeting else False if self.over else None
-        for missed, its_generation, kept in self.missed:
+        for missed, its_generation, kept, _ in self.missed:
             if (missed, its_generation) == (id, generation):
                 return kept > meeting
         raise RuntimeError(
-            f"worker {number_of(id)} was stopped for some time, and another one with its number "
-            "has come meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
+            f"worker {self.worker_of(id)} was stopped for some time, and another one with its "
+            "number has come meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
         )
 
     # -- a meeting -----------------------------------------------------------------------------
@@ -188,7 +193,7 @@ class Roster:
         )
 
     def without_number(self, number: int, left: bool = False) -> Roster:
-        """As `without`, for the worker of this number, under whatever id it was here."""
+        """As `without`, for the process of this number, under whatever id it was here."""
         ids = (id for id in self.everyone if number_of(id) == number)
         return self.without(*ids, left=left)
 
@@ -226,7 +231,7 @@ class Roster:
         """The next generation, in the order of the workers' numbers."""
         members = tuple(self.present(silent))
         ids = {member.id for member in members}
-        asleep = [(id, self.generation, self.meeting) for id in self.ids]
+        asleep = [(id, self.generation, self.meeting, self.closed) for id in self.ids]
         return Roster(
             generation=self.generation + 1,
             over=False,

@@ -4,7 +4,7 @@ Each worker reads its numbers into a place that all can see, averages the slice 
 and takes the other slices from their owners' places. Two collectives of one number say when.
 
 A place is used again for the sixth chunk after (`PLACES`). By then everybody has done with it: who
-comes to the second collective of a chunk has landed all but the two before it, and at most four
+comes to the second collective of a chunk has landed all but the one before it, and at most three
 more are begun until that is known.
 """
 

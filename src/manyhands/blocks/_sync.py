@@ -180,6 +180,7 @@ class Sync:
         last = self.schedule.fragments - 1 in fragments
         beside, more = (self._buffers(), self._state()) if last else ([], [])
         finite = are_finite(self.point.params) and all(map(is_finite, beside))
+        finite = self._in_all_parts(finite)
         note = self._note(more, NOTHING_YET if self.is_new else float(finite))
         held: tuple[list[HeldValues], list[HeldValues]] = ([], [])
         if under_way or self.team.elastic:
@@ -241,7 +242,7 @@ class Sync:
         None: it is undone, and the team is another. (If it is kept, `come_together` is the
         caller's: first what it was held for has to be done.)
         """
-        note = self._note(more, float(all(map(is_finite, rows))))
+        note = self._note(more, float(self._in_all_parts(all(map(is_finite, rows)))))
         if self.team.elastic:
             rows, more = self._held(rows), self._held(more)
         outcome = self.settle(self._errand(rows, [], more, note))
@@ -293,6 +294,14 @@ class Sync:
             length=float(self.schedule.length),
         )
 
+    def _in_all_parts(self, finite: bool) -> bool:
+        """Whether that holds in all processes that are this worker: they count, or none does."""
+        parts = self.point.inner if self.point.inner.size > 1 else self.team.inner
+        if parts.size == 1:
+            return finite
+        device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
+        return all(told == 1.0 for (told,) in parts.gather([float(finite)], device))
+
     def _fingerprint_now(self) -> float:
         """Of the options, and of what has been frozen."""
         frozen = [i for i, param in enumerate(self.point.params) if not param.requires_grad]
@@ -318,7 +327,10 @@ class Sync:
         news, counted = self.news, outcome.counted
         news.drift = Drift.of([outcome.squares[rank] for rank in counted], outcome.square_of_mean)
         news.workers = len(outcome.notes)
-        told = zip(self.team.numbers, outcome.notes, strict=True)
+        numbers = self.team.numbers
+        if len(numbers) != len(outcome.notes):  # of a meeting that came out of a checkpoint
+            numbers = range(len(outcome.notes))
+        told = zip(numbers, outcome.notes, strict=True)
         news.left_out = [number for number, note in told if note.brings == NOT_FINITE]
         news.left_out_ever += len(news.left_out)
         news.seconds = max(note.seconds for note in outcome.notes)

@@ -60,6 +60,7 @@ class Team(Protocol):
     """What the synchronisation needs of those who meet."""
 
     workers: Workers
+    inner: Workers  # the processes that are one of them, as far as the team knows
     elastic: bool
 
     @property
@@ -82,6 +83,7 @@ class Standing:
 
     elastic = False
     regroup_due = False
+    inner = Workers()
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
@@ -107,6 +109,7 @@ class Coming:
 
     def __init__(self, crew: Any) -> None:
         self.crew = crew
+        self.inner: Workers = crew.inner
         self.workers = Workers()
         self._failures = 0  # meetings undone one after the other among the same members
 

@@ -1,7 +1,8 @@
 """A crew whose members torchft's lighthouse keeps, in place of a store and a roster.
 
-The lighthouse answers a *round*: it waits for all who are alive, drops who is not, and gives all of
-them the same list, with what each has said. That is enough for both questions of a crew:
+The lighthouse answers a *round*: it waits for those who are alive (but no longer than its
+`--join_timeout_ms` for who does not ask, if most do), drops who is not, and gives all of them the
+same list, with what each has said. That is enough for both questions of a crew:
 
     form      who is in the next generation?       all who are in a round in which all ask this
     settle    is the meeting kept?                 if every member of the generation is in the
@@ -16,6 +17,7 @@ breaks the connections, but a stopped worker is waited for, for `patience` secon
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -32,6 +34,8 @@ from manyhands.blocks._links import Door, Links, own_address
 from manyhands.blocks._roster import Member, Roster
 
 CONNECTING = timedelta(seconds=30)
+BEAT = timedelta(seconds=2)  # in which the lighthouse answers a heartbeat, if it is there
+TWIN = 10.0  # seconds: who has a number that was taken for so long gives up
 FORM, SETTLE = "form", "settle"
 
 
@@ -102,6 +106,7 @@ class TorchftCrew:
         self._links: Links | None = None
         self._client: Any = None
         self._over = threading.Event()
+        self._beating: threading.Thread | None = None
 
     @property
     def size(self) -> int:
@@ -121,8 +126,17 @@ class TorchftCrew:
         self._client = _client(self.lighthouse)
         where = self.lighthouse.removeprefix("http://").removeprefix("https://").rstrip("/")
         self._served, self._store = serve(own_address(where))
-        threading.Thread(target=self._beat, name="manyhands beat", daemon=True).start()
-        self._enter(version)
+        beat = threading.Thread(
+            target=self._beat, args=(_client(self.lighthouse),), name="manyhands beat", daemon=True
+        )
+        self._beating = beat
+        beat.start()
+        atexit.register(self._fall_silent)  # (a thread in torchft's code must not be cut off)
+        try:
+            self._enter(version)
+        except BaseException:
+            self._fall_silent()
+            raise
 
     def regroup(self, version: int) -> None:
         """Form the next generation with all that live."""
@@ -130,9 +144,15 @@ class TorchftCrew:
 
     def leave(self) -> None:
         """This worker is done. The others miss it when its heartbeat has timed out."""
-        self._over.set()
+        self._fall_silent()
         self._drop()
         self.members = ()
+
+    def _fall_silent(self) -> None:
+        self._over.set()
+        atexit.unregister(self._fall_silent)
+        if self._beating is not None:
+            self._beating.join(2 * BEAT.total_seconds())
 
     def abort(self) -> None:
         """Make every message that waits in the group fail, here and on the other members."""
@@ -151,6 +171,8 @@ class TorchftCrew:
 
     def settle(self, arrived: bool) -> bool:
         """Whether this meeting is kept: if every member says `arrived`. The same answer for all."""
+        if not arrived:
+            self.abort()  # for those who wait for a message that does not come from the dead
         told = self._round(SETTLE, arrived)
         here = (self._name, self._meeting)
         same = [t for t in told if t.kind == SETTLE and (t.generation, t.meeting) == here]
@@ -162,24 +184,32 @@ class TorchftCrew:
     # -- from one generation to the next -------------------------------------------------------
 
     def _enter(self, version: int) -> None:
-        self._version = version
+        self._version, began = version, time.monotonic()
         while True:
             self._drop()
             told = self._round(FORM)
             if any(t.kind != FORM for t in told):
                 continue  # they settle something first, and have seen that we wait
+            if len({t.number for t in told}) < len(told):
+                self._check_twin(told, time.monotonic() - began)
+                time.sleep(SLOW)
+                continue
             self._take_place(told)
             connected = self._connect(told[0].store)
             if self.settle(connected):
                 return
 
-    def _take_place(self, told: list[Told]) -> None:
+    def _check_twin(self, told: list[Told], waited: float) -> None:
+        """Raise if another worker had our number first; it may also be our last life's request."""
         numbers = [t.number for t in told]
-        if len(set(numbers)) < len(numbers):
+        if numbers.count(self.number) > 1 and not self._name and waited > TWIN:
             raise RuntimeError(
                 f"two workers have the same number: {numbers}. Give each worker a number "
                 "(MANYHANDS_WORKER) of its own."
             )
+
+    def _take_place(self, told: list[Told]) -> None:
+        numbers = [t.number for t in told]
         roster = Roster(members=tuple(Member(f"{t.number}.1", t.version) for t in told))
         self.members, self.rank = tuple(numbers), numbers.index(self.number)
         self.source, self.newcomers = roster.source, roster.newcomers
@@ -214,33 +244,46 @@ class TorchftCrew:
             self._store,
             uuid.uuid4().hex,
         )
+        while (quorum := self._asked(vars(mine))) is None:
+            pass
+        if not all(p.data and p.data.keys() == vars(mine).keys() for p in quorum.participants):
+            raise RuntimeError(
+                f"somebody else asks the lighthouse at {self.lighthouse}, too. Start one for each "
+                "run: all who ask it are taken for workers of one run."
+            )
+        return sorted((Told(**p.data) for p in quorum.participants), key=lambda t: t.number)
+
+    def _asked(self, data: dict[str, Any]) -> Any:
+        """The lighthouse's answer; None if it has none yet, as others have not come."""
         try:
-            quorum = self._client.quorum(
+            return self._client.quorum(
                 replica_id=self._id,
-                timeout=timedelta(seconds=2 * self.patience),
+                timeout=timedelta(seconds=self.patience),
                 address="",
                 store_address=self._store,
                 step=max(self._version, 0),
                 world_size=1,
                 shrink_only=False,
-                data=vars(mine),
+                data=data,
             )
-        except Exception as error:  # of many kinds
-            raise LighthouseLost(
-                f"torchft's lighthouse at {self.lighthouse} has not answered for "
-                f"{2 * self.patience:g} s ({error}). Without it workers cannot agree on who takes "
-                "part: start it and all workers again, from a checkpoint."
-            ) from error
-        return sorted((Told(**p.data) for p in quorum.participants), key=lambda t: t.number)
+        except Exception as failure:  # of many kinds
+            try:
+                self._client.heartbeat(self._id, BEAT)
+            except Exception as error:
+                raise LighthouseLost(
+                    f"torchft's lighthouse at {self.lighthouse} does not answer ({error}). Without "
+                    "it workers cannot agree on who takes part: start it and all workers again, "
+                    "from a checkpoint."
+                ) from failure
+        return None
 
-    def _beat(self) -> None:
+    def _beat(self, client: Any) -> None:
         """Tell the lighthouse that this worker lives."""
-        client = _client(self.lighthouse)
         while not self._over.wait(0.1):
             try:
-                client.heartbeat(self._id)
+                client.heartbeat(self._id, BEAT)
             except Exception:
-                time.sleep(1.0)  # the next round says that the lighthouse is lost
+                self._over.wait(1.0)  # the next round says that the lighthouse is lost
 
 
 def _client(lighthouse: str) -> Any:
