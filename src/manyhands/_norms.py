@@ -21,6 +21,8 @@ def norm(grad: Tensor) -> Tensor:
     """|grad|, as a tensor of no dimensions in float32 or better."""
     if grad.layout != torch.strided:
         grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.to_dense()
+    if grad.is_complex():
+        grad = torch.view_as_real(grad.resolve_conj())
     if grad.numel() <= SHORT or grad.device.type != "cpu":
         return torch.linalg.vector_norm(grad, dtype=summed_in(grad.dtype))
     flat = flattened(grad)

@@ -175,6 +175,8 @@ def test_norms_of_every_kind_of_tensor():
         torch.randn(6, 7).t(),
         torch.randn(200, 1000).t(),
         torch.randn(3, dtype=torch.complex64),
+        torch.randn(70_000, dtype=torch.complex64),
+        torch.randn(5, dtype=torch.complex64).conj(),
         torch.ones(2, 3).expand(2, 3),
     ]
     for tensor, together in zip(tensors, norms(tensors), strict=True):
