@@ -112,6 +112,15 @@ class HostExchange:
         return total.div_(workers).to(dtype)
 
 
+def check_on_cpu(device: torch.device) -> None:
+    """Raise if parameters on this device cannot be in memory that workers share."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"shared_memory=True is for parameters on the CPU; these are on {device}. Leave it "
+            "out: NCCL finds the fastest way between the GPUs of a host by itself."
+        )
+
+
 def _host() -> str:
     """What tells this host, as far as processes see each other, from any other."""
     boot = Path("/proc/sys/kernel/random/boot_id")

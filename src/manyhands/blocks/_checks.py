@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor, local
+from manyhands._host import check_on_cpu
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._schedule import Every
 
@@ -91,11 +92,7 @@ def check_shared_memory(wanted: bool, codec: str, crew: Any, optimizer: Optimize
             "on other hosts. Leave it out."
         )
     for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
-        if device.type != "cpu":
-            raise ValueError(
-                f"shared_memory=True is for parameters on the CPU; these are on {device}. Leave it "
-                "out: NCCL finds the fastest way between the GPUs of a host by itself."
-            )
+        check_on_cpu(device)
 
 
 def fingerprint(options: Any) -> float:

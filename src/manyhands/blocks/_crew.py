@@ -38,27 +38,19 @@ import torch
 from manyhands._comm import Workers
 from manyhands.blocks._board import PLACE, Board
 from manyhands.blocks._line import Line, StoreLost, address
-from manyhands.blocks._links import Door, Links
+from manyhands.blocks._links import Door
+from manyhands.blocks._members import QUICK, SLOW, Members, WorkerLost
 from manyhands.blocks._pulse import Pulse
 from manyhands.blocks._roster import Roster, number_of
 
 START = 30.0  # seconds that the first to come wait for as many as are expected
-QUICK, SLOW = 0.002, 0.03  # seconds between two looks: at first, and when a wait grows long
-
-
-class WorkerLost(RuntimeError):
-    """This meeting cannot be held; `numbers` are the workers that are lost, if they are known."""
-
-    def __init__(self, message: str, numbers: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.numbers = numbers
 
 
 class CrewFinished(RuntimeError):
     """The others have all left because they were done, before this worker was (back) in."""
 
 
-class Crew:
+class Crew(Members):
     """The workers of a run, and this one's place among them.
 
     `store` is "host:port" of a torch TCPStore, `number` this worker's own number, which it keeps
@@ -82,6 +74,7 @@ class Crew:
         patience: float | None = None,
         inner_group: Any = None,
     ) -> None:
+        super().__init__()
         self.inner = Workers() if inner_group is None else Workers.of(inner_group)
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
         if self.store:
@@ -104,34 +97,17 @@ class Crew:
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
-        self.generation = 0
-        self.members: tuple[int, ...] = ()
-        self.rank = 0
-        self.source = 0
-        self.newcomers: tuple[int, ...] = ()
-        self.regroup_due = False
         self._id = ""
         self._team = 0
         self._mates: frozenset[str] = frozenset()  # the worker's other processes, once known
-        self._meeting = 0
-        self._links: Links | None = None
         self._board: Board | None = None
         self._door = None if self.store is None else Door(self.store)
         self._pid = 0
 
     @property
-    def size(self) -> int:
-        return len(self.members)
-
-    @property
     def _own_number(self) -> int:
         """Of this process."""
         return self.number * self.inner.size + self.inner.rank
-
-    @property
-    def group(self) -> Any:
-        """The members' gloo group (a ProcessGroupGloo); None where there is nobody else."""
-        return None if self._links is None else self._links.group
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -184,14 +160,6 @@ class Crew:
         finally:
             board.line.close()
             self._drop()
-
-    def abort(self) -> None:
-        """Make every message that waits in the group fail, here and on the other members.
-
-        The group is of no use afterwards. Threads that wait in it end within milliseconds.
-        """
-        if self._links is not None:
-            self._links.give_up()
 
     # -- a meeting -----------------------------------------------------------------------------
 
@@ -291,14 +259,10 @@ class Crew:
         self.newcomers = ()
         self.regroup_due = False
 
-    def _drop(self) -> None:
-        """Let go of the group, whose threads must not wait for anybody when it goes."""
-        self.abort()
-        self._links = None
-
     def _enter(self, version: int) -> None:
         """Ask to be in the next generation until this worker is in one that is connected."""
         board = self._joined()
+        assert self._door is not None
         if self._id not in board.look().ids:
             self._begin_life()
         while True:
@@ -312,7 +276,7 @@ class Crew:
             self.generation, self._meeting = roster.generation, 0
             self.source, self.newcomers = roster.source, roster.newcomers
             self.regroup_due = False
-            if not self._connect():
+            if not self._connect(self._door, f"{PLACE}gen/{self.generation}/{self.inner.rank}"):
                 board.change(lambda roster: roster.undo(self.generation, 0))
             elif self.inner.size == 1 or self.settle(True):  # (each part has connections to make)
                 return
@@ -396,23 +360,6 @@ class Crew:
                     "number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does on "
                     "further hosts."
                 )
-
-    def _connect(self) -> bool:
-        """Build the group; False if somebody was lost meanwhile, or it failed."""
-        if self.size == 1:
-            return True
-        assert self._door is not None
-        place = f"{PLACE}gen/{self.generation}/{self.inner.rank}"
-        self._links = Links(self._door, place, self.rank, self.size, self.patience)
-        try:
-            self.wait(self._links.done)
-        except WorkerLost:
-            self._drop()
-            return False
-        if self._links.group is None:
-            self._drop()
-            return False
-        return True
 
 
 def _life(id: str) -> int:

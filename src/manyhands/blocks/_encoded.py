@@ -37,9 +37,7 @@ class EncodedChunk:
     counts = False
     shared = False
 
-    def __init__(
-        self, row: Row, start: int, stop: int, workers: Workers, spare: list[Tensor]
-    ) -> None:
+    def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None:
         self.row, self.start, self.workers = row, start, workers
         step = -(-(stop - start) // workers.size)
         step = -(-step // ALIGNED) * ALIGNED

@@ -134,20 +134,14 @@ class Launcher:
 
     def _start(self, worker: Worker) -> None:
         worker.began = time.monotonic()
-        own = {"MANYHANDS_WORKER": str(worker.number)}
-        if self.processes > 1:
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-            own |= {"WORLD_SIZE": str(self.processes)}
+        port = _free_port() if self.processes > 1 else None
         for part in range(self.processes):
-            if self.processes > 1:
-                here = self.workers.index(worker) * self.processes + part
-                own |= {"RANK": str(part), "LOCAL_RANK": str(here)}
             process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**self.environment, **own},
+                env={**self.environment, **self._told(worker, part, port)},
                 start_new_session=True,  # Ctrl-C is for us; and its own children end with it
                 preexec_fn=_die_with_parent(),
             )
@@ -158,6 +152,15 @@ class Launcher:
                 os.set_blocking(pipe.fileno(), False)
                 worker.open[pipe] = b""
                 self._pipes.register(pipe, selectors.EVENT_READ, (worker, name, to))
+
+    def _told(self, worker: Worker, part: int, port: int | None) -> dict[str, str]:
+        """What a process knows of itself; with a port, of its worker's own group as well."""
+        told: dict[str, object] = {"MANYHANDS_WORKER": worker.number}
+        if port is not None:
+            here = self.workers.index(worker) * self.processes + part
+            told |= {"RANK": part, "LOCAL_RANK": here, "WORLD_SIZE": self.processes}
+            told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return {name: str(value) for name, value in told.items()}
 
     def _ended(self, worker: Worker, code: int) -> None:
         """A worker is over: tell the crew, and say when it starts again."""

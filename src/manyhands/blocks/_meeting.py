@@ -104,16 +104,15 @@ def _chunks(workers: Workers, rows: Sequence[Row]) -> Iterator[Chunk]:
     if workers.host is not None:
         make_room(workers, list(zip(rows, sizes, strict=True)))
     for row, size in zip(rows, sizes, strict=True):
-        kind = _kind(workers, row)
+        as_it_is = workers.size > 1 and not (row.codec.rounds or row.first_only)
         for start in range(0, max(row.length, 1), size):
-            yield kind(row, start, min(start + size, row.length), workers, spare)
-
-
-def _kind(workers: Workers, row: Row) -> type[Chunk]:
-    if workers.host is not None:
-        return SharedChunk
-    as_it_is = workers.size > 1 and not (row.codec.rounds or row.first_only)
-    return SummedChunk if as_it_is and workers.has_backend(row.device) else EncodedChunk
+            stop = min(start + size, row.length)
+            if workers.host is not None:
+                yield SharedChunk(row, start, stop, workers)
+            elif as_it_is and workers.has_backend(row.device):
+                yield SummedChunk(row, start, stop, workers, spare)
+            else:
+                yield EncodedChunk(row, start, stop, workers)
 
 
 def _check(notes: Sequence[Note]) -> None:

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from manyhands._comm import Workers
 from manyhands.blocks._codec import Codec
 
 LARGEST = 1 << 20  # elements that are handled at once
@@ -89,10 +88,6 @@ class Chunk(Protocol):
 
     counts: bool  # whether its length is that of what the meeting is about
     shared: bool  # whether everybody has the mean before `share`
-
-    def __init__(
-        self, row: Row, start: int, stop: int, workers: Workers, spare: list[Tensor]
-    ) -> None: ...
 
     def send(self, note: Note) -> None:
         """Read the numbers, and begin to bring them together."""

@@ -35,9 +35,7 @@ class SharedChunk:
     counts = False
     shared = False
 
-    def __init__(
-        self, row: Row, start: int, stop: int, workers: Workers, spare: list[Tensor]
-    ) -> None:
+    def __init__(self, row: Row, start: int, stop: int, workers: Workers) -> None:
         self.row, self.start, self.length, self.workers = row, start, stop - start, workers
         self._cuts = [self.length * rank // workers.size for rank in range(workers.size + 1)]
         self._told: Any = None

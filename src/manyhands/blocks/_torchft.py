@@ -28,9 +28,9 @@ from datetime import timedelta
 from typing import Any
 
 from manyhands._comm import Workers
-from manyhands.blocks._crew import QUICK, SLOW, WorkerLost
 from manyhands.blocks._line import serve
-from manyhands.blocks._links import Door, Links, own_address
+from manyhands.blocks._links import Door, own_address
+from manyhands.blocks._members import QUICK, SLOW, Members, WorkerLost
 from manyhands.blocks._roster import Member, Roster
 
 CONNECTING = timedelta(seconds=30)
@@ -57,7 +57,7 @@ class Told:
     name: str  # of the generation, if this worker is the first of it
 
 
-class TorchftCrew:
+class TorchftCrew(Members):
     """The workers of a run, as torchft's lighthouse knows them. A `Crew` in all that it does.
 
     Start a lighthouse (`torchft_lighthouse --min_replicas 2`), and the workers, each with a
@@ -78,6 +78,7 @@ class TorchftCrew:
         number: int | None = None,
         patience: float = 60.0,
     ) -> None:
+        super().__init__()
         self.lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
         own = os.environ.get("MANYHANDS_WORKER", "") if number is None else str(number)
         if not self.lighthouse:
@@ -93,29 +94,12 @@ class TorchftCrew:
         if not patience > 0:
             raise ValueError(f"patience must be positive, got {patience}.")
         self.number, self.patience = int(own), patience
-        self.generation = 0
-        self.members: tuple[int, ...] = ()
-        self.rank = 0
-        self.source = 0
-        self.newcomers: tuple[int, ...] = ()
-        self.regroup_due = False
         self._id = f"{self.number}:{uuid.uuid4()}"
         self._name = ""  # of the generation
-        self._meeting = 0
         self._version = -1
-        self._links: Links | None = None
         self._client: Any = None
         self._over = threading.Event()
         self._beating: threading.Thread | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-    @property
-    def group(self) -> Any:
-        """The members' gloo group; None where there is nobody else."""
-        return None if self._links is None else self._links.group
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -154,11 +138,6 @@ class TorchftCrew:
         if self._beating is not None:
             self._beating.join(2 * BEAT.total_seconds())
 
-    def abort(self) -> None:
-        """Make every message that waits in the group fail, here and on the other members."""
-        if self._links is not None:
-            self._links.give_up()
-
     # -- a meeting -----------------------------------------------------------------------------
 
     def wait(self, done: Callable[[float], bool]) -> None:
@@ -195,7 +174,7 @@ class TorchftCrew:
                 time.sleep(SLOW)
                 continue
             self._take_place(told)
-            connected = self._connect(told[0].store)
+            connected = self._connect(Door(told[0].store), f"manyhands/{self._name}")
             if self.settle(connected):
                 return
 
@@ -214,21 +193,6 @@ class TorchftCrew:
         self.members, self.rank = tuple(numbers), numbers.index(self.number)
         self.source, self.newcomers = roster.source, roster.newcomers
         self.generation, self._name, self._meeting = self.generation + 1, told[0].name, 0
-
-    def _connect(self, store: str) -> bool:
-        if self.size == 1:
-            return True
-        place = f"manyhands/{self._name}"
-        self._links = Links(Door(store), place, self.rank, self.size, self.patience)
-        try:
-            self.wait(self._links.done)
-        except WorkerLost:
-            self.abort()
-        return self._links.group is not None
-
-    def _drop(self) -> None:
-        self.abort()
-        self._links = None
 
     # -- the lighthouse ------------------------------------------------------------------------
 
@@ -266,23 +230,33 @@ class TorchftCrew:
                 shrink_only=False,
                 data=data,
             )
-        except Exception as failure:  # of many kinds
-            try:
-                self._client.heartbeat(self._id, BEAT)
-            except Exception as error:
-                raise LighthouseLost(
-                    f"torchft's lighthouse at {self.lighthouse} does not answer ({error}). Without "
-                    "it workers cannot agree on who takes part: start it and all workers again, "
-                    "from a checkpoint."
-                ) from failure
-        return None
+        except TimeoutError:
+            if self._answers():
+                return None
+            raise self._lost("it does not answer") from None
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _answers(self) -> bool:
+        """Whether the lighthouse is there."""
+        try:
+            self._client.heartbeat(self._id, BEAT)
+        except (RuntimeError, TimeoutError):
+            return False
+        return True
+
+    def _lost(self, why: object) -> LighthouseLost:
+        return LighthouseLost(
+            f"torchft's lighthouse at {self.lighthouse} is lost: {why}. Without it workers cannot "
+            "agree on who takes part: start it and all workers again, from a checkpoint."
+        )
 
     def _beat(self, client: Any) -> None:
         """Tell the lighthouse that this worker lives."""
         while not self._over.wait(0.1):
             try:
                 client.heartbeat(self._id, BEAT)
-            except Exception:
+            except (RuntimeError, TimeoutError):
                 self._over.wait(1.0)  # the next round says that the lighthouse is lost
 
 

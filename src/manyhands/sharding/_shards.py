@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from manyhands._comm import Workers
+from manyhands._host import check_on_cpu
 from manyhands.sharding import _layout
 from manyhands.sharding._flat import flattened, shaped
 from manyhands.sharding._gradient import ShardedGradient
@@ -193,11 +194,7 @@ class Shards:
         host = self.workers.host
         if host is None:
             return torch.zeros(size, dtype=dtype, device=device), []
-        if device.type != "cpu":
-            raise ValueError(
-                f"shared_memory=True is for parameters on the CPU; these are on {device}. Leave it "
-                "out: NCCL finds the fastest way between the GPUs of a host by itself."
-            )
+        check_on_cpu(device)
         everyones = host.empty(size, dtype)
         return everyones[self.workers.rank], everyones
 
