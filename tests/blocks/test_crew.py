@@ -1,5 +1,6 @@
 """Workers that die, stall, leave and join, and what the others do meanwhile."""
 
+import gc
 import os
 import random
 import signal
@@ -9,14 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import weakref
 from contextlib import closing
 
 import pytest
+import torch
 
 from crew_workers import Store, Team
+from manyhands._comm import Workers
 from manyhands.blocks import _crew, _line, _links
 from manyhands.blocks._crew import Crew, CrewFinished, WorkerLost
 from manyhands.blocks._line import StoreLost
+from manyhands.blocks._team import Errand
 
 AT_ONCE = 1.0  # seconds in which the others go on when a death is reported
 
@@ -342,6 +348,48 @@ def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, 
     with Team(store, tmp_path, expected=1) as team:
         roster = team.board.look()
         assert roster.dead == ("0.1",) and not roster.finished
+
+
+def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monkeypatch):
+    """Its destructor waits for its threads, and one of those until the timeout, here 2 s."""
+    doors = [_links.Door(store.address) for _ in range(2)]
+    links = [_links.Links(doors[rank], "forgotten", rank, 2, timeout=2.0) for rank in range(2)]
+    assert all(link.done(10.0) and link.group is not None for link in links)
+    work = links[0].group.allreduce([torch.ones(3)])
+    links[0]._ends = set()  # so that nothing ends it
+    began = time.monotonic()
+    links[0].let_go()
+    gc.collect()
+    assert time.monotonic() - began < 1.0
+    with pytest.raises(RuntimeError, match="Timed out"):
+        work.wait()
+    links[1].let_go()
+    until = time.monotonic() + 10.0
+    while any(thread.name == "manyhands end" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_meeting_that_failed_holds_no_group():
+    class Group:
+        pass
+
+    def meeting(workers):
+        group = workers.group
+        raise RuntimeError(f"of {group}")
+
+    group = Group()
+    seen = weakref.ref(group)
+    gc.disable()
+    try:
+        errand = Errand(meeting, Workers(2, 0, group), None)
+        del group
+        errand.run()
+        assert seen() is None
+    finally:
+        gc.enable()
+    lines = traceback.format_exception(errand.error)
+    assert "in meeting" in "".join(lines) and "of <" in lines[-1]
 
 
 def test_a_connection_that_the_other_side_ends_while_it_is_given_up(monkeypatch):

@@ -4,13 +4,19 @@ gloo has no way to end a message that waits for somebody who was stopped: `abort
 and changes nothing (torch 2.13), and whoever waits does so until the timeout. So we know which of
 the process's sockets are the group's, and shut them: every message that waits fails at once, here
 and at the other end.
+
+All but a few: gloo forgets a message that it was about to send in the thread that finds the
+connection broken, and whoever waits for that one does so until the timeout, in a thread of the
+group. The end of the group waits for the thread. So a group ends in a thread of its own.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
@@ -77,6 +83,16 @@ class Links:
                     with suppress(OSError):  # the other side has ended it since
                         end.shutdown(socket.SHUT_RDWR)
 
+    def let_go(self) -> None:
+        """Give up, and have the group end when nobody holds it any more, without a wait for that.
+
+        Whoever dropped the last reference, be it the garbage collector, would wait otherwise.
+        """
+        self.give_up()
+        if self.group is not None:
+            held, self.group = [self.group], None
+            threading.Thread(target=_end, args=(held,), name="manyhands end", daemon=True).start()
+
     def _connect(self, door: Door, prefix: str, rank: int, size: int, timeout: float) -> None:
         try:
             client = door.take()
@@ -101,6 +117,13 @@ class Links:
                 self.group = group
         except Exception as error:
             self.error = error
+
+
+def _end(held: list[Any]) -> None:
+    """Drop the object in this list once nobody else has it."""
+    while sys.getrefcount(held[0]) > 2:  # the list, and the call itself
+        time.sleep(1.0)
+    held.clear()
 
 
 def own_address(store: str) -> str:

@@ -58,9 +58,9 @@ class Members:
             self._links.give_up()
 
     def _drop(self) -> None:
-        """Let go of the group, whose threads must not wait for anybody when it goes."""
-        self.abort()
-        self._links = None
+        if self._links is not None:
+            self._links.let_go()
+            self._links = None
 
     def _connect(self, door: Door, place: str) -> bool:
         """Build the group; False if somebody was lost meanwhile, or it failed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from traceback import clear_frames
 from typing import Any, Protocol
 
 from manyhands._comm import Workers
@@ -46,9 +47,10 @@ class Errand(threading.Thread):
                     raise before.error
             self.outcome = self._meeting(self._workers)
         except BaseException as error:
+            clear_frames(error.__traceback__)  # which hold the workers' group
             self.error = error
         finally:
-            del self._meeting
+            del self._meeting, self._workers
             self._done.set()
 
     def finished(self, seconds: float | None = None) -> bool:
