@@ -12,6 +12,7 @@ group. The end of the group waits for the thread. So a group ends in a thread of
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -91,7 +92,7 @@ class Links:
         self.give_up()
         if self.group is not None:
             held, self.group = [self.group], None
-            threading.Thread(target=_end, args=(held,), name="manyhands end", daemon=True).start()
+            _ends.begin(held)
 
     def _connect(self, door: Door, prefix: str, rank: int, size: int, timeout: float) -> None:
         try:
@@ -119,11 +120,44 @@ class Links:
             self.error = error
 
 
-def _end(held: list[Any]) -> None:
-    """Drop the object in this list once nobody else has it."""
-    while sys.getrefcount(held[0]) > 2:  # the list, and the call itself
-        time.sleep(1.0)
-    held.clear()
+class _Ends:
+    """Groups on their way out, each in a thread of its own.
+
+    None may begin to end, or be in the middle of it, when Python goes: a thread that comes back
+    from C++ then aborts the process. What still waits at that time is left to the system.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: set[threading.Thread] = set()
+        self._closed = False
+
+    def begin(self, held: list[Any]) -> None:
+        """Drop the object in this list, and nowhere else, once nobody else has it."""
+        thread = threading.Thread(target=self._end, args=(held,), name="manyhands end", daemon=True)
+        thread.start()
+
+    def _end(self, held: list[Any]) -> None:
+        while sys.getrefcount(held[0]) > 2 or not self._enter():  # the list, and the call itself
+            time.sleep(1.0)
+        held.clear()
+        self._under_way.discard(threading.current_thread())
+
+    def _enter(self) -> bool:
+        with self._lock:
+            if not self._closed:
+                self._under_way.add(threading.current_thread())
+            return not self._closed
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for thread in list(self._under_way):
+            thread.join(1.0)  # longer: it waits in vain, and does so until the process is gone
+
+
+_ends = _Ends()
+atexit.register(_ends.close)
 
 
 def own_address(store: str) -> str:
