@@ -6,11 +6,12 @@ import signal
 import socket
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
 
-from crew_workers import fork
+from crew_workers import Store, fork
 from manyhands.blocks import _launch
 from manyhands.blocks._board import Board
 from manyhands.blocks._line import Line
@@ -303,3 +304,23 @@ def test_options_that_do_not_fit_are_said_at_once(tmp_path, words, message):
     with Command(tmp_path, "", *words) as command:
         assert command.wait() == 2
     assert message in command.err.read_text()
+
+
+def test_a_further_host_waits_to_be_told_how_many_are_expected(monkeypatch):
+    with Store() as store:
+        line = Line(store.address, 1.0)
+
+        def told():
+            launcher = _launch.Launcher(["true"], range(3), store.address, serving=False)
+            launcher.board.line.close()
+            return launcher.environment["MANYHANDS_WORKERS"]
+
+        monkeypatch.setattr(_launch, "SAID", 0.0)
+        assert told() == "3"  # nobody says so in time: as many as are here
+        line.call("delete_key", "manyhands/expected")
+        monkeypatch.setattr(_launch, "SAID", 20.0)
+        said = threading.Timer(0.3, line.call, ("set", "manyhands/expected", "7"))
+        said.start()
+        assert told() == "7"
+        said.join()
+        line.close()

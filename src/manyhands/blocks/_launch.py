@@ -37,6 +37,7 @@ from manyhands.blocks._pulse import Pulse
 from manyhands.blocks._roster import number_of
 
 STOPPED = 60.0  # seconds without a beat, until a worker is killed
+SAID = 2.0  # seconds after which nobody says any more how many workers are expected
 GRACE = 5.0  # seconds from asking to stop until killing
 HOUR = 3600.0
 SHORT = 10.0  # seconds: a life so short is followed by a pause, at most PAUSE
@@ -80,16 +81,13 @@ class Launcher:
         self.restarts = restarts
         self.serving = serving
         self.board: Board | None = Board(Line(store, 1.0), Pulse(STOPPED), processes)
-        found = self.board.line.call(
-            "compare_set", PLACE + "expected", "", str(expected or len(numbers))
-        )
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",  # or a killed worker's last lines would be lost
             **os.environ,
             **(environment or {}),
             "MANYHANDS_STORE": store,
-            "MANYHANDS_WORKERS": found.decode(),
+            "MANYHANDS_WORKERS": self._expected(self.board.line, expected),
         }
         self._asked = 0  # by which signal we were asked to stop
         self._final: int | None = None  # the exit code, once that is settled
@@ -113,6 +111,19 @@ class Launcher:
         if self._final is not None:
             return self._final
         return next((worker.code for worker in self.workers if worker.code), 0)
+
+    def _expected(self, line: Line, expected: int | None) -> str:
+        """For how many workers the first meeting waits: who serves the store says so there."""
+
+        def say(number: str) -> str:
+            return str(line.call("compare_set", PLACE + "expected", "", number).decode())
+
+        until = time.monotonic() + SAID
+        while expected is None and not self.serving and time.monotonic() < until:
+            if said := say(""):
+                return said
+            time.sleep(0.05)
+        return say(str(expected or len(self.workers)))
 
     def _living(self) -> bool:
         return any(w.processes or w.due is not None for w in self.workers)

@@ -80,6 +80,7 @@ def run(
         _stop(f"--patience must be at least --stall, which is {stall:g}, got {patience:g}.")
     here = _numbers(workers, numbers)
     try:
+        serving = store is None
         if store is None:
             host, port = ("127.0.0.1", 0) if listen is None else address(listen)
             _served, store = serve(host, port)  # for as long as this variable lives
@@ -91,7 +92,7 @@ def run(
             processes=processes,
             restarts=restarts,
             environment={"MANYHANDS_STALL": f"{stall:g}", "MANYHANDS_PATIENCE": f"{patience:g}"},
-            serving=numbers is None or listen is not None,
+            serving=serving,
         )
     except (OSError, ValueError, StoreLost) as error:
         _stop(f"{error}")
