@@ -350,11 +350,26 @@ def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, 
         assert roster.dead == ("0.1",) and not roster.finished
 
 
+def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
+    doors = [_links.Door(store.address) for _ in range(2)]
+    links = [_links.Links(doors[rank], "given up", rank, 2, timeout=30.0) for rank in range(2)]
+    assert all(link.done(40.0) and link.group is not None for link in links)
+    works = [link.group.recv([torch.ones(3)], 1 - rank, 0) for rank, link in enumerate(links)]
+    began = time.monotonic()
+    links[0].give_up()
+    for work in works:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            work.wait()
+    assert time.monotonic() - began < 1.0
+    for link in links:
+        link.let_go()
+
+
 def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monkeypatch):
     """Its destructor waits for its threads, and one of those until the timeout, here 2 s."""
     doors = [_links.Door(store.address) for _ in range(2)]
     links = [_links.Links(doors[rank], "forgotten", rank, 2, timeout=2.0) for rank in range(2)]
-    assert all(link.done(10.0) and link.group is not None for link in links)
+    assert all(link.done(40.0) and link.group is not None for link in links)
     work = links[0].group.allreduce([torch.ones(3)])
     links[0]._ends = set()  # so that nothing ends it
     began = time.monotonic()

@@ -106,11 +106,12 @@ class Links:
                 options._devices = [gloo.create_default_device()]
             else:
                 options._devices = [gloo.create_device(hostname=own_address(door.store))]
-            doors = [port for port in _listening() if port not in before]
-            place.set(f"door/{rank}", str(doors[0] if len(doors) == 1 else 0))
+            doors = [port for port in _listening() if port not in before]  # another's too, perhaps
+            place.set(f"door/{rank}", " ".join(map(str, doors)))
             group = gloo(place, rank, size, options)
             group._set_default_timeout(timedelta(seconds=timeout))
-            ports = {int(place.get(f"door/{other}")) for other in range(size)} - {0}
+            told = b" ".join(place.get(f"door/{other}") for other in range(size))
+            ports = set(map(int, told.split()))
             links = (ends for ends in _connections() if ends not in others)
             self._ends = {ends for ends in links if not ports.isdisjoint((ends[0][1], ends[1][1]))}
             door.put_back(client)

@@ -52,7 +52,8 @@ class Members:
     def abort(self) -> None:
         """Make every message that waits in the group fail, here and on the other members.
 
-        The group is of no use afterwards. Threads that wait in it end within milliseconds.
+        The group is of no use afterwards. Threads that wait in it end within milliseconds, but for
+        a rare one (_links.py): nothing may wait for them.
         """
         if self._links is not None:
             self._links.give_up()
