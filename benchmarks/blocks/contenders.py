@@ -112,6 +112,14 @@ def _bmuf(codec: str) -> Contender:
     return _ours(f"BMUF, {codec}", MOMENTUM, make, codec)
 
 
+def _as_they_come() -> tuple[Contender, Contender]:
+    """Workers of one host: in shared memory."""
+    return (
+        _ours("LocalSGD, as it comes", AVERAGE, ours.local_sgd(shared_memory=None)),
+        _ours("BMUF, as it comes", MOMENTUM, ours.bmuf(**BLOCK, shared_memory=None)),
+    )
+
+
 def diloco(codec: str, **options: int) -> Contender:
     more = "".join(f", {key}={value}" for key, value in options.items())
     make = ours.diloco(**DILOCO, codec=codec, **options)
@@ -130,7 +138,7 @@ PLAIN = Contender("per tensor, average", AVERAGE, REFERENCES[AVERAGE])
 PERIODIC = Contender("torch PeriodicModelAverager", AVERAGE, periodic)
 FLAT = Contender("one flat all-reduce, average", AVERAGE, flat)
 LOCAL_SGD = _ours("LocalSGD, float32", AVERAGE, ours.local_sgd())
-LOCAL_SGD_SHARED = _ours("LocalSGD, shared memory", AVERAGE, ours.local_sgd(shared_memory=True))
+LOCAL_SGD_SHARED, BMUF_SHARED = _as_they_come()
 BMUF, BMUF_HALF = _bmuf("float32"), _bmuf("bfloat16")
 DILOCO_PLAIN = diloco("float32")
 SYNCS = {
@@ -141,8 +149,9 @@ SYNCS = {
         PLAIN,
         PERIODIC,
         FLAT,
-        LOCAL_SGD,
         LOCAL_SGD_SHARED,
+        LOCAL_SGD,
+        BMUF_SHARED,
         BMUF,
         DILOCO_PLAIN,
         BMUF_HALF,

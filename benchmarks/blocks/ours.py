@@ -1,4 +1,7 @@
-"""manyhands' ways to synchronise: the only file here that knows their arguments."""
+"""manyhands' ways to synchronise: the only file here that knows their arguments.
+
+Through sockets, as between hosts, unless otherwise said: `shared_memory=None` is how they come.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ import manyhands as mh
 Make = Callable[[Optimizer, int, nn.Module | None], Any]
 
 
-def local_sgd(**options: Any) -> Make:
+def local_sgd(shared_memory: bool | None = False, **options: Any) -> Make:
     return lambda optimizer, every, model: mh.LocalSGD(
-        optimizer, every=every, model=model, **options
+        optimizer, every=every, model=model, shared_memory=shared_memory, **options
     )
 
 
-def bmuf(lr: float, momentum: float, **options: Any) -> Make:
+def bmuf(lr: float, momentum: float, shared_memory: bool | None = False, **options: Any) -> Make:
     return lambda optimizer, every, model: mh.BMUF(
         optimizer,
         block_lr=lr,
@@ -27,13 +30,20 @@ def bmuf(lr: float, momentum: float, **options: Any) -> Make:
         global_sync_iter=every,
         warmup_iterations=0,
         model=model,
+        shared_memory=shared_memory,
         **options,
     )
 
 
 def diloco(lr: float, momentum: float, **options: Any) -> Make:
     return lambda optimizer, every, model: mh.DiLoCo(
-        optimizer, lr=lr, momentum=momentum, every=every, model=model, **options
+        optimizer,
+        lr=lr,
+        momentum=momentum,
+        every=every,
+        model=model,
+        shared_memory=False,
+        **options,
     )
 
 

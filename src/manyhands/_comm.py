@@ -116,6 +116,11 @@ class Workers:
         workers = self.apart(torch.device("cpu"))
         return replace(workers, host=HostMemory(workers))
 
+    def on_one_host_where_possible(self) -> Workers:
+        """The same, if they can; as they are otherwise."""
+        possible = self.size > 1 and HostMemory.where_possible(self) is not None
+        return self.on_one_host() if possible else self
+
     # -- slices of a bucket --------------------------------------------------------------------
 
     def exchange(

@@ -37,6 +37,8 @@ class HostMemory:
         self._ring: list[Tensor] = []  # each worker's, as bytes
         self._places = 0
         self._sent = 0
+        if not _host():
+            raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
         hosts = workers.gather_text(_host(), CPU)
         if len(set(hosts)) > 1:
             listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
@@ -45,8 +47,28 @@ class HostMemory:
                 "Leave it out, or give a process group of the workers of one host."
             )
 
+    @classmethod
+    def where_possible(cls, workers: Any) -> HostMemory | None:
+        """None where workers are on several hosts, or cannot read each other's memory."""
+        hosts = workers.gather_text(_host(), CPU)
+        if len(set(hosts)) > 1 or not hosts[0]:
+            return None
+        memory = cls(workers)
+        _, problem = memory._opened(1, torch.uint8)
+        return None if problem else memory
+
     def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         """A new tensor of every worker's, in rank order; write to your own only."""
+        tensors, problem = self._opened(size, dtype)
+        if problem:
+            raise RuntimeError(
+                f"workers cannot read each other's memory ({problem}). They must be of one user "
+                "and see each other's processes. Leave shared_memory out."
+            )
+        return tensors
+
+    def _opened(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
+        """The same, or what the first problem of any worker was."""
         descriptor = os.memfd_create("manyhands")
         problem, tensors = "", []
         try:
@@ -59,12 +81,7 @@ class HostMemory:
             problems = self._workers.gather_text(problem, CPU)  # and all have opened them
         finally:
             os.close(descriptor)
-        if any(problems):
-            raise RuntimeError(
-                f"workers cannot read each other's memory ({next(filter(None, problems))}). They "
-                "must be of one user and see each other's processes. Leave shared_memory out."
-            )
-        return tensors
+        return tensors, next(filter(None, problems), "")
 
     def make_room(self, largest: int, under_way: int) -> None:
         """A ring for buckets of up to `largest` bytes, of which some may be under way at once."""
@@ -122,8 +139,8 @@ def check_on_cpu(device: torch.device) -> None:
 
 
 def _host() -> str:
-    """What tells this host, as far as processes see each other, from any other."""
+    """What tells this host, as far as processes see each other, from any other; "": it cannot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (hasattr(os, "memfd_create") and boot.exists()):
-        raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
+        return ""
     return f"{socket.gethostname()} {boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import manyhands as mh
 from blocks_plain import train
+from manyhands import _host
 from ranks import raises_on_ranks, run_ranks
 
 LR = 0.1
@@ -35,8 +36,9 @@ def gradient(x, rank, step):
     return x * 0.3 - target
 
 
-def wrapped(name, params, options, every, **more):
+def wrapped(name, params, options, every, shared_memory=False, **more):
     inner = SGD(params, lr=LR)
+    more["shared_memory"] = shared_memory
     if name == "BMUF":
         return mh.BMUF(inner, global_sync_iter=every, warmup_iterations=0, **options, **more)
     return getattr(mh, name)(inner, every=every, **options, **more)
@@ -74,7 +76,7 @@ def run(name, options, every, steps, **more):
     return torch.stack(seen)
 
 
-@pytest.mark.parametrize(("workers", "more"), [(2, {}), (3, {}), (3, {"shared_memory": True})])
+@pytest.mark.parametrize(("workers", "more"), [(2, {}), (3, {}), (3, {"shared_memory": None})])
 @pytest.mark.parametrize("name", OUTER)
 def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, workers, more):
     cases = [(4, 0, 1), (4, 2, 1), (5, 0, 3), (6, 1, 3), (6, 5, 2), (1, 0, 1)]
@@ -143,6 +145,38 @@ def test_in_shared_memory_large_parameters_state_and_buffers_are_averaged_too():
         return all(torch.equal(found, value.float()) for found, value in expected)
 
     assert run_ranks(3, blocks) == [True] * 3
+
+
+def test_workers_of_one_host_share_memory_where_they_can(monkeypatch):
+    def blocks(codec="float32", shared_memory=None):
+        params = parameters()
+        options = {"codec": codec, "shared_memory": shared_memory}
+        optimizer = wrapped("LocalSGD", params, {}, 1, **options)
+        step_along(optimizer, params, dist.get_rank(), 2)
+        return optimizer._sync.team.workers.host is not None, flat_of(params)
+
+    def elsewhere():
+        monkeypatch.setattr(_host, "_host", lambda: f"host {dist.get_rank() // 2}")
+        return blocks()
+
+    def unreadable():
+        def denied(*_, **__):
+            raise RuntimeError("permission denied")
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(torch, "from_file", denied)
+        return blocks()
+
+    def on_no_linux():
+        monkeypatch.setattr(_host, "_host", str)
+        return blocks()
+
+    expected = run_ranks(3, blocks, shared_memory=False)[0][1]
+    for shared, run_one in [(1, blocks), (0, elsewhere), (0, unreadable), (0, on_no_linux)]:
+        for shares, values in run_ranks(3, run_one):
+            assert shares == bool(shared), run_one
+            torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+    assert not run_ranks(3, blocks, codec="int8")[0][0]
 
 
 def test_in_shared_memory_a_worker_that_is_not_finite_is_left_out():

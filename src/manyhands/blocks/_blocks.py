@@ -90,8 +90,9 @@ class Blocks(AroundOptimizer):
             DDP. Each of them meets for its share of the parameters. `process_group` is then
             the group of those with the same rank in each inner group; a crew makes it itself.
         crew: who meet, where workers come and go: see `Crew`.
-        shared_memory: for workers of one host, with parameters on the CPU: they read each other's
-            memory, and nothing is sent. Linux only.
+        shared_memory: workers of one host, with parameters on the CPU and codec="float32", read
+            each other's memory, and nothing is sent. By default they do where they can (Linux);
+            True: it is an error where they cannot; False: they do not.
     """
 
     _step_supports_amp_scaling = True
@@ -114,7 +115,7 @@ class Blocks(AroundOptimizer):
         process_group: Any = None,
         inner_group: Any = None,
         crew: Any = None,
-        shared_memory: bool = False,
+        shared_memory: bool | None = None,
     ) -> None:
         outer = outer or Average()
         self._inner = checked_optimizer(type(self).__name__, optimizer, Blocks)
@@ -173,13 +174,21 @@ class Blocks(AroundOptimizer):
             return
         self._given = workers = sync.team.workers
         self._check_agreement(params, buffers)
-        if sync.schedule.overlap:  # messages beside training that no others are taken for
-            sync.team.workers = workers.in_a_group_of_their_own()
-        if self._shared_memory:
-            sync.team.workers = sync.team.workers.on_one_host()
+        sync.team.workers = self._who_meet(workers)
         everything = [param for group in self.param_groups for param in group["params"]]
         workers.send_first([local(tensor) for tensor in [*everything, *buffers]])
         sync.point.begin()
+
+    def _who_meet(self, workers: Workers) -> Workers:
+        """The workers, and how they reach each other in a meeting."""
+        if self._sync.schedule.overlap:  # messages beside training that no others are taken for
+            workers = workers.in_a_group_of_their_own()
+        if self._shared_memory is None:
+            devices = {p.device for group in self.param_groups for p in group["params"]}
+            exact = self._options["codec"] == "float32"
+            can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in devices)
+            return workers.on_one_host_where_possible() if can else workers
+        return workers.on_one_host() if self._shared_memory else workers
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
         check_agreement(

@@ -78,7 +78,7 @@ def check_groups(who: str, crew: Any, process_group: Any, inner: Workers, every:
         )
 
 
-def check_shared_memory(wanted: bool, codec: str, crew: Any, optimizer: Optimizer) -> None:
+def check_shared_memory(wanted: bool | None, codec: str, crew: Any, optimizer: Optimizer) -> None:
     if not wanted:
         return
     if codec != "float32":
