@@ -37,6 +37,7 @@ class HostMemory:
         self._ring: list[Tensor] = []  # each worker's, as bytes
         self._places = 0
         self._sent = 0
+        self._later: list[Later] = []
         if not _host():
             raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
         hosts = workers.gather_text(_host(), CPU)
@@ -108,7 +109,29 @@ class HostMemory:
 
     def tell(self) -> Any:
         """Begin to wait until every worker has come here."""
-        return self._workers.start_largest(torch.zeros(1))
+        work = self._workers.start_largest(torch.zeros(1))
+        for later in self._later:
+            later.work = work
+        self._later.clear()
+        return work
+
+    def tell_later(self) -> Later:
+        """The same, with the next `tell`, or at the latest when it is waited for."""
+        self._later.append(Later(self))
+        return self._later[-1]
+
+
+class Later:
+    """A collective that may not have begun."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+        self.work: Any = None
+
+    def wait(self) -> None:
+        if self.work is None:
+            self._host.tell()
+        self.work.wait()
 
 
 @dataclass

@@ -1,11 +1,12 @@
 """A chunk among workers of one host, who read each other's memory: nothing is sent.
 
 Each worker reads its numbers into a place that all can see, averages the slice that it owns there,
-and takes the other slices from their owners' places. Two collectives of one number say when.
+and takes the other slices from their owners' places. Collectives of one number say when: one says
+that a chunk has been read, and that the second before it has been averaged.
 
 A place is used again for the sixth chunk after (`PLACES`). By then everybody has done with it: who
-comes to the second collective of a chunk has landed all but the one before it, and at most three
-more are begun until that is known.
+says that a chunk is read has landed the fourth before it, and nobody reads the second after it
+before he has heard that.
 """
 
 from __future__ import annotations
@@ -69,12 +70,15 @@ class SharedChunk:
         own, *others = [self._slice(r, rank) for r in (rank, *(c for c in counted if c != rank))]
         if rank not in counted:
             own.zero_()
-        for other in others:
-            own.add_(other)
-        if len(counted) > 1:
-            own.mul_(1 / len(counted))
+        if len(counted) == 2 and len(others) == 1:
+            own.lerp_(others[0], 0.5)  # once through the memory, not twice
+        else:
+            for other in others:
+                own.add_(other)
+            if len(counted) > 1:
+                own.mul_(1 / len(counted))
         self._notes[rank][NOTE] = square_of(own) if self.counts else 0.0
-        self._told = host.tell()
+        self._told = host.tell_later()  # with the chunk that is read next
 
     def land(self, outcome: Outcome) -> float:
         self._told.wait()
