@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def fork(fn: Callable[[], None], errors: Path) -> int:
         torch.set_num_threads(1)
         null = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(null, 2)  # where torch tells of lost connections
+        warnings.filterwarnings("ignore", "all workers of this run were lost")
         fn()
         code = 0
     except BaseException:
@@ -274,6 +276,10 @@ class Team:
     def story(self) -> str:
         lines = [f"{n}: {self.events(n)[-3:]}\n{self.errors(n)}" for n in self.pids]
         return "\n".join([*lines, self.board.look().text])
+
+    def last(self, number: int, event: str, fact: str) -> Any:
+        """What the latest event of a worker says; None if there is none yet."""
+        return next((e[fact] for e in reversed(self.events(number, event))), None)
 
     # -- what they wrote down ------------------------------------------------------------------
 

@@ -171,12 +171,12 @@ def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path):
         team.met(1, 4)
         team.stop(1)
         stopped = time.monotonic()
-        team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
+        team.until(lambda: team.last(0, "met", "workers") == 2)
         assert time.monotonic() - stopped < 0.6 + 1.5
         before = len(team.events(0, "met"))
         team.until(lambda: len(team.events(0, "met")) > before + 3)
         team.wake(1)
-        team.until(lambda: team.events(1, "met")[-1]["time"] > stopped + 0.6)
+        team.until(lambda: (team.last(1, "met", "time") or 0.0) > stopped + 0.6)
         team.finish()
         team.one_state_at_each_meeting()
         done = [team.events(number, "done")[-1] for number in range(3)]
@@ -188,7 +188,7 @@ def test_one_worker_may_be_left_and_others_join_it(store, tmp_path):
         team.start([0, 1], 300, {"every": 5}, pause=0.005)
         team.met(0, 3)
         team.kill(1, report=True)
-        team.until(lambda: team.events(0, "met")[-1]["workers"] == 1)
+        team.until(lambda: team.last(0, "met", "workers") == 1)
         team.start([1, 2], 300, {"every": 5}, pause=0.005)
         team.finish()
         team.one_state_at_each_meeting()

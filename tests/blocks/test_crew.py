@@ -22,6 +22,7 @@ from manyhands._comm import Workers
 from manyhands.blocks import _crew, _line, _links
 from manyhands.blocks._crew import Crew, CrewFinished, WorkerLost
 from manyhands.blocks._line import StoreLost
+from manyhands.blocks._roster import Roster
 from manyhands.blocks._team import Errand
 
 AT_ONCE = 1.0  # seconds in which the others go on when a death is reported
@@ -104,7 +105,7 @@ def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
         team.met(0, 3)
         if place == "regroup":
             team.start([3], 70)
-        team.until(lambda: team.events(0, "entered")[-1]["members"] != [0, 1, 2])
+        team.until(lambda: team.last(0, "entered", "members") not in (None, [0, 1, 2]))
         team.met(0, 8)
         team.wake(1)
         team.finish()
@@ -159,6 +160,32 @@ def test_when_all_have_died_new_ones_begin_again(store, tmp_path):
         assert first[0]["generation"] > 1
         assert (first[0]["source"], first[0]["newcomers"]) == (0, [1])
         team.agreed()
+
+
+def test_when_all_have_died_and_nothing_is_left_that_is_said(store, tmp_path):
+    with Team(store, tmp_path, expected=1, stall=0.5) as team:
+        team.start([0], 1000)
+        team.met(0, 2)
+        team.kill(0)
+        crew = Crew(store.address, number=0, expected=1, stall=0.5)
+        with pytest.warns(RuntimeWarning, match="all workers of this run were lost at once"):
+            crew.join()
+        crew.leave()
+
+
+def test_a_start_and_a_worker_that_comes_back_are_no_loss():
+    roster = Roster()
+    for id in ("0.1", "1.1"):
+        roster = roster.knock(id, -1)
+    roster = roster.next(frozenset())
+    assert not roster.anew  # nothing was there to lose
+    roster = roster.keep(1, 0).without("1.1").knock("1.2", -1).knock("0.1", -1)
+    roster = roster.next(frozenset())  # in a local warm-up nobody holds anything yet
+    assert not roster.anew and len(roster.ids) == 2
+    roster = roster.undo(2, 0).without("0.1", "1.2").knock("0.2", -1).next(frozenset())
+    assert roster.anew
+    roster = roster.undo(3, 0).without("0.2").knock("0.3", 5).next(frozenset())
+    assert not roster.anew  # it has a checkpoint
 
 
 def test_a_start_waits_for_those_expected_but_not_for_ever(store, tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse,
         team.met(0, 5)
         team.kill(1)
         died = time.monotonic()
-        team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
+        team.until(lambda: team.last(0, "met", "workers") == 2)
         assert time.monotonic() - died < BEAT + 2
         team.start([1], 250, {"every": 5, "codec": "int8"})
         team.finish()
@@ -143,10 +143,10 @@ def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, 
         team.met(1, 4)
         team.stop(1)
         stopped = time.monotonic()
-        team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
+        team.until(lambda: team.last(0, "met", "workers") == 2)
         assert time.monotonic() - stopped < 1.5 + BEAT + 2
         team.wake(1)
-        team.until(lambda: team.events(1, "met")[-1]["time"] > stopped + 1.5)
+        team.until(lambda: (team.last(1, "met", "time") or 0.0) > stopped + 1.5)
         team.finish()
         team.one_state_at_each_meeting()
         done = [team.events(number, "done")[-1] for number in range(3)]

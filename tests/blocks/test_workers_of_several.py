@@ -185,7 +185,7 @@ def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path)
         team.until(lambda: 2 in team.ended())  # its other process cannot go on, and says so
         said = team.errors(2)
         assert "another process of worker 1 is lost" in said or "Connection" in said, said
-        team.until(lambda: team.events(0, "met")[-1]["workers"] == 2)
+        team.until(lambda: team.last(0, "met", "workers") == 2)
         assert team.events(0, "met")[-1]["time"] - died < 0.6 + 3
         team.start([1], 150, {"every": 5})
         team.finish()
@@ -196,8 +196,8 @@ def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path)
 def test_pairs_go_on_without_one_that_hangs_for_longer_than_patience(store, tmp_path):
     with TeamOfPairs(store, tmp_path, expected=2, stall=0.6, patience=1.5) as team:
         team.start(range(2), 250, {"every": 5, "hangs": 1})
-        team.until(lambda: team.events(0, "met")[-1:] and team.events(0, "met")[-1]["workers"] == 2)
-        team.until(lambda: team.events(1, "met")[-1]["workers"] == 1)
+        team.until(lambda: team.last(0, "met", "workers") == 2)
+        team.until(lambda: team.last(1, "met", "workers") == 1)
         team.finish()
         check(team, 2, 250)
         assert team.events(0, "done")[-1]["workers"] == 2

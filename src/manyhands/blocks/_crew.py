@@ -30,6 +30,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -276,6 +277,14 @@ class Crew(Members):
             self.generation, self._meeting = roster.generation, 0
             self.source, self.newcomers = roster.source, roster.newcomers
             self.regroup_due = False
+            if roster.anew:
+                warnings.warn(
+                    "all workers of this run were lost at once, and with them all that they had "
+                    "agreed on. Training begins anew with what this script starts from: let it "
+                    "load the last checkpoint, if there is one.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             if not self._connect(self._door, f"{PLACE}gen/{self.generation}/{self.inner.rank}"):
                 board.change(lambda roster: roster.undo(self.generation, 0))
             elif self.inner.size == 1 or self.settle(True):  # (each part has connections to make)

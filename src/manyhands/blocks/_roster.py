@@ -9,6 +9,8 @@
     left, dead    members that are done, and those that somebody has seen die
     missed        members that the others went on without, how many meetings were kept by then, and
                   closed: such a worker may wake up, and must still learn what became of its last
+    begun         a meeting was kept in some generation before this one
+    anew          and all who had a part in them are lost, with all that they held
     parts         processes of a worker. With more than one, a member is a process: part p of
                   worker n has the number n * parts + p, and a worker takes part with all of its
                   processes (which know each other by their `team`) or not at all
@@ -59,6 +61,8 @@ class Roster:
     left: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
     missed: tuple[tuple[str, int, int, bool], ...] = ()  # id, generation, meetings kept, closed
+    begun: bool = False
+    anew: bool = False
     parts: int = 1
 
     # -- as text -------------------------------------------------------------------------------
@@ -231,6 +235,8 @@ class Roster:
         """The next generation, in the order of the workers' numbers."""
         members = tuple(self.present(silent))
         ids = {member.id for member in members}
+        begun = self.begun or self.meeting > 0
+        survivors = any(member.id in self.ids or member.version >= 0 for member in members)
         asleep = [(id, self.generation, self.meeting, self.closed) for id in self.ids]
         return Roster(
             generation=self.generation + 1,
@@ -238,5 +244,7 @@ class Roster:
             members=members,
             waiting=tuple(m for m in self.waiting if m.id not in ids and m.id not in silent),
             missed=(*self.missed, *(m for m in asleep if m[0] not in ids | self.gone)),
+            begun=begun,
+            anew=begun and not survivors,
             parts=self.parts,
         )
