@@ -152,7 +152,8 @@ python benchmarks/blocks_sync.py
   have moved: in float32 what rounding leaves, with a codec what the codec leaves. All ranks end at
   the same bits.
 - Bytes are what a rank's sockets have sent, collectives those that it starts, a message between two
-  ranks counted as one. In shared memory two collectives of one number go with each of 16 parts.
+  ranks counted as one. In shared memory a collective of one number goes with each of 16 parts, and
+  one more at the end.
   The memory that is shared is counted in full on each of the ranks.
 - Memory is in units of the model's parameters. "Kept" is what a rank has between synchronisations
   beside parameters and gradients: with momentum an anchor and the momentum, with a codec that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -64,8 +65,17 @@ class Workers:
         if self.size == 1:
             return self
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        own = dist.new_group(
+            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True
+        )
         return Workers(self.size, self.rank, own, own_group=True)
+
+    @property
+    def _timeout(self) -> timedelta | None:
+        """How long the group waits; None: as long as any."""
+        group: Any = self.group or dist.group.WORLD
+        options = getattr(group._get_backend(group._device_types[0]), "options", None)
+        return getattr(options, "_timeout", None)
 
     def combine(self, row: torch.Tensor, summed: int) -> Combination:
         """Begin to sum `row[:summed]` over the workers, and to collect every worker's rest.
@@ -109,17 +119,15 @@ class Workers:
         backend = self._backends.get(device.type)
         return backend is not None and (backend != "gloo" or device.type == "cpu")
 
-    def on_one_host(self) -> Workers:
-        """The same workers, who exchange buckets through memory that all can read."""
+    def on_one_host(self, where_possible: bool = False) -> Workers:
+        """The same workers, who exchange through memory that all can read; or else an error.
+
+        `where_possible`: as they are, where they cannot. Collectives of theirs say when.
+        """
         if self.size == 1:
             return self
-        workers = self.apart(torch.device("cpu"))
-        return replace(workers, host=HostMemory(workers))
-
-    def on_one_host_where_possible(self) -> Workers:
-        """The same, if they can; as they are otherwise."""
-        possible = self.size > 1 and HostMemory.where_possible(self) is not None
-        return self.on_one_host() if possible else self
+        host = HostMemory.where_possible(self) if where_possible else HostMemory(self)
+        return replace(self, host=host)
 
     # -- slices of a bucket --------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,33 +56,48 @@ class HostMemory:
         if len(set(hosts)) > 1 or not hosts[0]:
             return None
         memory = cls(workers)
-        _, problem = memory._opened(1, torch.uint8)
-        return None if problem else memory
+        return memory if memory._reads_the_others() else None
+
+    def _reads_the_others(self) -> bool:
+        """Whether everybody finds in each one's memory what that one has put there."""
+        tensors, problem = self._opened(1, torch.int64)
+        if problem:
+            return False
+        token = int.from_bytes(os.urandom(7), "little")
+        tensors[self._workers.rank].fill_(token)
+        tokens = self._workers.gather_text(str(token), CPU)
+        same = all(int(tensor) == int(told) for tensor, told in zip(tensors, tokens, strict=True))
+        return all(self._workers.gather_text("yes" if same else "", CPU))
 
     def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         """A new tensor of every worker's, in rank order; write to your own only."""
         tensors, problem = self._opened(size, dtype)
         if problem:
             raise RuntimeError(
-                f"workers cannot read each other's memory ({problem}). They must be of one user "
-                "and see each other's processes. Leave shared_memory out."
+                f"workers cannot read each other's memory ({problem}). They must be of one user, "
+                "see each other's processes, and have memory left. shared_memory=False does "
+                "without."
             )
         return tensors
 
     def _opened(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
         """The same, or what the first problem of any worker was."""
-        descriptor = os.memfd_create("manyhands")
-        problem, tensors = "", []
-        try:
-            os.ftruncate(descriptor, max(size, 1) * dtype.itemsize)
-            places = self._workers.gather_text(f"/proc/{os.getpid()}/fd/{descriptor}", CPU)
+        problem, place, tensors = "", "", []
+        with ExitStack() as until_all_have_opened_it:
             try:
-                tensors = [torch.from_file(p, shared=True, size=size, dtype=dtype) for p in places]
-            except (OSError, RuntimeError) as error:
-                problem = str(error).split("\n")[0]
-            problems = self._workers.gather_text(problem, CPU)  # and all have opened them
-        finally:
-            os.close(descriptor)
+                descriptor = os.memfd_create("manyhands")
+                until_all_have_opened_it.callback(os.close, descriptor)
+                os.ftruncate(descriptor, max(size, 1) * dtype.itemsize)
+                place = f"/proc/{os.getpid()}/fd/{descriptor}"
+            except OSError as error:
+                problem = str(error)
+            places = self._workers.gather_text(place, CPU)
+            if all(places):
+                try:
+                    tensors = [torch.from_file(p, True, size, dtype=dtype) for p in places]
+                except (OSError, RuntimeError) as error:
+                    problem = str(error).split("\n")[0] or repr(error)
+            problems = self._workers.gather_text(problem, CPU)
         return tensors, next(filter(None, problems), "")
 
     def make_room(self, largest: int, under_way: int) -> None:
@@ -163,7 +179,10 @@ def check_on_cpu(device: torch.device) -> None:
 
 def _host() -> str:
     """What tells this host, as far as processes see each other, from any other; "": it cannot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not (hasattr(os, "memfd_create") and boot.exists()):
+    if not hasattr(os, "memfd_create"):
         return ""
-    return f"{socket.gethostname()} {boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux as we know it
+        return ""

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -167,16 +169,51 @@ def test_workers_of_one_host_share_memory_where_they_can(monkeypatch):
             monkeypatch.setattr(torch, "from_file", denied)
         return blocks()
 
+    def without_memory():
+        def refused(_):
+            raise OSError("not here")
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(os, "memfd_create", refused)
+        return blocks()
+
+    def on_a_twin():
+        """As a copy of a machine that runs: it finds its own memory under the other's name."""
+
+        def own(*_, **kind):
+            return torch.zeros(1, **kind)
+
+        if dist.get_rank() == 2:
+            monkeypatch.setattr(torch, "from_file", own)
+        return blocks()
+
     def on_no_linux():
         monkeypatch.setattr(_host, "_host", str)
         return blocks()
 
     expected = run_ranks(3, blocks, shared_memory=False)[0][1]
-    for shared, run_one in [(1, blocks), (0, elsewhere), (0, unreadable), (0, on_no_linux)]:
+    cannot = [elsewhere, unreadable, without_memory, on_a_twin, on_no_linux]
+    for run_one in [blocks, *cannot]:
         for shares, values in run_ranks(3, run_one):
-            assert shares == bool(shared), run_one
+            assert shares == (run_one is blocks), run_one
             torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
     assert not run_ranks(3, blocks, codec="int8")[0][0]
+
+
+def test_sharing_memory_takes_no_group_and_a_group_of_ours_waits_no_longer_than_the_given():
+    def blocks():
+        group = dist.new_group(timeout=timedelta(seconds=50))
+        waits = []
+        for overlap in (0, 1):
+            inner = SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+            optimizer = mh.LocalSGD(inner, overlap=overlap, process_group=group)
+            workers = optimizer._sync.team.workers
+            assert workers.host is not None and (workers.group is group) == (overlap == 0)
+            gloo = workers.group._get_backend(torch.device("cpu"))
+            waits.append(gloo.options._timeout.total_seconds())
+        return waits
+
+    assert run_ranks(2, blocks) == [[50.0] * 2] * 2
 
 
 def test_in_shared_memory_a_worker_that_is_not_finite_is_left_out():

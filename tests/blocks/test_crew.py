@@ -394,6 +394,7 @@ def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
 
 def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monkeypatch):
     """Its destructor waits for its threads, and one of those until the timeout, here 2 s."""
+    before = threading.enumerate()
     doors = [_links.Door(store.address) for _ in range(2)]
     links = [_links.Links(doors[rank], "forgotten", rank, 2, timeout=2.0) for rank in range(2)]
     assert all(link.done(40.0) and link.group is not None for link in links)
@@ -407,9 +408,26 @@ def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monk
         work.wait()
     links[1].let_go()
     until = time.monotonic() + 10.0
-    while any(thread.name == "manyhands end" for thread in threading.enumerate()):
+    while any(t.name == "manyhands end" and t not in before for t in threading.enumerate()):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_group_that_ends_when_python_goes_is_left_to_the_system(store, monkeypatch):
+    """From Python 3.12 on no thread is started then."""
+
+    def refused(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    link = _links.Links(_links.Door(store.address), "left", 0, 1, timeout=2.0)
+    assert link.done(40.0)
+    group = link.group
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        link.let_go()
+    assert link.group is None
+    gc.collect()
+    assert sys.getrefcount(group) >= 3  # ours, the call's, and one that nobody has
 
 
 def test_a_meeting_that_failed_holds_no_group():

@@ -187,7 +187,7 @@ class Blocks(AroundOptimizer):
             devices = {p.device for group in self.param_groups for p in group["params"]}
             exact = self._options["codec"] == "float32"
             can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in devices)
-            return workers.on_one_host_where_possible() if can else workers
+            return workers.on_one_host(where_possible=True) if can else workers
         return workers.on_one_host() if self._shared_memory else workers
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
@@ -374,7 +374,7 @@ class Blocks(AroundOptimizer):
         """Meet a last time, and leave the crew: training is over on this worker."""
         self.meet()
         if isinstance(self._sync.team, Coming):
-            self._sync.team.crew.leave()
+            self._sync.team.leave()
 
     # -- saving and loading --------------------------------------------------------------------
 

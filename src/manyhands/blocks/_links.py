@@ -13,6 +13,7 @@ group. The end of the group waits for the thread. So a group ends in a thread of
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import socket
 import sys
@@ -62,6 +63,7 @@ class Links:
         self.error: Exception | None = None
         self._ends: set[Ends] = set()
         self._given_up = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._connect,
             args=(door, place, rank, size, timeout),
@@ -90,8 +92,11 @@ class Links:
         Whoever dropped the last reference, be it the garbage collector, would wait otherwise.
         """
         self.give_up()
-        if self.group is not None:
-            held, self.group = [self.group], None
+        with self._lock:
+            group, self.group = self.group, None
+        if group is not None:
+            held = [group]
+            del group
             _ends.begin(held)
 
     def _connect(self, door: Door, prefix: str, rank: int, size: int, timeout: float) -> None:
@@ -115,8 +120,13 @@ class Links:
             links = (ends for ends in _connections() if ends not in others)
             self._ends = {ends for ends in links if not ports.isdisjoint((ends[0][1], ends[1][1]))}
             door.put_back(client)
-            if not self._given_up:
-                self.group = group
+            with self._lock:
+                if not self._given_up:
+                    self.group = group
+                    return
+            held = [group]
+            del group
+            _ends.begin(held)
         except Exception as error:
             self.error = error
 
@@ -124,8 +134,9 @@ class Links:
 class _Ends:
     """Groups on their way out, each in a thread of its own.
 
-    None may begin to end, or be in the middle of it, when Python goes: a thread that comes back
-    from C++ then aborts the process. What still waits at that time is left to the system.
+    A thread that comes back from C++ when Python goes aborts the process: so none begins to end
+    then, and those in the middle of it are waited for, if it does not take long. What is left,
+    the system ends.
     """
 
     def __init__(self) -> None:
@@ -136,7 +147,10 @@ class _Ends:
     def begin(self, held: list[Any]) -> None:
         """Drop the object in this list, and nowhere else, once nobody else has it."""
         thread = threading.Thread(target=self._end, args=(held,), name="manyhands end", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # Python is going, and (from 3.12 on) starts no more
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
 
     def _end(self, held: list[Any]) -> None:
         while sys.getrefcount(held[0]) > 2 or not self._enter():  # the list, and the call itself
@@ -154,7 +168,7 @@ class _Ends:
         with self._lock:
             self._closed = True
         for thread in list(self._under_way):
-            thread.join(1.0)  # longer: it waits in vain, and does so until the process is gone
+            thread.join(1.0)  # longer: it waits for a message that does not come
 
 
 _ends = _Ends()

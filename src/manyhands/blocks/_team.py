@@ -154,6 +154,10 @@ class Coming:
             self._failures = 0
         self._take_workers()
 
+    def leave(self) -> None:
+        self.crew.leave()
+        self.workers = Workers()
+
     def _take_workers(self) -> None:
         crew = self.crew
         self.workers = Workers(crew.size, crew.rank, crew.group, own_group=True)

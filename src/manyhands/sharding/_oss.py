@@ -96,7 +96,7 @@ class OSS(Optimizer):
             )
         self._workers = Workers.of(group)
         if shared_memory:
-            self._workers = self._workers.on_one_host()
+            self._workers = self._workers.apart(torch.device("cpu")).on_one_host()
         if bucket_size is None and broadcast_buffer_size > 0:
             bucket_size = broadcast_buffer_size
         if bucket_size is not None and bucket_size < 1:
