@@ -112,14 +112,6 @@ def _bmuf(codec: str) -> Contender:
     return _ours(f"BMUF, {codec}", MOMENTUM, make, codec)
 
 
-def _as_they_come() -> tuple[Contender, Contender]:
-    """Workers of one host: in shared memory."""
-    return (
-        _ours("LocalSGD, as it comes", AVERAGE, ours.local_sgd(shared_memory=None)),
-        _ours("BMUF, as it comes", MOMENTUM, ours.bmuf(**BLOCK, shared_memory=None)),
-    )
-
-
 def diloco(codec: str, **options: int) -> Contender:
     more = "".join(f", {key}={value}" for key, value in options.items())
     make = ours.diloco(**DILOCO, codec=codec, **options)
@@ -138,8 +130,9 @@ PLAIN = Contender("per tensor, average", AVERAGE, REFERENCES[AVERAGE])
 PERIODIC = Contender("torch PeriodicModelAverager", AVERAGE, periodic)
 FLAT = Contender("one flat all-reduce, average", AVERAGE, flat)
 LOCAL_SGD = _ours("LocalSGD, float32", AVERAGE, ours.local_sgd())
-LOCAL_SGD_SHARED, BMUF_SHARED = _as_they_come()
 BMUF, BMUF_HALF = _bmuf("float32"), _bmuf("bfloat16")
+LOCAL_SGD_SHARED = _ours("LocalSGD, as it comes", AVERAGE, ours.local_sgd(shared_memory=None))
+BMUF_SHARED = _ours("BMUF, as it comes", MOMENTUM, ours.bmuf(**BLOCK, shared_memory=None))
 DILOCO_PLAIN = diloco("float32")
 SYNCS = {
     contender.name: contender

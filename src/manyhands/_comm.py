@@ -126,7 +126,7 @@ class Workers:
         """
         if self.size == 1:
             return self
-        host = HostMemory.where_possible(self) if where_possible else HostMemory(self)
+        host = HostMemory.where_possible(self) if where_possible else HostMemory.of(self)
         return replace(self, host=host)
 
     # -- slices of a bucket --------------------------------------------------------------------

@@ -39,6 +39,10 @@ class HostMemory:
         self._places = 0
         self._sent = 0
         self._later: list[Later] = []
+
+    @classmethod
+    def of(cls, workers: Any) -> HostMemory:
+        """An error where workers are on several hosts."""
         if not _host():
             raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
         hosts = workers.gather_text(_host(), CPU)
@@ -48,6 +52,7 @@ class HostMemory:
                 f"shared_memory=True needs all workers on one host, and they are on {listed}. "
                 "Leave it out, or give a process group of the workers of one host."
             )
+        return cls(workers)
 
     @classmethod
     def where_possible(cls, workers: Any) -> HostMemory | None:

@@ -392,7 +392,7 @@ def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
         link.let_go()
 
 
-def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store, monkeypatch):
+def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store):
     """Its destructor waits for its threads, and one of those until the timeout, here 2 s."""
     before = threading.enumerate()
     doors = [_links.Door(store.address) for _ in range(2)]

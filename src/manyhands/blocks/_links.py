@@ -93,10 +93,8 @@ class Links:
         """
         self.give_up()
         with self._lock:
-            group, self.group = self.group, None
-        if group is not None:
-            held = [group]
-            del group
+            held, self.group = [self.group], None
+        if held[0] is not None:
             _ends.begin(held)
 
     def _connect(self, door: Door, prefix: str, rank: int, size: int, timeout: float) -> None:
@@ -120,13 +118,10 @@ class Links:
             links = (ends for ends in _connections() if ends not in others)
             self._ends = {ends for ends in links if not ports.isdisjoint((ends[0][1], ends[1][1]))}
             door.put_back(client)
-            with self._lock:
-                if not self._given_up:
-                    self.group = group
-                    return
-            held = [group]
+            self.group = group
             del group
-            _ends.begin(held)
+            if self._given_up:
+                self.let_go()
         except Exception as error:
             self.error = error
 
