@@ -18,6 +18,7 @@ what torchrun puts into the environment. `launch` starts a command as a user doe
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -41,6 +42,9 @@ ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TIMEOUT = 120  # seconds for one command
+SKLEARN = importlib.util.find_spec(
+    "sklearn"
+)  # examples need it; imported, it is 70 MB in each fork
 SEED = torch.random.initial_seed()  # that of a process which has just begun
 
 
@@ -164,6 +168,7 @@ def _become(
         os.environ.update(told)
         torch.set_num_threads(1)
         torch.manual_seed(SEED)
+        torch.multiprocessing.spawn = in_more_forks
         warnings.simplefilter("default")
         sys.argv = [program if isinstance(program, str) else program.__name__, *arguments]
         sys.path.insert(0, os.getcwd())
@@ -181,6 +186,11 @@ def _become(
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def in_more_forks(*args: Any, **kwargs: Any) -> Any:
+    """torch.multiprocessing.spawn, without the seconds in which each process imports torch."""
+    return torch.multiprocessing.start_processes(*args, **kwargs, start_method="fork")
 
 
 def _first_failure(processes: set[int]) -> int:

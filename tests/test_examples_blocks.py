@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
-from pages import ROOT, in_forks
+from pages import ROOT, SKLEARN, in_forks
 
-pytest.importorskip("sklearn", reason='scikit-learn is missing: pip install "manyhands[cli]"')
+pytestmark = pytest.mark.skipif(
+    not SKLEARN, reason='scikit-learn is missing: pip install "manyhands[cli]"'
+)
 pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
 
 SCRIPT = str(ROOT / "examples" / "blocks.py")
@@ -18,10 +20,22 @@ PROGRAM = "from manyhands.cli import main; main()"
 
 
 def test_a_killed_worker_is_done_without_and_comes_back(tmp_path):
+    for pause in ("0.01", "0.04"):  # a slow machine starts a worker again in 10 s or more
+        text = run_and_kill(tmp_path, pause)
+        assert "worker 1 ended (SIGKILL) and is started again" in text
+        assert "Traceback" not in text
+        assert float(re.search(r"([\d.]+) % of the test images", text)[1]) > 90, text
+        if re.search(r"worker 1 of 2: process \d+, from step [1-9]\d*", text):
+            return
+    pytest.fail(text)
+
+
+def run_and_kill(folder, pause):
+    """What two workers print, of whom the second is killed when they have met."""
     command = [sys.executable, "-c", PROGRAM, "run", "--workers", "2", SCRIPT]
-    command += ["--steps", "1200", "--every", "20", "--pause", "0.005"]
+    command += ["--steps", "1200", "--every", "20", "--pause", pause]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         said, killed = [], False
         for line in process.stdout:
@@ -32,12 +46,8 @@ def test_a_killed_worker_is_done_without_and_comes_back(tmp_path):
             if not killed and re.search(r"step \d+: 2 workers", line):
                 os.kill(victim, signal.SIGKILL)
                 killed = True
-        assert process.wait(60) == 0, "".join(said)
-    text = "".join(said)
-    assert killed and "worker 1 ended (SIGKILL) and is started again" in text
-    assert re.search(r"worker 1 of 2: process \d+, from step [1-9]\d*", text), text
-    right = float(re.search(r"([\d.]+) % of the test images", text)[1])
-    assert right > 90, text
+        assert process.wait(60) == 0 and killed, "".join(said)
+    return "".join(said)
 
 
 def test_one_worker_by_itself():

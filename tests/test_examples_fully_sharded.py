@@ -5,9 +5,11 @@ import re
 import pytest
 import torch
 
-from pages import ROOT, TORCHRUN, in_forks, launch
+from pages import ROOT, SKLEARN, in_forks
 
-pytest.importorskip("sklearn", reason='scikit-learn is missing: pip install "manyhands[cli]"')
+pytestmark = pytest.mark.skipif(
+    not SKLEARN, reason='scikit-learn is missing: pip install "manyhands[cli]"'
+)
 
 SCRIPT = str(ROOT / "examples" / "fully_sharded.py")
 SMALL = ["--width", "32", "--depth", "2"]
@@ -18,14 +20,9 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def by_torchrun(workers, folder, *options):
-    done = launch([*TORCHRUN, str(workers), SCRIPT, *SMALL, *options], folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def alone(*options):
-    code, output = in_forks(None, SCRIPT, *SMALL, *options)
+def on(workers, *options):
+    """On so many, as torchrun starts them; None: by itself."""
+    code, output = in_forks(workers, SCRIPT, *SMALL, *options)
     assert code == 0, output
     return output
 
@@ -35,7 +32,7 @@ def saved(folder, name="runs/fully_sharded.pt"):
 
 
 def test_it_goes_on_with_another_number_of_workers_as_if_nothing_had_happened(tmp_path):
-    first = by_torchrun(2, tmp_path, "--steps", "10")
+    first = on(2, "--steps", "10")
     told = re.search(r"of ([\d,]+) parameters this worker holds ([\d,]+)", first)
     whole, held = (int(number.replace(",", "")) for number in told.groups())
     weights = saved(tmp_path)["model"]
@@ -44,12 +41,12 @@ def test_it_goes_on_with_another_number_of_workers_as_if_nothing_had_happened(tm
     averages = [entry["exp_avg"] for entry in saved(tmp_path)["optimizer"]["state"].values()]
     assert [average.shape for average in averages] == [w.shape for w in weights.values()]
 
-    assert "going on at step 10" in alone("--steps", "15")
-    alone("--steps", "15", "--checkpoint", "alone.pt")
+    assert "going on at step 10" in on(None, "--steps", "15")
+    on(None, "--steps", "15", "--checkpoint", "alone.pt")
     at_once = saved(tmp_path, "alone.pt")["model"]
     torch.testing.assert_close(saved(tmp_path)["model"], at_once, rtol=1e-3, atol=1e-4)
 
 
 def test_it_computes_in_bfloat16(tmp_path):
-    alone("--steps", "2", "--bf16", "--accumulate", "1")
+    on(None, "--steps", "2", "--bf16", "--accumulate", "1")
     assert {weight.dtype for weight in saved(tmp_path)["model"].values()} == {torch.float32}

@@ -5,19 +5,21 @@ import re
 import pytest
 import torch
 
-from pages import ROOT, TORCHRUN, in_forks, launch
+from pages import ROOT, SKLEARN, in_forks
 
-pytest.importorskip("sklearn", reason='scikit-learn is missing: pip install "manyhands[cli]"')
+pytestmark = pytest.mark.skipif(
+    not SKLEARN, reason='scikit-learn is missing: pip install "manyhands[cli]"'
+)
 
 SCRIPT = str(ROOT / "examples" / "sharded.py")
 
 
 def test_it_goes_on_with_another_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = launch([*TORCHRUN, "2", SCRIPT, "--steps", "60", "--accumulate", "2"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, first = in_forks(2, SCRIPT, "--steps", "60", "--accumulate", "2")
+    assert code == 0, first
     saved = torch.load(tmp_path / "runs" / "sharded.pt", weights_only=True)
-    told = re.search(r"of ([\d,]+) bytes of momentum this worker holds ([\d,]+)", done.stdout)
+    told = re.search(r"of ([\d,]+) bytes of momentum this worker holds ([\d,]+)", first)
     whole, held = (int(number.replace(",", "")) for number in told.groups())
     assert held <= whole / 2 + 5 * 64
     momenta = [entry["momentum_buffer"] for entry in saved["optimizer"]["state"].values()]

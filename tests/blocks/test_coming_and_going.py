@@ -141,7 +141,7 @@ OPTIONS = [
     (mh.DiLoCo, {"every": 6, "codec": "int8"}),
     (mh.DiLoCo, {"every": 6, "codec": "int4", "overlap": 2, "fragments": 2}),
     (mh.BMUF, {"global_sync_iter": 6, "warmup_iterations": 20, "average_sync": True}),
-    (mh.DiLoCo, {"every": 6, "warmup": 15}),
+    pytest.param(mh.DiLoCo, {"every": 6, "warmup": 15}, marks=pytest.mark.long),
 ]
 
 

@@ -144,6 +144,7 @@ def test_who_comes_when_all_have_finished_is_told_so(store, tmp_path):
         crew = Crew(store.address, number=1, stall=1.0)
         with pytest.raises(CrewFinished, match="the run has ended"):
             crew.join()
+        assert issubclass(CrewFinished, SystemExit)  # says so and ends, where nobody catches it
 
 
 def test_when_all_have_died_new_ones_begin_again(store, tmp_path):

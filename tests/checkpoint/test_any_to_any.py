@@ -99,7 +99,7 @@ def test_state_of_whole_parameters(kind, tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(("kind", "rule"), [(SGD, mh.AdaScale), (ADAMW, mh.AdamScale)])
 def test_a_rule_goes_on_with_its_averages(way, workers, kind, rule, tmp_path):
     def scaled(optimizer):

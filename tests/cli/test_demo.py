@@ -10,12 +10,13 @@ import pytest
 
 from manyhands.cli import app
 from manyhands.record import read_record
+from pages import SKLEARN
 
 MISSING = '{} is missing: pip install "manyhands[cli]"'
-pytest.importorskip("sklearn", reason=MISSING.format("scikit-learn"))
 pytest.importorskip("plotly", reason=MISSING.format("plotly"))
 testing = pytest.importorskip("typer.testing", reason=MISSING.format("typer"))
 program = importlib.import_module("manyhands.cli.demo")
+pytestmark = pytest.mark.skipif(not SKLEARN, reason=MISSING.format("scikit-learn"))
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
 

@@ -1,6 +1,7 @@
 """Runs that change: the scale, the passes, the number of workers between save and load."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -46,11 +47,15 @@ def on(workers, *args, **kwargs):
     return results[0]
 
 
+@functools.cache
+def begun(workers, passes):
+    return on(workers, passes, 5)
+
+
 @pytest.mark.parametrize("saved_on", SIZES)
 @pytest.mark.parametrize("loaded_on", SIZES)
 def test_a_run_goes_on_with_another_number_of_workers(saved_on, loaded_on, tmp_path):
-    workers, passes = saved_on
-    first = on(workers, passes, 5)
+    first = begun(*saved_on)
     torch.save(first["state"], tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
     workers, passes = loaded_on

@@ -153,9 +153,11 @@ def train(
 
 
 def check_equal_to_ddp(world, how, *args, **kwargs):
-    everyone = run_ranks(world, train, how, *args, **kwargs)
-    plain = run_ranks(world, train, PLAIN, *args, **kwargs)[0]
-    assert_as_under_ddp(everyone, plain)
+    def both():
+        return [train(way, *args, **kwargs) for way in (PLAIN, how)]
+
+    plain, everyone = zip(*run_ranks(world, both), strict=True)
+    assert_as_under_ddp(everyone, plain[0])
 
 
 RULES = [
@@ -217,16 +219,17 @@ def test_loss_scaling_is_divided_out(scaler, optim, options):
 
 def test_parameters_come_and_go():
     """One that no step uses at first, and one that is frozen for a time."""
+    used = {"late": False}
 
     class Branches(nn.ModuleDict):
         def forward(self, x):
             return self["a"](x) + (self["b"](x) if x.is_leaf else 0.0) + self.get_extra(x)
 
         def get_extra(self, x):
-            return self["late"](x) if Branches.late else 0.0
+            return self["late"](x) if used["late"] else 0.0
 
     def before_step(step, model):
-        Branches.late = step >= 3
+        used["late"] = step >= 3
         next(p for n, p in model.named_parameters() if "last.weight" in n).requires_grad_(
             step not in (1, 2)
         )

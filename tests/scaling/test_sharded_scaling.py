@@ -78,9 +78,11 @@ def train(how, rule, optim, options, passes=1, sync_all=False, scaler=None, step
 
 
 def check_equal_to_ddp(world, how, *args, **kwargs):
-    everyone = run_ranks(world, train, how, *args, **kwargs)
-    plain = run_ranks(world, train, PLAIN, *args, **kwargs)[0]
-    assert_as_under_ddp(everyone, plain)
+    def both():
+        return [train(way, *args, **kwargs) for way in (PLAIN, how)]
+
+    plain, everyone = zip(*run_ranks(world, both), strict=True)
+    assert_as_under_ddp(everyone, plain[0])
     for _, params in everyone:
         torch.testing.assert_close(params, everyone[0][1], rtol=0, atol=0)
 

@@ -93,7 +93,9 @@ def steps(model, optimizers, part, *, loss=loss_of, after=lambda step: None, wor
 @pytest.mark.parametrize(
     ("name", "way"), [("SGD", "nested"), ("AdamW", "one wrap"), ("LAMB", "nested")]
 )
-@pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))], ids=str
+)
 def test_training_equals_the_plain_run(workers, name, way):
     def run():
         rank, _ = everyone()

@@ -92,7 +92,7 @@ def trained(name, steps=3):
     return optimizer, wrapped
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_the_consolidated_state_is_the_plain_optimizers(workers):
     def run():
         result = {}

@@ -16,7 +16,9 @@ from sharding_oracle import (
 ACCUMULATION = {"none": (1, True), "no_sync": (3, True), "every pass averaged": (3, False)}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))], ids=str
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_is_the_plain_run(optimizer, workers):
     build = OPTIMIZERS[optimizer]

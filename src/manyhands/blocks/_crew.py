@@ -47,8 +47,11 @@ from manyhands.blocks._roster import Roster, number_of
 START = 30.0  # seconds that the first to come wait for as many as are expected
 
 
-class CrewFinished(RuntimeError):
-    """The others have all left because they were done, before this worker was (back) in."""
+class CrewFinished(SystemExit):
+    """The others have all left because they were done, before this worker was (back) in.
+
+    Where nobody catches it the process ends and says so, without a traceback: nothing is wrong.
+    """
 
 
 class Crew(Members):
@@ -309,8 +312,8 @@ class Crew(Members):
                 return roster
             if roster.finished:
                 raise CrewFinished(
-                    f"the run has ended: all others have left before worker {self.number} was in. "
-                    "Start a new run, with a store of its own, to train on."
+                    "manyhands: the run has ended: all others have left before worker "
+                    f"{self.number} was in. Start a new run, with a store of its own, to train on."
                 )
             if not any(member.id == self._id for member in roster.waiting):
                 self._begin_life()  # the others took us for lost
