@@ -17,6 +17,12 @@ torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, as ranks wait for each other now and then."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # On a machine with GPUs, autograd starts a thread for each of them, and a rank forked after
     # that cannot run backward(). So only the tests that ask for a GPU see one.
