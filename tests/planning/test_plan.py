@@ -728,7 +728,7 @@ def test_the_lines_to_paste_run():
         model, lr = Model(), 1e-3
         matrices = [p for p in model.parameters() if p.dim() == 2]
         rest = [p for p in model.parameters() if p.dim() != 2]
-        optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+        optimizers = [torch.optim.Muon(matrices, ns_steps=1), torch.optim.AdamW(rest)]
         optimizer = torch.optim.AdamW(model.parameters())
         names = {**locals(), "torch": torch, "mh": mh}
         exec(code, names)
