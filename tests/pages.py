@@ -36,16 +36,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TIMEOUT = 120  # seconds for one command
-SKLEARN = importlib.util.find_spec(
-    "sklearn"
-)  # examples need it; imported, it is 70 MB in each fork
 SEED = torch.random.initial_seed()  # that of a process which has just begun
+
+needs_sklearn = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None,  # importing it would put 70 MB into each fork
+    reason='scikit-learn is missing: pip install "manyhands[cli]"',
+)
 
 
 @dataclass(frozen=True)

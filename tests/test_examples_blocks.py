@@ -8,11 +8,9 @@ import sys
 
 import pytest
 
-from pages import ROOT, SKLEARN, in_forks
+from pages import ROOT, in_forks, needs_sklearn
 
-pytestmark = pytest.mark.skipif(
-    not SKLEARN, reason='scikit-learn is missing: pip install "manyhands[cli]"'
-)
+pytestmark = needs_sklearn
 pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
 
 SCRIPT = str(ROOT / "examples" / "blocks.py")

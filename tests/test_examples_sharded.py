@@ -2,14 +2,11 @@
 
 import re
 
-import pytest
 import torch
 
-from pages import ROOT, SKLEARN, in_forks
+from pages import ROOT, in_forks, needs_sklearn
 
-pytestmark = pytest.mark.skipif(
-    not SKLEARN, reason='scikit-learn is missing: pip install "manyhands[cli]"'
-)
+pytestmark = needs_sklearn
 
 SCRIPT = str(ROOT / "examples" / "sharded.py")
 

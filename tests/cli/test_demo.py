@@ -10,13 +10,13 @@ import pytest
 
 from manyhands.cli import app
 from manyhands.record import read_record
-from pages import SKLEARN
+from pages import needs_sklearn
 
 MISSING = '{} is missing: pip install "manyhands[cli]"'
 pytest.importorskip("plotly", reason=MISSING.format("plotly"))
 testing = pytest.importorskip("typer.testing", reason=MISSING.format("typer"))
 program = importlib.import_module("manyhands.cli.demo")
-pytestmark = pytest.mark.skipif(not SKLEARN, reason=MISSING.format("scikit-learn"))
+pytestmark = needs_sklearn
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
 
