@@ -125,7 +125,7 @@ def test_a_death_in_the_middle_of_a_meeting_loses_no_work_of_the_others(store, t
         died = time.monotonic()
         team.board.report(2)
         team.until(lambda: any(e["time"] > died for e in team.events(0, "met")))
-        assert time.monotonic() - died < 1.5
+        assert time.monotonic() - died < 3.5
         team.start([2], 100, {"every": 5}, pause=0.005)
         team.finish()
         states = team.one_state_at_each_meeting()
@@ -172,7 +172,7 @@ def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path):
         team.stop(1)
         stopped = time.monotonic()
         team.until(lambda: team.last(0, "met", "workers") == 2)
-        assert time.monotonic() - stopped < 0.6 + 1.5
+        assert time.monotonic() - stopped < 0.6 + 4.0
         before = len(team.events(0, "met"))
         team.until(lambda: len(team.events(0, "met")) > before + 3)
         team.wake(1)

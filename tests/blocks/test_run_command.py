@@ -134,7 +134,7 @@ def test_an_error_at_the_start_ends_the_run_with_it(tmp_path):
     with Command(tmp_path, script, "--workers", "3") as command:
         began = time.monotonic()
         assert command.wait() == 1
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     assert "[1] no such data" in command.err.read_text()
     assert "worker 1 ended (exit code 1) before the first meeting." in command.err.read_text()
 

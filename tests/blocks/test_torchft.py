@@ -126,7 +126,7 @@ def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse,
         team.kill(1)
         died = time.monotonic()
         team.until(lambda: team.last(0, "met", "workers") == 2)
-        assert time.monotonic() - died < BEAT + 2
+        assert time.monotonic() - died < BEAT + 6
         team.start([1], 250, {"every": 5, "codec": "int8"})
         team.finish()
         team.one_state_at_each_meeting()
@@ -144,7 +144,7 @@ def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, 
         team.stop(1)
         stopped = time.monotonic()
         team.until(lambda: team.last(0, "met", "workers") == 2)
-        assert time.monotonic() - stopped < 1.5 + BEAT + 2
+        assert time.monotonic() - stopped < 1.5 + BEAT + 6
         team.wake(1)
         team.until(lambda: (team.last(1, "met", "time") or 0.0) > stopped + 1.5)
         team.finish()
