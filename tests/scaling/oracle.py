@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, RMSprop
 
+from ranks import run_ranks
+
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05),
     "SGD momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -163,6 +165,17 @@ FACTORS = {
     "SqrtScale": lambda sqr, var, scale, progress: math.sqrt(scale),
     "LEGWScale": legw(warmup_steps=2),
 }
+
+
+def trained_as_under_ddp(world, train, plain, how, *args, **kwargs):
+    """What each rank has of `train(how, ...)`, after `train(plain, ...)`, which it must equal."""
+
+    def both():
+        return [train(way, *args, **kwargs) for way in (plain, how)]
+
+    under_ddp, everyone = zip(*run_ranks(world, both), strict=True)
+    assert_as_under_ddp(everyone, under_ddp[0])
+    return everyone
 
 
 def assert_as_under_ddp(everyone, plain):

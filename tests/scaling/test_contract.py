@@ -125,7 +125,7 @@ def plain(rule, optimizer, setup):
 
 @contract
 def test_training_is_the_plain_run_with_the_rules_learning_rate(rule, optimizer, setup):
-    ours = [results_of_all[optimizer] for results_of_all in results(rule, setup)]
+    ours = [worker[optimizer] for worker in results(rule, setup)]
     expected = plain(rule, optimizer, setup)
     workers, passes = SETUPS[setup]
     # Adam's bias correction is taken in float32, as adaptdl took it: 1e-5 in the gain.

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands._comm import Workers
-from oracle import assert_as_under_ddp
+from oracle import trained_as_under_ddp
 from ranks import raises_on_ranks, run_ranks
 
 SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9}
@@ -153,11 +153,7 @@ def train(
 
 
 def check_equal_to_ddp(world, how, *args, **kwargs):
-    def both():
-        return [train(way, *args, **kwargs) for way in (PLAIN, how)]
-
-    plain, everyone = zip(*run_ranks(world, both), strict=True)
-    assert_as_under_ddp(everyone, plain[0])
+    trained_as_under_ddp(world, train, PLAIN, how, *args, **kwargs)
 
 
 RULES = [

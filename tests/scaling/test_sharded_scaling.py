@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, RMSprop
 
 import manyhands as mh
-from oracle import assert_as_under_ddp
+from oracle import trained_as_under_ddp
 from ranks import run_ranks
 
 SIZES = 640  # elements of a bucket: parameters are cut, and share buckets
@@ -78,11 +78,7 @@ def train(how, rule, optim, options, passes=1, sync_all=False, scaler=None, step
 
 
 def check_equal_to_ddp(world, how, *args, **kwargs):
-    def both():
-        return [train(way, *args, **kwargs) for way in (PLAIN, how)]
-
-    plain, everyone = zip(*run_ranks(world, both), strict=True)
-    assert_as_under_ddp(everyone, plain[0])
+    everyone = trained_as_under_ddp(world, train, PLAIN, how, *args, **kwargs)
     for _, params in everyone:
         torch.testing.assert_close(params, everyone[0][1], rtol=0, atol=0)
 

@@ -94,7 +94,7 @@ def steps(model, optimizers, part, *, loss=loss_of, after=lambda step: None, wor
     ("name", "way"), [("SGD", "nested"), ("AdamW", "one wrap"), ("LAMB", "nested")]
 )
 @pytest.mark.parametrize(
-    "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))], ids=str
+    "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
 )
 def test_training_equals_the_plain_run(workers, name, way):
     def run():

@@ -17,7 +17,7 @@ ACCUMULATION = {"none": (1, True), "no_sync": (3, True), "every pass averaged": 
 
 
 @pytest.mark.parametrize(
-    "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))], ids=str
+    "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_is_the_plain_run(optimizer, workers):
