@@ -159,7 +159,7 @@ class Blocks(AroundOptimizer):
     def _begin(self) -> None:
         """Agree with the others, and have the same parameters as they."""
         sync = self._sync
-        params = trained(self._optimizer)
+        params = trained(self._inner_optimizer)
         if not any(group["params"] for group in self.param_groups):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
@@ -229,9 +229,9 @@ class Blocks(AroundOptimizer):
     def snapshot(self) -> dict[str, Any]:
         """The state of the synchronisation in plain numbers, for logs and `Record`."""
         sync, news = self._sync, self._sync.news
-        inner = self._optimizer.snapshot() if hasattr(self._optimizer, "snapshot") else {}
+        inner = self._inner_optimizer
         return {
-            **inner,
+            **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
             "step": sync.steps,
             "workers": news.workers or sync.team.workers.size,  # of the last meeting
             "meetings": sync.meetings,
@@ -252,14 +252,14 @@ class Blocks(AroundOptimizer):
         A step that a `GradScaler` skips is counted, so that workers stay together.
         """
         sync = self._sync
-        news = _amp.ScalerNews.left_on(self, self._optimizer)
+        news = _amp.ScalerNews.left_on(self, self._inner_optimizer)
         if self.alone or sync.steps >= sync.warmup or sync.local_warmup:
             if not self.alone:
                 self._take_in_what_has_thawed()
             result = self._step_inner(news, closure, *args, **kwargs)
         else:
             result = self._step_together(news, closure, *args, **kwargs)
-        vars(self._optimizer)["_opt_called"] = True  # a scheduler of the inner optimizer asks
+        vars(self._inner_optimizer)["_opt_called"] = True  # a scheduler of the inner optimizer asks
         sync.steps, sync.is_new, sync.apart = sync.steps + 1, False, True
         if not self.alone:
             with torch.no_grad():
@@ -272,8 +272,8 @@ class Blocks(AroundOptimizer):
         if news.present and not self._heeds_scaler and bool(news.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
-        with _amp.passed_on(news, self._optimizer, self._heeds_scaler):
-            return self._optimizer.step(*positional, **kwargs)
+        with _amp.passed_on(news, self._inner_optimizer, self._heeds_scaler):
+            return self._inner_optimizer.step(*positional, **kwargs)
 
     def _step_together(self, news: _amp.ScalerNews, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """A step along the mean of all workers' gradients."""
@@ -281,22 +281,22 @@ class Blocks(AroundOptimizer):
         def averaged() -> bool:
             if news.grad_scale is not None:
                 _amp.unscale(self.param_groups, news.grad_scale)
-            return average_gradients(self._sync, trained(self._optimizer))
+            return average_gradients(self._sync, trained(self._inner_optimizer))
 
         if closure is None:
-            return self._optimizer.step(*args, **kwargs) if averaged() else None
+            return self._inner_optimizer.step(*args, **kwargs) if averaged() else None
 
         def together() -> Any:
             with torch.enable_grad():
                 loss = closure()
             if not averaged():  # nobody has a gradient to step along
-                self._optimizer.zero_grad()
+                self._inner_optimizer.zero_grad()
             return loss
 
-        return self._optimizer.step(together, *args, **kwargs)
+        return self._inner_optimizer.step(together, *args, **kwargs)
 
     def _take_in_what_has_thawed(self) -> None:
-        new = [p for p in trained(self._optimizer) if id(p) not in self._known]
+        new = [p for p in trained(self._inner_optimizer) if id(p) not in self._known]
         if new:
             self._known |= {id(param) for param in new}
             with torch.no_grad():
@@ -305,18 +305,18 @@ class Blocks(AroundOptimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients."""
-        self._optimizer.zero_grad(*args, **kwargs)
+        self._inner_optimizer.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every worker; they become worker 0's."""
         if isinstance(self._sync.team, Coming):
             raise RuntimeError("a crew's workers need all parameters from the beginning.")
-        self._optimizer.add_param_group(param_group)
+        self._inner_optimizer.add_param_group(param_group)
         if self.alone:
             return
         with torch.no_grad():
             self._sync.land()
-        self._check_agreement(trained(self._optimizer), [])
+        self._check_agreement(trained(self._inner_optimizer), [])
         self._given.send_first([local(p) for p in self.param_groups[-1]["params"]])
         self._take_in_what_has_thawed()
 
@@ -333,7 +333,7 @@ class Blocks(AroundOptimizer):
         """Set every worker's parameters to their mean, with no outer step."""
         if not self.alone:
             self._sync.land()
-            rows = rows_of(trained(self._optimizer))
+            rows = rows_of(trained(self._inner_optimizer))
             while self._sync.hold(rows) is None:  # undone: with those who are there now
                 pass
             self._sync.come_together()
@@ -385,7 +385,7 @@ class Blocks(AroundOptimizer):
         training goes on bit for bit; with worker 0's for all of them it goes on from there,
         on any number of workers.
         """
-        state: dict[str, Any] = self._optimizer.state_dict()
+        state: dict[str, Any] = self._inner_optimizer.state_dict()
         if not self.alone:
             state[_state.KEY] = {"options": self._options, **_state.saved(self._sync)}
         return state
@@ -403,7 +403,7 @@ class Blocks(AroundOptimizer):
         changed = {name: overrides.pop(name) for name in self._options if name in overrides}
         ours = self.checked_state(state_dict.get(_state.KEY), changed)
         inner = {key: value for key, value in state_dict.items() if key != _state.KEY}
-        self._optimizer.load_state_dict(inner)
+        self._inner_optimizer.load_state_dict(inner)
         for group in self.param_groups:
             group.update(overrides)
         self.load_common_state(ours)
@@ -442,4 +442,4 @@ class Blocks(AroundOptimizer):
     def __repr__(self) -> str:
         workers = self._sync.team.workers.size
         options = ", ".join(f"{name}={value}" for name, value in self._options.items())
-        return f"{type(self).__name__}(workers={workers}, {options})\n{self._optimizer!r}"
+        return f"{type(self).__name__}(workers={workers}, {options})\n{self._inner_optimizer!r}"

@@ -134,7 +134,7 @@ def _existing(optimizer: Any) -> Chosen:
     groups = [({k: v for k, v in g.items() if k not in ("params", "param_names")}, g["params"])
               for g in optimizer.param_groups]  # fmt: skip
     while isinstance(optimizer, BoundOptimizer):
-        optimizer = optimizer._optimizer
+        optimizer = optimizer._inner_optimizer
     if isinstance(optimizer, OSS):
         return Chosen(optimizer._kind, dict(optimizer._given), groups, made=True)
     taken = inspect.signature(type(optimizer)).parameters

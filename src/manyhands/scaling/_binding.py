@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands import _amp
-from manyhands._around import AroundOptimizer
+from manyhands._around import AroundOptimizer, yielding
 from manyhands._comm import Workers
 from manyhands._dtensors import workers_of
 from manyhands.scaling._average import Average, Debiased, PaperAverage
@@ -153,9 +153,9 @@ class BoundOptimizer(AroundOptimizer):
     def _listen(self, norms: Norms, average: NoiseAverage) -> None:
         scaler, batch = self._grad_scaler, self._batch
         rule = weakref.proxy(self)  # the tap must not keep `self` alive
-        device = next(p.device for g in self._optimizer.param_groups for p in g["params"])
+        device = next(p.device for g in self._inner_optimizer.param_groups for p in g["params"])
         tap = GradientTap(
-            self._optimizer.param_groups,
+            self._inner_optimizer.param_groups,
             self._workers.apart(device),
             norms,
             self._accumulation,
@@ -163,7 +163,7 @@ class BoundOptimizer(AroundOptimizer):
             history=lambda: rule._history(),
             loss_scale=lambda: _amp.loss_scale_of(scaler),
             difference_at_scale_1=batch.counted,
-            join_in=getattr(self._optimizer, "join_in", lambda: None),
+            join_in=getattr(self._inner_optimizer, "join_in", lambda: None),
             model=self._model,
         )
         self._noise_meter = NoiseMeter(
@@ -180,7 +180,7 @@ class BoundOptimizer(AroundOptimizer):
         return self._progress + sum(average.raw_sqr) + sum(average.raw_var)
 
     def _check_workers_agree(self) -> None:
-        groups = self._optimizer.param_groups
+        groups = self._inner_optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
         mine = {
             "num_gradients_to_accumulate": float(self._accumulation.declared or 0),
@@ -193,8 +193,8 @@ class BoundOptimizer(AroundOptimizer):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         self._workers.check_agreement("optimizer and rule", mine, params[0].device)
 
-    @property
-    def _optimizer(self) -> Optimizer:
+    @yielding
+    def _inner_optimizer(self) -> Optimizer:
         if self._inner is None:
             raise RuntimeError(
                 f"this {type(self).__name__} has no optimizer yet. Give it one, "
@@ -203,15 +203,15 @@ class BoundOptimizer(AroundOptimizer):
             )
         return self._inner
 
-    @property
+    @yielding
     def _meter(self) -> NoiseMeter:
         if self._inner is None:
-            _ = self._optimizer  # raises
+            _ = self._inner_optimizer  # raises
         return self._noise_meter
 
     def unhook(self) -> None:
         """Stop listening to the parameters, and give the optimizer back as it was."""
-        optimizer = self._optimizer
+        optimizer = self._inner_optimizer
         self._meter.tap.unhook()
         vars(optimizer).pop("_manyhands_rule", None)
         if self._patch is not None:
@@ -225,8 +225,8 @@ class BoundOptimizer(AroundOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they are measured from the next backward pass on."""
         self._check_between_steps("add_param_group()")
-        self._optimizer.add_param_group(param_group)
-        groups = self._optimizer.param_groups
+        self._inner_optimizer.add_param_group(param_group)
+        groups = self._inner_optimizer.param_groups
         try:
             self._check_optimizer_takes(self.scale)
         except ValueError:

@@ -149,7 +149,7 @@ class ScalingRuleBase(BoundOptimizer):
         A `closure` is run once first, so that the factors know its gradients; its loss is
         returned. Other arguments are passed on.
         """
-        inner, meter = self._optimizer, self._meter
+        inner, meter = self._inner_optimizer, self._meter
         self._check_parameter_groups()
         if closure is not None:
             closure = self._replayed(closure)
@@ -325,7 +325,7 @@ class ScalingRuleBase(BoundOptimizer):
 
         Between backward passes of a step, it is that of before the step.
         """
-        state: dict[str, Any] = self._optimizer.state_dict()
+        state: dict[str, Any] = self._inner_optimizer.state_dict()
         state[_state.KEY] = self.scaling_state_dict()
         return state
 
@@ -337,7 +337,7 @@ class ScalingRuleBase(BoundOptimizer):
         have another.
         """
         ours = self._parsed(_state.part_of(state_dict, type(self).__name__))
-        self._optimizer.load_state_dict(dict(state_dict))
+        self._inner_optimizer.load_state_dict(dict(state_dict))
         self._continue_from(ours)
 
     def scaling_state_dict(self) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class ScalingRuleBase(BoundOptimizer):
         """
         self._note(self._meter.land())
         return {
-            **_state.identity(self._gradients, self._optimizer),
+            **_state.identity(self._gradients, self._inner_optimizer),
             **self._meter.saved(),
             "batch": self._batch.saved(),
             "progress": self._progress,
@@ -363,7 +363,7 @@ class ScalingRuleBase(BoundOptimizer):
     def _parsed(self, ours: Mapping[str, Any]) -> _state.ScalingState:
         self._check_between_steps("load_state_dict()")
         state = _state.parsed(
-            ours, self._gradients, self._optimizer, self._meter.average, self._batch
+            ours, self._gradients, self._inner_optimizer, self._meter.average, self._batch
         )
         scale = self._checked_scale(state.batch.scale_of(state.batch.passes))
         self._check_optimizer_takes(scale)

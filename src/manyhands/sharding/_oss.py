@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from manyhands._around import yielding
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor
 from manyhands.sharding import _state
@@ -130,7 +131,7 @@ class OSS(Optimizer):
         for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _copy_options(inner, outer)
 
-    @property
+    @yielding
     def _reducer(self) -> Any:
         """Of a ShardedDataParallel, while there is one."""
         return self._listener()
