@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from manyhands._groups import Lease, connect
 from manyhands._host import HostExchange, HostMemory
 from manyhands._norms import summed_in
 
@@ -27,6 +28,7 @@ class Workers:
     rank: int = 0
     group: Any = None
     own_group: bool = False  # which nobody else's collectives go through
+    lease: Lease | None = None  # which keeps that group alive
     host: HostMemory | None = None  # that they exchange through, if they are all on one
 
     @classmethod
@@ -53,21 +55,25 @@ class Workers:
     def apart(self, device: torch.device) -> Workers:
         """The same workers, whose collectives cannot be taken for anybody else's.
 
-        In a group of their own on gloo, where it costs two connections. With NCCL a group costs
-        a communicator's GPU memory, and the one that was given is used.
+        In a group of our own on gloo (`_groups.py`). With NCCL a group costs a communicator's GPU
+        memory, and the one that was given is used.
         """
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
-        return self.in_a_group_of_their_own("gloo")
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        gather = partial(self.gather, device=device)
+        lease = connect(ranks, self.rank, self._timeout, gather)
+        return Workers(self.size, self.rank, lease.group, own_group=True, lease=lease)
 
-    def in_a_group_of_their_own(self, backend: str | None = None) -> Workers:
+    def beside_training(self, device: torch.device) -> Workers:
         """The same workers, in a group which another thread may use."""
         if self.size == 1:
             return self
+        if device.type == "cpu" and self.on_gloo(device):
+            return self.apart(device)
+        # torch's own: when ranks end a communicator at different moments is not ours to try.
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        own = dist.new_group(
-            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True
-        )
+        own = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
         return Workers(self.size, self.rank, own, own_group=True)
 
     @property

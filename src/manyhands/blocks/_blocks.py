@@ -182,7 +182,8 @@ class Blocks(AroundOptimizer):
     def _who_meet(self, workers: Workers) -> Workers:
         """The workers, and how they reach each other in a meeting."""
         if self._sync.schedule.overlap:  # messages beside training that no others are taken for
-            workers = workers.in_a_group_of_their_own()
+            device = next(p.device for group in self.param_groups for p in group["params"])
+            workers = workers.beside_training(device)
         if self._shared_memory is None:
             devices = {p.device for group in self.param_groups for p in group["params"]}
             exact = self._options["codec"] == "float32"

@@ -1,0 +1,129 @@
+"""Process groups of our own, which end with their last user.
+
+Some of our collectives must never be taken for anybody else's: the small vector that a scaling
+rule sends at the end of a backward pass, the buckets of a `ShardedDataParallel`, a block's mean
+that travels while training goes on. Each of these objects has a gloo group of its own, which costs
+a few descriptors and three threads.
+
+    connect   all ranks agree on a serial number, in one small collective, and connect
+    Lease     what users of the group hold; the group ends when nobody holds the lease any more
+    end       in a thread, because the end of a gloo group waits for what is under way in it
+
+Two objects never share a group: ranks may issue the collectives of two rules in different orders
+(the hooks of two optimizers on one model fire in the order in which they were made).
+
+Why these are not made with `torch.distributed.new_group`: torch names a group by its ranks and by
+the *number* of groups that the process has. Ranks that drop a group at different moments (a
+garbage collector's) would wait for each other under different names, or find the addresses of a
+group that has ended. torch keeps no record of ours, so `destroy_process_group()` leaves them alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _get_default_store,
+    default_pg_timeout,
+)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group
+
+# The newest group of these ranks that this rank has made. Weak: a store is a server's port.
+_serials: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+
+
+class Lease:
+    """Keeps a group of our own alive. Whoever holds `group` for long holds the lease as well."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        weakref.finalize(self, endings.begin, [group], os.getpid())
+
+
+def connect(
+    ranks: Sequence[int],
+    rank: int,
+    timeout: timedelta | None,
+    gather: Callable[[list[float]], list[list[float]]],
+) -> Lease:
+    """A new gloo group of these ranks; to be called on each of them.
+
+    `gather` collects every rank's numbers.
+    """
+    store = _get_default_store()
+    serials = _serials.setdefault(store, {})
+    members = tuple(ranks)
+    newest = gather([float(serials.get(members, 0))])  # may differ where a rank once failed
+    serial = int(max(number for (number,) in newest)) + 1
+    serials[members] = serial
+    prefix = f"manyhands/{'_'.join(map(str, ranks))}/{serial}"
+    group = dist.ProcessGroupGloo(
+        PrefixStore(prefix, store), rank, len(ranks), timeout or default_pg_timeout
+    )
+    return Lease(group)
+
+
+class Endings:
+    """Groups on their way out, each in a thread of its own.
+
+    A thread that comes back from C++ while Python ends aborts the process. So none lets go of a
+    group then, and those in the middle of it are waited for, if it does not take long.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: set[threading.Thread] = set()
+        self._closed = False
+
+    def begin(self, held: list[Any], process: int) -> None:
+        """Drop the group in this list once nobody else has it; return at once."""
+        if process == os.getpid() and not self._closed:
+            thread = threading.Thread(target=self._drop, args=(held,), name="manyhands end")
+            thread.daemon = True
+            try:
+                thread.start()
+                return
+            except RuntimeError:  # Python is ending, and (from 3.12 on) starts no more threads
+                pass
+        # The group's threads belong to the process that made it, and the system ends them with it.
+        # A forked child would wait for them for ever, and at Python's end it is too late to wait.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
+
+    def _drop(self, held: list[Any]) -> None:
+        pause = FIRST_PAUSE
+        while sys.getrefcount(held[0]) > 2 or not self._enter():  # the list, and the call itself
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        held.clear()
+        self._under_way.discard(threading.current_thread())
+
+    def _enter(self) -> bool:
+        """Whether there is time to let go of a group."""
+        with self._lock:
+            if not self._closed:
+                self._under_way.add(threading.current_thread())
+            return not self._closed
+
+    def close(self) -> None:
+        """Let go of no more groups: Python is ending."""
+        with self._lock:
+            self._closed = True
+        for thread in list(self._under_way):
+            thread.join(1.0)  # longer: it waits for a message that does not come
+
+
+endings = Endings()
+weakref.finalize(endings, int)  # registers weakref's exit function, which is to run after ours
+atexit.register(endings.close)

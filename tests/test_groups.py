@@ -1,0 +1,164 @@
+"""Process groups of our own: how many there are, and when they end."""
+
+import gc
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import manyhands as mh
+from ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc, which is Linux's"
+)
+
+
+def adascale():
+    model = torch.nn.Linear(4, 4)
+    return DistributedDataParallel(model), mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def noise_scale():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.noise = mh.NoiseScale(optimizer)
+    return DistributedDataParallel(model), optimizer
+
+
+def sharded():
+    model = torch.nn.Linear(4, 4)
+    optimizer = mh.OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1)
+    return mh.ShardedDataParallel(model, optimizer), optimizer
+
+
+def sharded_in_shared_memory():
+    model = torch.nn.Linear(4, 4)
+    optimizer = mh.OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1, shared_memory=True)
+    return mh.ShardedDataParallel(model, optimizer), optimizer
+
+
+def overlapped_blocks():
+    model = torch.nn.Linear(4, 4)
+    return model, mh.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), every=2, overlap=1)
+
+
+KINDS = [adascale, noise_scale, sharded, sharded_in_shared_memory, overlapped_blocks]
+
+
+def train(make, steps=3):
+    model, optimizer = make()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def settled(count, most, seconds=5.0):
+    """The count, once it is no more than that: groups end in threads of their own."""
+    until = time.monotonic() + seconds
+    while count() > most and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    return count()
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_what_is_dropped_leaves_no_descriptors_and_no_threads(make):
+    def work():
+        train(adascale, 1)  # what torch opens once and keeps
+        before = settled(descriptors, 0, 0.2), threads()
+        for _ in range(3):
+            train(make)
+        return [before, (settled(descriptors, before[0]), settled(threads, before[1]))]
+
+    for before, after in run_ranks(2, work):
+        assert after <= before
+
+
+def test_sixty_constructions_fit_into_the_descriptors_of_a_few():
+    def work():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+        for _ in range(60):
+            train(adascale, 1)
+        return True
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_a_rank_that_drops_its_rule_later_than_the_others_finds_them_again():
+    def work():
+        kept = [train(adascale)]
+        if dist.get_rank() == 1:
+            kept.clear()
+            gc.collect()
+        _, second = train(adascale)
+        kept.clear()
+        _, third = train(adascale)
+        return [round(second.gain(), 6), round(third.gain(), 6)]
+
+    assert run_ranks(2, work) == [[1.0, 1.0]] * 2
+
+
+def test_a_drop_does_not_wait_for_what_others_have_not_sent():
+    def work():
+        model, optimizer = train(adascale)
+        took = 0.0
+        if dist.get_rank() == 0:
+            workers = optimizer._meter.tap.mean.workers
+            under_way = workers.combine(torch.zeros(4), 0)  # the other rank never answers
+            begin = time.monotonic()
+            del model, optimizer, workers, under_way
+            gc.collect()
+            took = time.monotonic() - begin
+        dist.barrier()
+        return took
+
+    assert max(run_ranks(2, work)) < 1.0
+
+
+def test_a_forked_child_that_collects_garbage_does_not_wait_for_threads_it_has_not():
+    def work():
+        kept = train(adascale)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)  # ends a child that hangs
+            kept = None
+            gc.collect()
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        train(adascale)
+        return [os.waitstatus_to_exitcode(status), len(kept)]
+
+    assert run_ranks(2, work) == [[0, 2]] * 2
+
+
+def test_a_new_world_after_the_old_one_gets_new_groups():
+    def work():
+        kept = train(adascale)
+        store = dist.distributed_c10d._get_default_store()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size
+        )
+        _, optimizer = train(adascale)
+        return [round(optimizer.gain(), 6), len(kept)]
+
+    assert run_ranks(2, work) == [[1.0, 2]] * 2
