@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.optim import Optimizer
 
+from manyhands._missing import wrapped_attribute
 T = TypeVar("T")
 
 
@@ -68,7 +69,7 @@ class AroundOptimizer(Optimizer):
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(inner, name)
+        return wrapped_attribute(self, inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands._missing import wrapped_attribute
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._scales import AdamScale, AdaScale
 from manyhands.scaling._unsharded import sharders
@@ -128,7 +129,7 @@ class AdaptiveDataParallel(nn.Module):
             parallel = self.__dict__.get("_parallel")
             if not parallel or name.startswith("_"):
                 raise
-            return getattr(parallel[0], name)
+            return wrapped_attribute(self, parallel[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""

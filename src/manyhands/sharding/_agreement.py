@@ -1,20 +1,31 @@
-"""Are all workers given the same parameters and options? If not, all of them say where not."""
+"""Are all ranks given the same parameters and options? If not, all of them say where not.
+
+What one is given is described in words: a list of claims, each a title and what is claimed, one
+value or a list of them. Ranks compare a checksum of the whole, in one number; only where that
+differs do they send the words, to find the first that does.
+"""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from manyhands._comm import Workers
 
 Made = TypeVar("Made")
+Claims = dict[str, Any]
 PATIENCE = 120.0  # seconds that a worker waits for others to do what all must
+NAMED = 8  # ranks that a message speaks of
+HOW = {"foreach", "fused", "capturable", "differentiable"}
+"""Options that say how a step is computed and not what it is. Machines may differ in them."""
 
 _calls: dict[str, int] = {}  # how often something was called
 
@@ -24,29 +35,98 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def check_agreement(
-    workers: Workers, groups: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
-) -> None:
-    """Raise on every worker where they were not given the same parameter groups and `facts`."""
-    devices = [param.device for group in groups for param in group["params"]]
-    if not devices:
-        return
-    text = json.dumps([facts, [_description(group) for group in groups]])
-    sums = workers.gather([float(zlib.crc32(text.encode()))], devices[0])
+def check_agreement(workers: Workers, claims: Claims, params: Iterable[Tensor] = ()) -> None:
+    """Raise on every rank where ranks claim different things. (`params`: for their device.)"""
+    device = _common_device(workers, [param.device for param in params])
+    text = json.dumps(claims)
+    sums = workers.gather([float(zlib.crc32(text.encode()))], device)
     if len({total[0] for total in sums}) > 1:
-        _explain([json.loads(one) for one in workers.gather_text(text, devices[0])])
+        _explain([json.loads(one) for one in workers.gather_text(text, device)])
 
 
-def all_or_none(
-    workers: Workers, devices: Sequence[torch.device], make: Callable[[], Made]
-) -> Made:
-    """Make something on every worker; where one cannot, all raise. (`devices`: of parameters.)"""
+def claims_on_groups(
+    groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
+) -> Claims:
+    """What ranks must have alike in an optimizer's parameters; `names` are by `id`.
+
+    The groups are those from the `first` on.
+    """
+    claims: Claims = {"numbers of parameter groups": len(groups)}
+    kinds = Kinds()
+    for index, group in enumerate(groups, first):
+        own = group.get("param_names")
+        claims[f"parameters in group {index}"] = [
+            kinds.of(param, own[number] if own else (names or {}).get(id(param), ""))
+            for number, param in enumerate(group["params"])
+        ]
+    return claims
+
+
+def claims_on_options(
+    groups: Sequence[Mapping[str, Any]], declared: Iterable[str], first: int = 0
+) -> Claims:
+    """What ranks must have alike in an optimizer's options: those that change its numbers.
+
+    These are the ones that it has `declared` as its defaults. What it was given besides (a rank, a
+    name, a logger) it does not look for in its parameter groups. Left out are options in `HOW`, and
+    values without a meaning that could be compared: functions, objects, devices.
+    """
+    compared = set(declared) - HOW
+    return {
+        f"values of {name} in group {index}": value
+        for index, group in enumerate(groups, first)
+        for name in sorted(compared & group.keys())
+        if (value := _comparable(group[name])) is not None
+    }
+
+
+class Kinds:
+    """Words for what must be alike in a tensor, and its number among a model's devices."""
+
+    def __init__(self) -> None:
+        self._devices: list[torch.device] = []
+
+    def of(self, tensor: Tensor, name: str = "") -> str:
+        """Name, shape, type, device (without its index, in which ranks may differ), and order."""
+        if tensor.device not in self._devices:
+            self._devices.append(tensor.device)
+        number = [d for d in self._devices if d.type == tensor.device.type].index(tensor.device)
+        words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+        words.append(f"on {tensor.device.type}" + (f", device {number + 1}" if number else ""))
+        if tensor.layout != torch.strided:
+            words.append(f"as {str(tensor.layout).removeprefix('torch.')}")
+        elif not tensor.is_contiguous():  # strides of dimensions of one element mean nothing
+            pairs = zip(tensor.size(), tensor.stride(), strict=True)
+            words.append(f"with strides {tuple(s if n > 1 else 1 for n, s in pairs)}")
+        if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+            words.append("frozen")
+        return " ".join(word for word in words if word)
+
+
+def _comparable(value: Any) -> Any:
+    """A value in JSON, numbers as floats; None for what cannot be compared."""
+    if value is None or isinstance(value, bool | str | torch.dtype):
+        return str(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Tensor):
+        return _comparable(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_comparable(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _comparable(each) for key, each in sorted(value.items(), key=str)}
+    return None
+
+
+def all_or_none(workers: Workers, params: Iterable[Tensor], make: Callable[[], Made]) -> Made:
+    """Make something on every worker; where one cannot, all raise. (`params`: for their device.)"""
     try:
         made, problem = make(), None
     except Exception as error:
         made, problem = None, error
-    if workers.size > 1 and devices:
-        failed = workers.gather([float(problem is not None)], devices[0])
+    if workers.size > 1:
+        device = _common_device(workers, [param.device for param in params])
+        failed = workers.gather([float(problem is not None)], device)
         ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag[0])
         if ranks and problem is None:
             raise ValueError(
@@ -87,32 +167,33 @@ def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
         store.delete_key(f"{key} {count - 2} {workers.rank}")
 
 
-def _description(group: Mapping[str, Any]) -> list[Any]:
-    """What workers must have alike in a parameter group."""
-    options = {
-        k: v for k, v in options_of(group).items() if isinstance(v, int | float | str | tuple)
-    }
-    params = [
-        f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
-        for p in group["params"]
-    ]
-    return [params, json.loads(json.dumps(options, default=str))]
+def _common_device(workers: Workers, devices: Sequence[torch.device]) -> torch.device:
+    """Where ranks compare what they claim, wherever each of them has its parameters."""
+    cpu = torch.device("cpu")
+    if workers.size == 1 or workers.has_backend(cpu):
+        return cpu
+    usable = [device for device in devices if workers.has_backend(device)]
+    return usable[0] if usable else torch.accelerator.current_accelerator() or cpu
 
 
-def _explain(each: list[list[Any]]) -> None:
-    """Raise for the first thing that workers do not have alike."""
-    advice = "Build the same model and optimizer on every worker."
+def _explain(each: Sequence[Claims]) -> None:
+    """Raise for the first thing that ranks claim differently."""
+    for title in dict.fromkeys(title for claims in each for title in claims):
+        values = [claims.get(title, "absent") for claims in each]
+        if all(isinstance(value, list) for value in values):
+            _check_same(f"numbers of {title}", [len(value) for value in values])
+            for number, row in enumerate(zip(*values, strict=True)):
+                _check_same(f"{title}: number {number} is", row)
+        else:
+            _check_same(title, values)
 
-    def differ(values: list[Any], what: str) -> None:
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
-            raise ValueError(f"workers have different {what}: {listed}. {advice}")
 
-    for name in each[0][0]:
-        differ([facts[name] for facts, _ in each], f"values of {name}")
-    differ([len(groups) for _, groups in each], "numbers of parameter groups")
-    for index, groups in enumerate(zip(*(groups for _, groups in each), strict=True)):
-        differ([len(params) for params, _ in groups], f"numbers of parameters in group {index}")
-        for number, params in enumerate(zip(*(params for params, _ in groups), strict=True)):
-            differ(list(params), f"parameters in group {index}: number {number} is")
-        differ([options for _, options in groups], f"options in group {index}")
+def _check_same(what: str, values: Sequence[Any]) -> None:
+    """Raise, naming rank 0 and those that differ from it."""
+    others = [rank for rank, value in enumerate(values) if str(value) != str(values[0])]
+    if others:
+        listed = ", ".join(f"rank {rank}: {values[rank]}" for rank in [0, *others][:NAMED])
+        raise ValueError(
+            f"workers have different {what}{'' if what.endswith(' is') else ':'} {listed}. "
+            "Build the same model and optimizer on every worker."
+        )

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from manyhands._missing import wrapped_attribute
+
 INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
 CHECKPOINTED = "_checkpoint_wrapped_module"  # which torch's wrapper takes out of its state dict
 
@@ -38,7 +40,7 @@ class AsWrapped(nn.Module):
         except AttributeError:
             if INNER not in self.__dict__.get("_modules", {}):
                 raise
-            return getattr(self.module, name)
+            return wrapped_attribute(self, self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]

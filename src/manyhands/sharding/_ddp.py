@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SparseAdam
 
 from manyhands._comm import Workers
-from manyhands.sharding._agreement import check_agreement
+from manyhands._missing import wrapped_attribute
+from manyhands.sharding._agreement import Claims, Kinds, check_agreement, claims_on_groups
 from manyhands.sharding._buckets import Reducer
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._oss import OSS
@@ -94,12 +95,21 @@ class ShardedDataParallel(nn.Module):
                 "travels. Leave one of them out."
             )
         if reduce_buffer_size is not None:
-            for one in self._optimizers:
-                one._bucket_size(_checked_size(reduce_buffer_size))
+            _check_size(reduce_buffer_size)
         if self._workers.size == 1:
             return
-        facts = {"reduce_dtype": str(wire), "reduce_buffer_size": reduce_buffer_size}
-        check_agreement(self._workers, self._optimizers[0].param_groups, facts)
+        facts = {
+            "values of reduce_dtype": str(wire),
+            "values of reduce_buffer_size": reduce_buffer_size,
+            "values of broadcast_buffers": broadcast_buffers,
+            "values of sync_models_at_startup": sync_models_at_startup,
+        }
+        sent = broadcast_buffers or sync_models_at_startup
+        claims = _claims_on_model(module, self._optimizers, with_buffers=sent)
+        check_agreement(self._workers, {**facts, **claims}, module.parameters())
+        if reduce_buffer_size is not None:
+            for one in self._optimizers:
+                one._bucket_size(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.send_first([*module.parameters(), *module.buffers()])
         self._reducer = Reducer(
@@ -210,6 +220,16 @@ class ShardedDataParallel(nn.Module):
 
     # -- as the wrapped module -----------------------------------------------------------------
 
+    @property
+    def device_type(self) -> str:
+        """The type of device that the module is on, such as "cuda"; its first parameter's."""
+        return next(self.module.parameters()).device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether the module's parameters are on more than one device."""
+        return len({param.device for param in self.module.parameters()}) > 1
+
     def __getattr__(self, name: str) -> Any:
         """What this module does not have is the wrapped one's."""
         try:
@@ -217,7 +237,7 @@ class ShardedDataParallel(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            return wrapped_attribute(self, self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
@@ -311,18 +331,32 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
         )
 
 
+def _claims_on_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: bool) -> Claims:
+    """What ranks must have alike in a model, and in which order its optimizers hold it."""
+    kinds = Kinds()
+    names = {id(param): name for name, param in module.named_parameters()}
+    buffers = dict(module.named_buffers()) if with_buffers else {}
+    claims: Claims = {
+        "parameters in the module": [kinds.of(p, name) for name, p in module.named_parameters()],
+        "buffers in the module": [kinds.of(buffer, name) for name, buffer in buffers.items()],
+    }
+    for number, one in enumerate(optimizers):
+        for title, value in claims_on_groups(one.param_groups, names).items():
+            claims[f"{title} of optimizer {number}"] = value
+    return claims
+
+
 def _same_group(first: Any, second: Any) -> bool:
     world = dist.group.WORLD
     return (first or world) is (second or world)
 
 
-def _checked_size(elements: int) -> int:
+def _check_size(elements: int) -> None:
     if elements < 0:
         raise ValueError(
             f"reduce_buffer_size must not be negative, got {elements}. It is the number of "
             "elements that travel together; 0 sends each parameter alone."
         )
-    return elements
 
 
 def _inside_ddp(module: nn.Module) -> bool:

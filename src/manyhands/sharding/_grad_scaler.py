@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from numbers import Real
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -11,8 +14,26 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from manyhands._comm import Workers
+from manyhands._dtensors import is_dtensor, local
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._oss import OSS
+
+Device: TypeAlias = str | torch.device | None
+
+
+def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
+    """Understand torch's order of arguments as well, which begins with the device."""
+
+    @functools.wraps(init)
+    def with_device(self: Any, *args: Any, **options: Any) -> None:
+        if args and (args[0] is None or isinstance(args[0], str | torch.device)):
+            if "device" in options:
+                raise TypeError("ShardedGradScaler got two values for device.")
+            init(self, *args[1:], device=args[0], **options)
+        else:
+            init(self, *args, **options)
+
+    return with_device
 
 
 class ShardedGradScaler(GradScaler):
@@ -30,37 +51,79 @@ class ShardedGradScaler(GradScaler):
     With gradients that are sharded an overflow shows on the worker that holds it alone. Here
     every worker is told, in one collective of one number a step.
 
+    Gradients in float16 are unscaled as others are; torch's class refuses them. (What is tiny in
+    them is lost on the way: parameters in float32 under autocast train better.)
+
+    Arguments are in fairscale's order. In that of `torch.amp.GradScaler`, with the device first,
+    they are understood as well: `ShardedGradScaler("cuda", 2.0**10)`.
+
     Args:
-        device: where losses are, "cuda" or "cpu"; by default the GPU, if there is one.
         init_scale: the loss is multiplied with at first.
         growth_factor: by which the scale grows,
-        growth_interval: after so many steps without an overflow in a row.
-        backoff_factor: by which it shrinks after an overflow.
+        backoff_factor: and by which it shrinks after an overflow.
+        growth_interval: so many steps without an overflow in a row make it grow.
         enabled: whether to scale at all.
         process_group: the workers; by default those of the optimizer, or else all.
+        device: where losses are, "cuda" or "cpu"; by default the GPU, if there is one.
     """
 
+    @overload
     def __init__(
         self,
-        device: str | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
         process_group: Any = None,
+        *,
+        device: Device = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        device: Device,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None: ...
+    @_device_may_come_first
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+        *,
+        device: Device = None,
     ) -> None:
-        if device is not None and not isinstance(device, str | torch.device):
-            raise TypeError(
-                f"device must be a name such as 'cuda' or 'cpu', got {device!r}. Give the scale by "
-                "name: ShardedGradScaler(init_scale=...)."
-            )
+        for name, number in {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }.items():
+            if isinstance(number, bool) or not isinstance(number, Real):
+                raise TypeError(
+                    f"{name} must be a number, got {number!r}. The order of arguments is that of "
+                    "fairscale, or of torch's GradScaler with the device first; names are safer."
+                )
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(
             str(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self.process_group = process_group
+
+    @property
+    def group(self) -> Any:
+        """fairscale's name of `process_group`; None for the optimizer's."""
+        return self.process_group
 
     # torch's `unscale_`, `step` and `update` come here for the gradients of an optimizer.
     def _unscale_grads_(
@@ -70,16 +133,18 @@ class ShardedGradScaler(GradScaler):
         if sharded is not None:
             sharded.join_in()
         held = [
-            part
+            carrier
             for group in optimizer.param_groups
             for param in group["params"]
             if param.grad is not None
-            for part in _parts(param.grad)
+            for carrier in _carriers(param)
         ]
         # What torch walks through: parameters, each with a gradient.
-        stand_in: Any = SimpleNamespace(param_groups=[{"params": [_carrying(p) for p in held]}])
+        stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
+        # Gradients in float16 too: torch refuses them as a sign that parameters were meant to stay
+        # in float32, and here they may be what the user has chosen.
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
-            stand_in, inv_scale, found_inf, allow_fp16
+            stand_in, inv_scale, found_inf, True
         )
         group = self.process_group or (None if sharded is None else sharded.group)
         anywhere = torch.zeros_like(found_inf)
@@ -95,11 +160,14 @@ def _sharding_of(optimizer: Any) -> OSS | None:
     return optimizer
 
 
-def _parts(grad: Tensor) -> list[Tensor]:
-    """The tensors that this worker holds of a gradient."""
+def _carriers(param: Tensor) -> list[Tensor]:
+    """Tensors with the gradients that this worker holds of a parameter: itself, if it is whole."""
+    grad = param.grad
     if isinstance(grad, ShardedGradient):
-        return [piece for piece in grad.pieces if piece.numel()]
-    return [grad.to_local()] if hasattr(grad, "to_local") else [grad]  # a DTensor's share
+        return [_carrying(piece) for piece in grad.pieces if piece.numel()]
+    if grad is not None and is_dtensor(grad):
+        return [_carrying(local(grad))]
+    return [param]  # torch puts another gradient there, if it is sparse and in float16
 
 
 def _carrying(grad: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -23,7 +24,14 @@ from manyhands._around import yielding
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor
 from manyhands.sharding import _state
-from manyhands.sharding._agreement import all_or_none, check_agreement, options_of
+from manyhands.sharding._agreement import (
+    Claims,
+    all_or_none,
+    check_agreement,
+    claims_on_groups,
+    claims_on_options,
+    options_of,
+)
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding._elementwise import ELEMENTWISE, chosen_layout
 from manyhands.sharding._shards import FlatBucket, Piece, Shards
@@ -52,18 +60,29 @@ class OSS(Optimizer):
         params: parameters, or groups of them, as for any optimizer.
         optim: class of the optimizer.
         group: the workers that share the state; all, by default.
+        broadcast_buffer_size: fairscale's name of `bucket_size`; without effect if not positive.
         broadcast_fp16: send updated parameters as float16. All workers then train with the
             rounded values; the exact ones stay with their owners. (With `shared_memory` nothing is
             sent, or rounded.) They are not in state dicts: a resumed run begins with the rounded.
+        force_broadcast_object: accepted for fairscale's callers; no objects are sent.
         layout: "even" cuts parameters anywhere, into equal shares, for optimizers that work
             element by element; "whole" leaves each with one worker. By default what `optim`
             needs; see `.layout`.
         shared_memory: for workers of one host, on the CPU: they read gradients and parameters
             from each other's memory, and nothing is sent. Half the CPU time of sending, or less.
-        bucket_size: elements that travel together (`broadcast_buffer_size` is fairscale's name);
-            by default 4 Mi, more among many workers, and less of a small model.
-        force_broadcast_object: accepted for fairscale's callers; no objects are sent.
-        **defaults: the optimizer's own arguments.
+        bucket_size: elements that travel together; by default 4 Mi, more among many workers, and
+            less of a small model.
+        **defaults: the optimizer's own arguments. Those that it keeps as its defaults, and that
+            change what it computes, must be the same on every worker.
+
+    Attributes:
+        optim: this worker's part of the optimizer.
+        rank: of this worker in `group`,
+        global_rank: and among all.
+        world_size: the number of workers in `group`.
+        backend: the name of the group's backend; None for one worker without a process group.
+        broadcast_fp16: as it was given,
+        force_broadcast_object: and this.
     """
 
     def __init__(
@@ -71,13 +90,13 @@ class OSS(Optimizer):
         params: Any,
         optim: type[Optimizer] = SGD,
         group: Any = None,
+        broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
+        force_broadcast_object: bool = False,
         *,
         layout: str | None = None,
         shared_memory: bool = False,
         bucket_size: int | None = None,
-        broadcast_buffer_size: int = -1,
-        force_broadcast_object: bool = False,
         **defaults: Any,
     ) -> None:
         if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
@@ -85,10 +104,17 @@ class OSS(Optimizer):
                 f"optim must be an optimizer class, such as torch.optim.AdamW, got {optim!r}. "
                 "Its arguments follow by name: OSS(params, optim=AdamW, lr=1e-3)."
             )
-        if not isinstance(broadcast_fp16, bool):
+        for name, flag in {
+            "broadcast_fp16": broadcast_fp16,
+            "force_broadcast_object": force_broadcast_object,
+        }.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {flag!r}.")
+        if isinstance(broadcast_buffer_size, bool) or not isinstance(broadcast_buffer_size, int):
             raise TypeError(
-                f"broadcast_fp16 must be True or False, got {broadcast_fp16!r}. fairscale's fourth "
-                "argument, broadcast_buffer_size, is given by name here."
+                "broadcast_buffer_size must be a number of elements (-1 for a good one), got "
+                f"{broadcast_buffer_size!r}. It is fairscale's fourth argument; broadcast_fp16 is "
+                "the fifth. Give both by name."
             )
         if isinstance(group, float | str | Tensor):
             raise TypeError(
@@ -104,14 +130,19 @@ class OSS(Optimizer):
             raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}.")
         self._kind = optim
         self._given = dict(defaults)
-        self.group = group
+        self._group = group
+        self.rank, self.world_size = self._workers.rank, self._workers.size
+        self.global_rank, self.backend = _place_among_all(group, self.rank)
+        self.broadcast_fp16 = broadcast_fp16
+        self.force_broadcast_object = force_broadcast_object
         self._listener: Callable[[], Any] = lambda: None
         self._overlap = False
         self._begun = False  # whether there is state that pieces are tied to
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._for_later: dict[int, dict[str, Any]] = {}  # loaded state of frozen parameters
         self.optim: Any = None
-        super().__init__(params, defaults)  # comes to add_param_group
+        # Comes to add_param_group. Which arguments are defaults of groups, `optim` will say.
+        super().__init__(params, {})
         options = [{**defaults, **options_of(params)} for params in self.param_groups]
         alone = self._workers.size == 1
         self.layout = layout or "whole" if alone else chosen_layout(optim, layout, options)
@@ -121,8 +152,13 @@ class OSS(Optimizer):
             largest=bucket_size,
             wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
         )
-        facts = {"layout": self.layout, "bucket_size": bucket_size, "optim": optim.__name__}
-        self._check_workers_agree(facts={**facts, "broadcast_fp16": broadcast_fp16})
+        facts = {
+            "values of layout": self.layout,
+            "values of bucket_size": bucket_size,
+            "values of optim": optim.__name__,
+            "values of broadcast_fp16": broadcast_fp16,
+        }
+        self._check_workers_agree({**facts, **claims_on_groups(self.param_groups)})
         for group_of_params in self.param_groups:
             self._shards.extend(group_of_params["params"])
         self._shards.lay_out()
@@ -130,6 +166,12 @@ class OSS(Optimizer):
         self.defaults = self.optim.defaults
         for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _copy_options(inner, outer)
+        self._check_workers_agree(claims_on_options(self.param_groups, self.defaults))
+
+    @yielding
+    def group(self) -> Any:
+        """The process group of the workers; None for one worker without."""
+        return self._group or (dist.group.WORLD if dist.is_available() else None)
 
     @yielding
     def _reducer(self) -> Any:
@@ -146,8 +188,8 @@ class OSS(Optimizer):
     def _made(self) -> Optimizer:
         """The inner optimizer, new."""
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
-        devices = [param.device for param in self._shards.params[:1]]
-        return all_or_none(self._workers, devices, lambda: self._kind(groups, **self._given))
+        params = self._shards.params
+        return all_or_none(self._workers, params, lambda: self._kind(groups, **self._given))
 
     def _inner_group(self, index: int) -> dict[str, Any]:
         """A parameter group's options, with this worker's pieces of its parameters."""
@@ -173,7 +215,10 @@ class OSS(Optimizer):
         if self.optim is None:  # the constructor's groups are taken in together
             return
         try:
-            self._check_workers_agree(len(self.param_groups) - 1)
+            added, place = self.param_groups[-1:], len(self.param_groups) - 1
+            claims = claims_on_groups(added, first=place)
+            claims.update(claims_on_options(added, self.defaults, first=place))
+            self._check_workers_agree(claims)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -445,11 +490,19 @@ class OSS(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
-    def _check_workers_agree(
-        self, first_group: int = 0, facts: Mapping[str, Any] | None = None
-    ) -> None:
+    def _check_workers_agree(self, claims: Claims) -> None:
         if self._workers.size > 1:
-            check_agreement(self._workers, self.param_groups[first_group:], facts or {})
+            params = [param for group in self.param_groups for param in group["params"]]
+            check_agreement(self._workers, claims, params)
+
+
+def _place_among_all(group: Any, rank: int) -> tuple[int, str | None]:
+    """The rank among all processes, and the name of the group's backend, if there is a group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return rank, None
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return dist.get_rank(), None  # a stand-in, such as DummyProcessGroup
+    return dist.get_rank(), dist.get_backend(group)
 
 
 def _copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:

@@ -35,6 +35,9 @@ def collected(
     That of `frozen` parameters, which have no pieces, is on every worker already.
     """
     workers = shards.workers
+    here = recipient in (-1, workers.rank)
+    if not shards.params:  # on any worker
+        return {} if here else None
     mine = [
         (piece, dict(optim.state[piece.data]))
         for pieces in shards.pieces
@@ -43,7 +46,6 @@ def collected(
     ]
     device = shards.params[0].device
     texts = workers.gather_text(json.dumps([_described(*entry) for entry in mine]), device)
-    here = recipient in (-1, workers.rank)
     result: dict[int, dict[str, Any]] = {i: copy.deepcopy(s) for i, s in frozen.items()}
     _check_can_travel(texts, type(optim).__name__)
     for rank, text in enumerate(texts):
