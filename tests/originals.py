@@ -3,7 +3,7 @@
     python tests/originals.py FOLDER ...     write the file again, from folders of packages
 
 A class's names are its methods and properties with their arguments, what its body sets, and what a
-method sets on an instance (`self.name = ...`), in the class and in those above it that are listed.
+method sets on an instance (`self.name = ...`).
 A package's are the classes and functions that it exports. All is read as text, so that no original
 has to be imported: fairseq and adaptdl ask for other versions than the library is tested with.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
 VERSIONS = {"fairscale": "0.4.13", "adaptdl": "0.2.11", "fairseq": "0.12.2"}
-CLASSES = {  # by the module that defines them; a base that is one of these brings its names along
+CLASSES = {  # by the module that defines them
     "fairscale.optim.adascale": ("AdaScale", "AdaScaleWrapper"),
     "fairscale.optim.oss": ("OSS",),
     "fairscale.optim.grad_scaler": ("ShardedGradScaler",),
@@ -32,14 +32,24 @@ CLASSES = {  # by the module that defines them; a base that is one of these brin
     ),
     "adaptdl.torch.parallel": ("AdaptiveDataParallel",),
     "adaptdl.torch.gradient_noise_scale": ("GradientNoiseScale", "AdamGradientNoiseScale"),
-    "fairseq.optim.bmuf": ("FairseqBMUF",),
     "fairseq.optim.fairseq_optimizer": ("FairseqOptimizer",),
+    "fairseq.optim.bmuf": ("FairseqBMUF",),
     "fairseq.dataclass.configs": ("FairseqBMUFConfig",),
 }
+FUNCTIONS = {
+    "fairscale.nn.wrap.auto_wrap": (
+        *("auto_wrap", "wrap", "enable_wrap"),
+        *("default_auto_wrap_policy", "config_auto_wrap_policy"),
+    ),
+    "fairscale.nn.data_parallel.fully_sharded_data_parallel": (
+        *("auto_wrap_bn", "get_fsdp_instances", "no_pre_load_state_dict_hook"),
+    ),
+}
+BASES = ("fairseq.optim.fairseq_optimizer.FairseqOptimizer",)  # whose names others have too
 PACKAGES = (
     *("fairscale.optim", "fairscale.optim.oss", "fairscale.optim.adascale"),
     *("fairscale.optim.grad_scaler", "fairscale.nn", "fairscale.nn.wrap"),
-    *("fairscale.nn.data_parallel", "adaptdl.torch.scaling_rules"),
+    *("fairscale.nn.data_parallel", "adaptdl.torch", "adaptdl.torch.scaling_rules"),
     "adaptdl.torch.gradient_noise_scale",
 )
 
@@ -66,15 +76,23 @@ def read(folder: Path, package: str) -> dict[str, Any]:
         if isinstance(node, ast.ClassDef) and node.name in kinds
     }
     members = {name: _members(node) for name, node in classes.items()}
-    for name, node in classes.items():  # a base stands before what is derived from it
-        for base in (one for one in classes if one.rpartition(".")[2] in map(_last, node.bases)):
+    for name, node in classes.items():
+        for base in (one for one in BASES if one.rpartition(".")[2] in map(_last, node.bases)):
             members[name] = {**members[base], **members[name]}
     exports = {
-        name: sorted(_exports(of(name), is_package=(folder / name.replace(".", "/")).is_dir()))
+        name: sorted(set(_exports(name, of(name), folder.joinpath(*name.split(".")).is_dir())))
         for name in PACKAGES
         if name.startswith(f"{package}.")
     }
-    return {"exports": exports, "members": members}
+    functions = {
+        f"{name}.{node.name}": _arguments(node, method=False)
+        for name, chosen in FUNCTIONS.items()
+        if name.startswith(f"{package}.")
+        for node in of(name).body
+        if isinstance(node, ast.FunctionDef) and node.name in chosen
+    }
+    found = {"exports": exports, "functions": functions}
+    return {**found, "members": {n: m for n, m in members.items() if n not in BASES}}
 
 
 def installed(package: str) -> Path | None:
@@ -88,9 +106,9 @@ def _last(base: ast.expr) -> str:
     return base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
 
 
-def _members(node: ast.ClassDef) -> dict[str, list[str] | None]:
+def _members(node: ast.ClassDef) -> dict[str, str | None]:
     """A class's public names; those of functions with their arguments, in order."""
-    found: dict[str, list[str] | None] = {}
+    found: dict[str, str | None] = {}
     for part in node.body:
         if isinstance(part, ast.FunctionDef):
             plain = any(_last(mark) in ("property", "setter") for mark in part.decorator_list)
@@ -112,24 +130,31 @@ def _members(node: ast.ClassDef) -> dict[str, list[str] | None]:
     return {k: v for k, v in sorted(found.items()) if k == "__init__" or not k.startswith("_")}
 
 
-def _arguments(function: ast.FunctionDef) -> list[str]:
-    """By position first; after "*" by name only."""
-    given, static = function.args, any(_last(m) == "staticmethod" for m in function.decorator_list)
+def _arguments(function: ast.FunctionDef, method: bool = True) -> str:
+    """As `a, b, *, c, **more`: what comes after the star is given by name only."""
+    given = function.args
+    static = not method or any(_last(m) == "staticmethod" for m in function.decorator_list)
     names = [argument.arg for argument in [*given.posonlyargs, *given.args]]
     names = names if static else names[1:]
     if given.vararg is not None or given.kwonlyargs:
         names.append("*" + (given.vararg.arg if given.vararg else ""))
     names += [argument.arg for argument in given.kwonlyargs]
-    return [*names, *([f"**{given.kwarg.arg}"] if given.kwarg is not None else [])]
+    return ", ".join([*names, *([f"**{given.kwarg.arg}"] if given.kwarg is not None else [])])
 
 
-def _exports(module: ast.Module, is_package: bool) -> Iterator[str]:
-    """The public classes and functions of a module, and what a package imports from its own."""
-    for part in module.body:
+def _exports(name: str, module: ast.AST, is_package: bool) -> Iterator[str]:
+    """The public classes and functions of a module, and what a package imports from its own.
+
+    (Some of them under a condition, or where something else is installed.)
+    """
+    for part in [*getattr(module, "body", []), *getattr(module, "orelse", [])]:
         if isinstance(part, ast.ClassDef | ast.FunctionDef) and not part.name.startswith("_"):
             yield part.name
-        elif isinstance(part, ast.ImportFrom) and part.level and is_package:
-            yield from (each.asname or each.name for each in part.names)
+        elif isinstance(part, ast.ImportFrom) and is_package:
+            if part.level or (part.module or "").startswith(f"{name}."):
+                yield from (each.asname or each.name for each in part.names)
+        elif isinstance(part, ast.If | ast.Try):
+            yield from _exports(name, part, is_package)
 
 
 def write(folders: Sequence[Path]) -> None:

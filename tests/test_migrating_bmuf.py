@@ -1,6 +1,6 @@
 """docs/migrating.md on fairseq's BMUF: its names, its example and its corrections, on both sides.
 
-fairseq cannot be installed beside what is tested here. Its names are those listed below, and
+fairseq cannot be installed beside what is tested here. Its names are in originals.json, and
 its side of the numbers is tests/blocks/fairseq_bmuf.py, which is compared with recorded ones.
 """
 
@@ -22,48 +22,13 @@ from ranks import run_ranks
 
 from test_migrating import (  # isort: skip
     PAGE,
-    WRITTEN_OUT,
     both_sides,
     outcome,
-    split,
     unchanged_group,
 )
 
-# -- the names -----------------------------------------------------------------------------------
+# -- the defaults --------------------------------------------------------------------------------
 
-BMUF = "fairseq.optim.bmuf.FairseqBMUF"
-CONFIG = "fairseq.dataclass.configs.FairseqBMUFConfig"
-DOCUMENTED = {  # public names of fairseq 0.12.2, inherited ones too, and their arguments
-    BMUF: {"cfg", "optimizer"},
-    f"{BMUF}.add_args": {"parser"},
-    f"{BMUF}.optimizer": set(),
-    f"{BMUF}.optimizer_config": set(),
-    f"{BMUF}.params": set(),
-    f"{BMUF}.param_groups": set(),
-    f"{BMUF}.get_lr": set(),
-    f"{BMUF}.set_lr": {"lr"},
-    f"{BMUF}.state_dict": set(),
-    f"{BMUF}.load_state_dict": {"state_dict", "optimizer_overrides"},
-    f"{BMUF}.backward": {"loss"},
-    f"{BMUF}.all_reduce_grads": {"module"},
-    f"{BMUF}.multiply_grads": {"c"},
-    f"{BMUF}.clip_grad_norm": {"max_norm", "aggregate_norm_fn"},
-    f"{BMUF}.average_params": set(),
-    f"{BMUF}.broadcast_global_state_dict": {"state_dict"},
-    f"{BMUF}.step": {"closure"},
-    f"{BMUF}.zero_grad": set(),
-    f"{BMUF}.get_num_updates": set(),
-    f"{BMUF}.set_num_updates": {"num_updates"},
-    f"{BMUF}.supports_memory_efficient_fp16": set(),
-    f"{BMUF}.supports_step_with_scale": set(),
-    f"{BMUF}.supports_groups": set(),
-    f"{BMUF}.supports_flat_params": set(),
-    CONFIG: {
-        "block_lr", "block_momentum", "global_sync_iter", "warmup_iterations", "use_nbm",
-        "average_sync", "distributed_world_size",
-    },
-    "fairseq.dataclass.configs.OptimizationConfig": {"use_bmuf"},
-}  # fmt: skip
 DEFAULTS = {  # of the configuration
     "block_lr": 1,
     "block_momentum": 0.875,
@@ -72,14 +37,6 @@ DEFAULTS = {  # of the configuration
     "use_nbm": False,
     "average_sync": False,
 }
-
-
-def test_the_table_has_every_documented_name_and_no_other():
-    listed = {}
-    for name in WRITTEN_OUT:
-        dotted, arguments = split(name)
-        listed.setdefault(dotted, set()).update(arguments)
-    assert listed == DOCUMENTED
 
 
 @pytest.mark.parametrize("side", ["original", "ours"])

@@ -602,3 +602,56 @@ def test_the_world_given_by_name_is_the_default_group():
         mh.ShardedDataParallel(other, optimizer)
 
     run_ranks(2, run)
+
+
+def test_fairscales_attributes():
+    def run():
+        groups = [dist.new_group([1, 2]), dist.new_group([0])]
+        mine = groups[0 if dist.get_rank() else 1]
+        optimizer = mh.OSS(make_model().parameters(), SGD, mine, -1, True, lr=0.1)
+        assert optimizer.group is mine
+        assert mh.OSS(make_model().parameters(), lr=0.1).group is dist.group.WORLD
+        assert (optimizer.broadcast_fp16, optimizer.force_broadcast_object) == (True, False)
+        return optimizer.rank, optimizer.global_rank, optimizer.world_size, optimizer.backend
+
+    assert run_ranks(3, run) == [(0, 0, 1, "gloo"), (0, 1, 2, "gloo"), (1, 2, 2, "gloo")]
+
+
+def test_fairscales_attributes_without_a_process_group():
+    for group in (None, mh.DummyProcessGroup(0, 1)):
+        optimizer = mh.OSS(make_model().parameters(), SGD, group, lr=0.1)
+        assert (optimizer.rank, optimizer.global_rank, optimizer.world_size) == (0, 0, 1)
+        assert optimizer.backend is None
+        assert optimizer.group is group
+
+
+def test_arguments_are_in_fairscales_order():
+    def run():
+        x, y = make_batches(1, 1, 2)
+        moved = []
+        for given in ((4, True, False), (-1, False, True)):
+            module = make_model(torch.float32)
+            optimizer = mh.OSS(module.parameters(), SGD, None, *given, lr=0.1)
+            assert optimizer.force_broadcast_object is given[2]
+            loss_of(module, x[0, 0, 0].float(), y[0, 0, 0].float()).backward()
+            optimizer.step()
+            rounded = [torch.equal(p, p.half().float()) for p in module.parameters()]
+            largest = max(bucket.data.numel() for bucket in optimizer._shards.buckets)
+            moved.append((all(rounded), largest <= 32))
+        return moved
+
+    assert run_ranks(2, run) == [[(True, True), (False, False)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ((True,), "broadcast_buffer_size must be a number of elements.*got True.*fairscale's"),
+        ((2.5,), "broadcast_buffer_size must be a number of elements"),
+        ((-1, 2), "broadcast_fp16 must be True or False, got 2"),
+        ((-1, True, None), "force_broadcast_object must be True or False, got None"),
+    ],
+)
+def test_arguments_in_a_wrong_place(given, match):
+    with pytest.raises(TypeError, match=match):
+        mh.OSS(make_model().parameters(), SGD, None, *given, lr=0.1)

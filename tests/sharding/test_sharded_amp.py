@@ -262,5 +262,128 @@ def test_it_is_torchs_class_and_takes_its_arguments():
     )
     assert isinstance(scaler, GradScaler)
     assert scaler.state_dict() == GradScaler("cpu", 8.0, 3.0, 0.25, 7).state_dict()
-    with pytest.raises(TypeError, match="init_scale"):
-        mh.ShardedGradScaler(2.0**10)
+
+
+NUMBERS = (16.0, 3.0, 0.25, 7)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (*NUMBERS, True, None),
+        ("cpu", *NUMBERS, True, None),
+        (torch.device("cpu"), *NUMBERS, True),
+        (None, *NUMBERS),
+    ],
+    ids=["fairscale's", "torch's", "a device", "the device left open"],
+)
+def test_it_takes_arguments_in_both_orders(given):
+    scaler = mh.ShardedGradScaler(*given)
+    assert scaler.state_dict() == GradScaler("cpu", *NUMBERS).state_dict()
+    assert scaler.group is scaler.process_group is None
+
+
+def test_a_group_in_its_place_is_taken():
+    group = mh.DummyProcessGroup(0, 1)
+    assert mh.ShardedGradScaler(*NUMBERS, True, group).group is group
+    assert mh.ShardedGradScaler("cpu", *NUMBERS, True, group).process_group is group
+
+
+def test_arguments_that_are_in_neither_order():
+    with pytest.raises(TypeError, match="init_scale must be a number, got DummyProcessGroup"):
+        mh.ShardedGradScaler(mh.DummyProcessGroup(0, 1))
+    with pytest.raises(TypeError, match="growth_factor must be a number, got 'cpu'"):
+        mh.ShardedGradScaler(16.0, "cpu")
+    with pytest.raises(TypeError, match="two values for device"):
+        mh.ShardedGradScaler("cpu", device="cpu")
+
+
+# -- parameters and gradients that are float16 themselves ----------------------------------------
+
+
+def exact(model):
+    """One step of losses whose gradients float16 has exactly."""
+    rank, _ = everyone()
+    return (model(torch.full((1, 4), 1.0 + rank, dtype=torch.float16)) * 0.5).sum()
+
+
+def halves():
+    torch.manual_seed(0)
+    return nn.Linear(4, 2).half()
+
+
+def with_ddp(module):
+    return nn.parallel.DistributedDataParallel(module), SGD(module.parameters(), lr=0.25)
+
+
+def with_oss(module):
+    optimizer = mh.OSS(module.parameters(), SGD, lr=0.25)
+    return nn.parallel.DistributedDataParallel(module), optimizer
+
+
+def with_sharded_gradients(module):
+    optimizer = mh.OSS(module.parameters(), SGD, lr=0.25)
+    return mh.ShardedDataParallel(module, optimizer), optimizer
+
+
+def with_sharded_parameters(module):
+    model = mh.FSDP(module)
+    return model, SGD(model.parameters(), lr=0.25)
+
+
+def with_adascale(module):
+    model, optimizer = with_sharded_gradients(module)
+    return model, mh.AdaScale(optimizer)
+
+
+def step_in_float16(how, overflow):
+    """How far the weights go in one step, and the loss scale after it."""
+    module = halves()
+    model, optimizer = how(module)
+    before = [p.detach().clone() for p in halves().parameters()]
+    scaler = mh.ShardedGradScaler(8.0)
+    scaler.scale(exact(model) * (torch.inf if overflow and dist.get_rank() else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    after = list(model.state_dict().values())
+    return [(b - a).tolist() for b, a in zip(before, after, strict=True)], scaler.get_scale()
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["", "an overflow on one rank"])
+def test_gradients_in_float16_are_unscaled(overflow):
+    """The mean gradient is (1 + 2) / 2 * 0.5 for weights, and 0.5 for biases."""
+    ways = [with_ddp, with_oss, with_sharded_gradients, with_sharded_parameters]
+    each = run_ranks(2, lambda: [step_in_float16(how, overflow) for how in ways])
+    for moved, scale in (way for rank in each for way in rank):
+        assert scale == (4.0 if overflow else 8.0)
+        expected = torch.full((2, 4), 0.0 if overflow else 0.25 * 0.75), torch.zeros(2)
+        expected[1].fill_(0.0 if overflow else 0.25 * 0.5)
+        for found, right in zip(moved, expected, strict=True):  # a weight is rounded when it moves
+            torch.testing.assert_close(torch.tensor(found), right, rtol=0, atol=5e-4)
+
+
+def test_they_are_under_a_scaling_rule_too():
+    (moved, scale), same = run_ranks(2, step_in_float16, with_adascale, False)
+    assert same == (moved, scale)
+    assert scale == 8.0
+    assert moved[0][0][0] > 0.25 * 0.75  # the gain is above 1, and the loss scale is not in it
+    assert moved[0][0][0] < 2.01 * 0.25 * 0.75
+
+
+def test_torchs_own_refuses_them():
+    model = halves()
+    optimizer = SGD(model.parameters(), lr=0.25)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 4, dtype=torch.float16)).sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_sparse_gradient_is_unscaled_where_it_is(dtype):
+    model = nn.Embedding(3, 2, sparse=True).to(dtype)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    scaler = mh.ShardedGradScaler(8.0)
+    scaler.scale(model(torch.tensor([1, 1])).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert model.weight.grad.to_dense().tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]

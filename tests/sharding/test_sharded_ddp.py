@@ -1003,6 +1003,16 @@ def test_attributes_are_the_wrapped_modules():
     assert model.eval().training is module.training is False
 
 
+def test_fairscales_attributes():
+    module = make_model()
+    model = mh.ShardedDataParallel(module, oss(module.parameters()))
+    assert (model.device_type, model.is_multi_device_module) == ("cpu", False)
+    module[4].to("meta")
+    assert (model.device_type, model.is_multi_device_module) == ("cpu", True)
+    module.to("meta")
+    assert (model.device_type, model.is_multi_device_module) == ("meta", False)
+
+
 def test_inputs_and_outputs_of_any_kind_pass_through():
     class Odd(nn.Linear):
         def forward(self, first, *, scale, **rest):
