@@ -217,10 +217,6 @@ def test_the_page_says_where_there_is_nothing_in_one_of_two_ways():
 # -- the order of arguments ----------------------------------------------------------------------
 
 RENAMED = {"sharded_optimizer": "optimizer", "pg": "param_group", "data": "state_dict"}
-DIFFERENT = {  # as the page says
-    "manyhands.AdaptiveDataParallel": "the documented example has the rule third",
-    "manyhands.NoiseScale": "made by the module",
-}
 OURS = {
     "fairscale.optim.AdaScale": mh.AdaScale,
     "fairscale.optim.OSS": mh.OSS,

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from torch.optim import Optimizer
 
 from manyhands._missing import wrapped_attribute
+
 T = TypeVar("T")
 
 
