@@ -331,14 +331,16 @@ def test_options_that_do_not_change_the_numbers_may_differ():
         (torch.tensor([0.5, 2.0]), [0.5, 2.0]),
         ({"b": 1, "a": (2, None)}, {"a": [2.0, "None"], "b": 1.0}),
     ],
-    ids=str,
+    ids=["int", "bool", "None", "str", "dtype", "tensor", "dict"],
 )
 def test_what_is_compared_of_an_option(value, compared):
     claims = claims_on_options([{"option": value, "params": []}], ["option"])
     assert claims == {"values of option in group 0": compared}
 
 
-@pytest.mark.parametrize("value", [print, torch.device("cpu"), object()], ids=str)
+@pytest.mark.parametrize(
+    "value", [print, torch.device("cpu"), object()], ids=["a function", "a device", "an object"]
+)
 def test_what_cannot_be_compared_is_left_out(value):
     assert claims_on_options([{"option": value, "params": []}], ["option"]) == {}
 
