@@ -12,7 +12,7 @@ def wrapped_attribute(wrapper: Any, wrapped: Any, name: str) -> Any:
     except AttributeError as error:
         raise AttributeError(
             f"{type(wrapper).__name__!r} object has no attribute {name!r}, and neither has the "
-            f"{type(wrapped).__name__} that it wraps",
+            f"{type(wrapped).__name__} inside",
             name=name,
             obj=wrapper,
         ) from error
