@@ -5,10 +5,12 @@ from the optimizer's, which keeps the optimizer in an attribute of its own. test
 has the packages themselves.
 """
 
+import re
+
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 import manyhands as mh
 
@@ -85,6 +87,7 @@ def train(make, proxy=None, steps=3):
         for _ in range(passes):
             (model(torch.randn(8, 4)).square().mean() / passes).backward()
         used.step()
+    used.zero_grad()
     return [param.detach() for param in model.parameters()], made, used
 
 
@@ -96,3 +99,132 @@ def test_a_proxy_changes_no_number(wrapper, proxy):
     torch.testing.assert_close(params, expected, rtol=0, atol=0)
     assert used.optimizer is made
     assert used.param_groups is made.param_groups
+
+
+def backward(params, passes):
+    for param in params:
+        param.grad = None
+    for _ in range(passes):
+        sum(param.square().sum() for param in params).backward()
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_what_is_set_on_a_proxy_is_set_on_the_optimizer(proxy):
+    _, rule, used = train(WRAPPERS["AdaScale"], PROXIES[proxy])
+    used.set_progress(7.0)
+    used.set_scale(3.0)
+    assert (rule.progress, rule.scale, used.progress) == (7.0, 3.0, 7.0)
+    backward(rule.param_groups[0]["params"], 2)
+    rule.step()
+    assert used.progress == rule.progress > 7.0
+    saved = rule.state_dict()
+    rule.set_progress(0.0)
+    used.load_state_dict(saved)
+    assert rule.progress == used.progress > 7.0
+    used.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(rule.factors) == len(used.factors) == 2
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_proxy_knows_and_saves_what_the_optimizer_does(wrapper, proxy):
+    _, made, used = train(WRAPPERS[wrapper], PROXIES[proxy])
+    assert str(used.state_dict()) == str(made.state_dict())
+    if hasattr(made, "snapshot"):
+        assert used.snapshot() == made.snapshot()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_no_attribute_of_a_wrapper_is_bound_anew_while_it_is_used(wrapper):
+    """Else a proxy's copy would be an old one: what changes is `Shared`, or inside of an object."""
+    _, made, _ = train(WRAPPERS[wrapper], steps=1)
+    params = made.param_groups[0]["params"]
+    before = {name: id(value) for name, value in vars(made).items()}
+    for _ in range(3):
+        backward(params, getattr(made, "passes", 1))
+        made.step()
+        made.zero_grad()
+    if getattr(made, "passes", 1) == 1:
+        made.step(lambda: backward(params, 1))
+    made.load_state_dict(made.state_dict())
+    made.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    if isinstance(made, mh.ScalingRuleBase):
+        made.set_progress(2.0)
+        made.set_scale(1.0)
+        made.set_num_gradients_to_accumulate(1)
+        made.gain()
+        made.unhook()
+    if isinstance(made, mh.OSS):
+        made.consolidate_state_dict()
+    if isinstance(made, mh.Blocks):
+        made.meet()
+        made.average_params()
+    after = {name: id(value) for name, value in vars(made).items()}
+    assert {name for name in after if after[name] != before.get(name)} <= {"_opt_called"}
+
+
+OURS = [
+    thing
+    for thing in map(mh.__dict__.get, mh.__all__)
+    if isinstance(thing, type)
+    and issubclass(thing, Optimizer | nn.Module | torch.amp.GradScaler | mh.ProgressScheduler)
+]
+# What Lightning and Fabric 2.6, Accelerate 1.15, transformers 5.23 and torch 2.13 keep on or set on
+# an optimizer, a module, a scaler or a scheduler, or on what they put around one.
+THEIRS = set(
+    re.findall(
+        r"\w+",
+        """
+    _optimizer _strategy _callbacks _on_before_step _on_after_step _original_module
+    _forward_module _forward_methods _fabric_module_initialized _fabric _fabric_optimizers
+    _dtype _device _trainer scaler accelerator_state gradient_state device_placement
+    _is_overflow _accelerate_step_called _optimizer_original_step_method
+    _optimizer_patched_step_method step_was_skipped optimizers split_batches
+    step_with_optimizer _original_forward _hf_hook _old_forward _is_hf_initialized
+    _is_stateful _orig_mod dynamo_ctx _opt_called _wrapped_by_lr_sched _step_count
+    _per_optimizer_states grad_scale found_inf original_optimizer _averager averager
+    """,
+    )
+)
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda ours: ours.__name__)
+def test_no_name_of_ours_is_one_that_a_trainer_uses(ours):
+    bases = [base for base in ours.__mro__ if base.__module__.split(".")[0] == "manyhands"]
+    names = {name: value for base in bases for name, value in vars(base).items()}
+    assert names and not THEIRS & set(names)
+    properties = [name for name, value in names.items() if isinstance(value, property)]
+    assert not [name for name in properties if name.startswith("_")]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_no_attribute_of_ours_is_one_that_a_trainer_uses(wrapper):
+    _, made, _ = train(WRAPPERS[wrapper], steps=0)
+    assert not THEIRS & set(vars(made))
+
+
+def test_state_and_defaults_can_be_assigned_to():
+    """As Accelerate and torch's functional optimizers do."""
+    _, made, _ = train(WRAPPERS["DiLoCo"])
+    made.state, made.defaults = dict(made.state), {"lr": 0.5}
+    assert made.optimizer.state is made.state
+    assert made.optimizer.defaults == {"lr": 0.5}
+
+
+@pytest.mark.parametrize("wrapper", ["AdaScale", "DiLoCo", "AdaScale of DiLoCo"])
+def test_a_closure_may_be_told_that_gradients_are_not_scaled(wrapper):
+    """Lightning clips gradients inside of the closure, if the optimizer does not unscale them."""
+    _, made, _ = train(WRAPPERS[wrapper])
+    if isinstance(made, mh.ScalingRuleBase):
+        made.set_num_gradients_to_accumulate(1)
+    seen = []
+
+    def closure():
+        seen.append(made._step_supports_amp_scaling)
+        backward(made.param_groups[0]["params"], 1)
+
+    made.step(closure)
+    assert (seen, made._step_supports_amp_scaling) == ([False], True)
+    with pytest.raises(ZeroDivisionError):
+        made.step(lambda: 1 / 0)
+    assert made._step_supports_amp_scaling

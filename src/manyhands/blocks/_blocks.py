@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands import _amp
-from manyhands._around import AroundOptimizer
+from manyhands._around import AroundOptimizer, Shared
 from manyhands._comm import Workers
 from manyhands._dtensors import local
 from manyhands.blocks import _state
@@ -95,7 +95,7 @@ class Blocks(AroundOptimizer):
             True: it is an error where they cannot; False: they do not.
     """
 
-    _step_supports_amp_scaling = True
+    _known = Shared[set[int]]()
 
     def __init__(
         self,
@@ -253,6 +253,8 @@ class Blocks(AroundOptimizer):
         A step that a `GradScaler` skips is counted, so that workers stay together.
         """
         sync = self._sync
+        if closure is not None:
+            closure = self._in_step(closure)
         news = _amp.ScalerNews.left_on(self, self._inner_optimizer)
         if self.alone or sync.steps >= sync.warmup or sync.local_warmup:
             if not self.alone:

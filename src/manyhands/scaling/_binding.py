@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands import _amp
-from manyhands._around import AroundOptimizer, yielding
+from manyhands._around import SHARED, AroundOptimizer, Shared, YieldingProperty
 from manyhands._comm import Workers
 from manyhands._dtensors import workers_of
 from manyhands.scaling._average import Average, Debiased, PaperAverage
@@ -31,8 +31,11 @@ from manyhands.scaling._tap import Accumulation, GradientTap
 class BoundOptimizer(AroundOptimizer):
     """A rule's ties: see `ScalingRuleBase` for the arguments."""
 
-    #: GradScaler.step leaves the loss scale with us instead of unscaling (see `_amp.py`).
-    _step_supports_amp_scaling = True
+    _progress = Shared[float]()
+    _steps = Shared[int]()
+    _skipped = Shared[int]()
+    _factors = Shared[tuple[float, ...]]()
+    _patch = Shared[OptimizerPatch | None]()
     _smallest_scale = 0.0
     _gradients = "plain"
 
@@ -75,7 +78,8 @@ class BoundOptimizer(AroundOptimizer):
         self._progress = 0.0
         self._steps = 0
         self._skipped = 0
-        self._factors: tuple[float, ...] = ()
+        self._factors = ()
+        self._patch = None
         if optimizer is not None:
             self._bind(optimizer)
 
@@ -193,7 +197,7 @@ class BoundOptimizer(AroundOptimizer):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         self._workers.check_agreement("optimizer and rule", mine, params[0].device)
 
-    @yielding
+    @YieldingProperty
     def _inner_optimizer(self) -> Optimizer:
         if self._inner is None:
             raise RuntimeError(
@@ -203,7 +207,7 @@ class BoundOptimizer(AroundOptimizer):
             )
         return self._inner
 
-    @yielding
+    @YieldingProperty
     def _meter(self) -> NoiseMeter:
         if self._inner is None:
             _ = self._inner_optimizer  # raises
@@ -219,8 +223,6 @@ class BoundOptimizer(AroundOptimizer):
             self._patch = None
 
     # -- as an Optimizer ---------------------------------------------------------------------
-
-    _patch: OptimizerPatch | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: they are measured from the next backward pass on."""
@@ -267,6 +269,7 @@ class BoundOptimizer(AroundOptimizer):
         # A scheduler leaves a `step` on its optimizer that is bound to it.
         left = {"_inner", "_noise_meter", "_step_inner", "_clear_inner", "step", "adp"}
         vars(twin).update({k: v for k, v in vars(self).items() if k not in left})
+        vars(twin)[SHARED] = dict(vars(self)[SHARED])
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
         twin._model = twin.adp  # only fully_shard's modules are looked for, and none is copied
         twin._accumulation, twin._batch = copy.copy(self._accumulation), copy.copy(self._batch)

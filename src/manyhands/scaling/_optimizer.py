@@ -152,7 +152,7 @@ class ScalingRuleBase(BoundOptimizer):
         inner, meter = self._inner_optimizer, self._meter
         self._check_parameter_groups()
         if closure is not None:
-            closure = self._replayed(closure)
+            closure = self._replayed(self._in_step(closure))
         elif self._only_initialises():
             return self._step_inner(*args, **kwargs)
         self._check_gradient_was_divided()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from manyhands._around import yielding
+from manyhands._around import Shared, SharingOptimizer, YieldingProperty
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor
 from manyhands.sharding import _state
@@ -39,7 +39,7 @@ from manyhands.sharding._shards import FlatBucket, Piece, Shards
 PARTS = 4  # of a step: the first are on their way while the others are computed
 
 
-class OSS(Optimizer):
+class OSS(SharingOptimizer):
     """Optimizer state sharding: each of N workers keeps 1/N of the optimizer's state.
 
     >>> import torch, manyhands as mh
@@ -84,6 +84,13 @@ class OSS(Optimizer):
         broadcast_fp16: as it was given,
         force_broadcast_object: and this.
     """
+
+    optim = Shared[Any]()
+    _overlap = Shared[bool]()
+    _begun = Shared[bool]()  # whether there is state that pieces are tied to
+    _consolidated = Shared[dict[int, dict[str, Any]] | None]()
+    _for_later = Shared[dict[int, dict[str, Any]]]()  # loaded state of frozen parameters
+    _listener = Shared[Callable[[], Any]]()
 
     def __init__(
         self,
@@ -135,12 +142,12 @@ class OSS(Optimizer):
         self.global_rank, self.backend = _place_among_all(group, self.rank)
         self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
-        self._listener: Callable[[], Any] = lambda: None
+        self._listener = lambda: None
         self._overlap = False
-        self._begun = False  # whether there is state that pieces are tied to
-        self._consolidated: dict[int, dict[str, Any]] | None = None
-        self._for_later: dict[int, dict[str, Any]] = {}  # loaded state of frozen parameters
-        self.optim: Any = None
+        self._begun = False
+        self._consolidated = None
+        self._for_later = {}
+        self.optim = None
         # Comes to add_param_group. Which arguments are defaults of groups, `optim` will say.
         super().__init__(params, {})
         options = [{**defaults, **options_of(params)} for params in self.param_groups]
@@ -173,7 +180,7 @@ class OSS(Optimizer):
         """The process group of the workers; None for one worker without."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
-    @yielding
+    @YieldingProperty
     def _reducer(self) -> Any:
         """Of a ShardedDataParallel, while there is one."""
         return self._listener()
