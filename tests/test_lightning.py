@@ -1,0 +1,437 @@
+"""Our optimizers inside of Lightning and Fabric, as somebody would use them there.
+
+The plain loop is the oracle, bit for bit. Every training runs in forked ranks (also that of one
+device), so that nothing of a Trainer's is left in the process of the other tests.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader
+
+import manyhands as mh
+from pages import ROOT, run_page
+from ranks import raises_on_ranks, run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("lightning") is None,
+        reason="lightning is missing: pip install lightning",
+    ),
+    # Lightning's advice, and what it does that torch 2.13 has other names for by now.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated"),
+]
+
+BATCHES, EPOCHS = 8, 2
+RULES = {
+    "AdaScale": lambda params, k: mh.AdaScale(
+        SGD(params, lr=0.05, momentum=0.9), num_gradients_to_accumulate=k
+    ),
+    "AdamScale": lambda params, k: mh.AdamScale(AdamW(params), num_gradients_to_accumulate=k),
+    "LinearScale": lambda params, k: mh.LinearScale(
+        SGD(params, lr=0.05), num_gradients_to_accumulate=k
+    ),
+    "SqrtScale": lambda params, k: mh.SqrtScale(
+        AdamW(params), num_gradients_to_accumulate=k, rescale_adam=True
+    ),
+    "LEGWScale": lambda params, k: mh.LEGWScale(
+        3, 64, SGD(params, lr=0.05), num_gradients_to_accumulate=k, batch_size=8
+    ),
+    "OSS": lambda params, k: mh.OSS(params, optim=AdamW, lr=0.05),
+    "AdaScale of OSS": lambda params, k: mh.AdaScale(
+        mh.OSS(params, optim=SGD, lr=0.05), num_gradients_to_accumulate=k
+    ),
+}
+BLOCKS = {
+    "DiLoCo": lambda params, k: mh.DiLoCo(AdamW(params), every=2),
+    "BMUF": lambda params, k: mh.BMUF(SGD(params, lr=0.05), global_sync_iter=2),
+    "SlowMo": lambda params, k: mh.SlowMo(SGD(params, lr=0.05), every=2),
+    "LocalSGD": lambda params, k: mh.LocalSGD(SGD(params, lr=0.05), every=2),
+}
+ALL = {**RULES, **BLOCKS}
+CHEAP = ["AdaScale", "AdaScale of OSS", "DiLoCo"]
+SETTINGS = {"plain": (1, "32-true", None), "all": (2, "bf16-mixed", 0.05)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lightning():
+    """Imported once, before the ranks are forked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lightning
+        import lightning.fabric
+        import lightning.pytorch
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return lightning
+
+
+def cheap_first(names):
+    return [name if name in CHEAP else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def batches():
+    """This rank's."""
+    drawn = torch.randn(2, BATCHES, 8, 4, generator=torch.Generator().manual_seed(0))
+    return list(drawn[dist.get_rank()])
+
+
+def values(module):
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def plain(make, passes, precision, clip, steps=EPOCHS * BATCHES, averaged=True):
+    """The loop that somebody would write; gradients averaged by DDP if there are several ranks."""
+    model = net()
+    wrapped = DistributedDataParallel(model) if averaged and dist.get_world_size() > 1 else model
+    optimizer = make(model.parameters(), passes)
+    schedule = CosineAnnealingLR(optimizer, T_max=20)
+    data = batches()
+    for i in range(steps):
+        last = (i + 1) % passes == 0
+        if i % passes == 0:
+            optimizer.zero_grad()
+        unaveraged = not last and wrapped is not model
+        with wrapped.no_sync() if unaveraged else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                loss = wrapped(data[i % BATCHES]).square().mean() / passes
+            loss.backward()
+        if last:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            schedule.step()
+    return values(model), getattr(optimizer, "progress", None)
+
+
+# -- Lightning --------------------------------------------------------------------------------
+
+
+def as_under_torchrun():
+    """What Lightning looks for: then it does not start workers of its own."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(TORCHELASTIC_RUN_ID="none", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
+def module_of(make, passes, **methods):
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch, _):
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch, _):
+            self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            optimizer = make(self.parameters(), passes)
+            schedule = CosineAnnealingLR(optimizer, T_max=20)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+    return type("Module", (Module,), methods)()
+
+
+def on_their_own():
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class OnTheirOwn(DDPStrategy):
+        def configure_ddp(self):
+            pass
+
+    return OnTheirOwn()
+
+
+def loaders():
+    """To train and to validate with."""
+    return [DataLoader(batches(), batch_size=None)] * 2
+
+
+def trainer_of(epochs=EPOCHS, averaged=True, **options):
+    import lightning as L
+
+    size = dist.get_world_size()
+    strategy = "auto" if size == 1 else "ddp" if averaged else on_their_own()
+    if size > 1:
+        as_under_torchrun()
+    switched_off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {**dict.fromkeys(switched_off, False), **options}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy=strategy,
+        max_epochs=epochs,
+        use_distributed_sampler=False,
+        **options,
+    )
+
+
+def fit(make, passes, precision, clip, epochs=EPOCHS, averaged=True, save=None, resume=None):
+    module = module_of(make, passes)
+    trainer = trainer_of(
+        epochs,
+        averaged,
+        accumulate_grad_batches=passes,
+        precision=precision,
+        gradient_clip_val=clip,
+    )
+    trainer.fit(module, *loaders(), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return values(module), getattr(module.optimizers(), "progress", None)
+
+
+def assert_same(ranks, expected):
+    for (params, progress), (plain_params, plain_progress) in zip(ranks, expected, strict=True):
+        torch.testing.assert_close(params, plain_params, rtol=0, atol=0)
+        assert progress == plain_progress
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", cheap_first(ALL))
+def test_one_device_is_the_plain_loop_and_a_resumed_run_the_whole_one(name, setting, tmp_path):
+    make, file = ALL[name], str(tmp_path / "half.ckpt")
+
+    def all_three():
+        fit(make, *SETTINGS[setting], epochs=1, save=file)
+        whole, resumed = fit(make, *SETTINGS[setting]), fit(make, *SETTINGS[setting], resume=file)
+        return [whole, resumed], [plain(make, *SETTINGS[setting])] * 2
+
+    ((ran, expected),) = run_ranks(1, all_three)
+    assert_same(ran, expected)
+
+
+@pytest.mark.parametrize("name", cheap_first(ALL))
+def test_two_devices_are_the_plain_loop(name):
+    make, averaged = ALL[name], name in RULES
+
+    def both():
+        setting = SETTINGS["all"]
+        return fit(make, *setting, averaged=averaged), plain(make, *setting, averaged=averaged)
+
+    ran, expected = zip(*run_ranks(2, both), strict=True)
+    assert_same(ran, expected)
+
+
+@pytest.mark.parametrize(
+    "name, averaged",
+    [("AdaScale", True), ("OSS", True), ("AdaScale of OSS", True), ("SlowMo", False)],
+)
+def test_a_resumed_run_on_two_devices_is_the_whole_one(name, averaged, tmp_path):
+    """Blocks are saved after a meeting: rank 0's file is for all."""
+    make, file = ALL[name], str(tmp_path / "half.ckpt")
+
+    def both():
+        setting = (2, "32-true", None)
+        fit(make, *setting, epochs=1, averaged=averaged, save=file)
+        resumed = fit(make, *setting, averaged=averaged, resume=file)
+        return resumed, fit(make, *setting, averaged=averaged)
+
+    resumed, whole = zip(*run_ranks(2, both), strict=True)
+    assert_same(resumed, whole)
+
+
+def test_progress_ends_the_training():
+    end = 5.0
+
+    def configure_optimizers(self):
+        optimizer = mh.AdaScale(SGD(self.parameters(), lr=0.05), num_gradients_to_accumulate=2)
+        schedule = mh.ProgressScheduler(CosineAnnealingLR(optimizer, T_max=5), optimizer, end=end)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+
+    def on_train_batch_end(self, *_):
+        self.trainer.should_stop = self.lr_schedulers().done
+
+    def train():
+        methods = (configure_optimizers, lr_scheduler_step, on_train_batch_end)
+        module = module_of(None, 2, **{method.__name__: method for method in methods})
+        trainer = trainer_of(epochs=20, accumulate_grad_batches=2)
+        trainer.fit(module, *loaders())
+        rule = module.optimizers()
+        return rule.progress, trainer.global_step, rule.param_groups[0]["lr"]
+
+    ((progress, steps, rate),) = run_ranks(1, train)
+    assert end <= progress < end + 2.0
+    assert steps <= end + 1
+    assert rate == 0.0
+
+
+def test_what_is_asked_of_and_set_on_lightnings_optimizer_is_the_rules():
+    def training_step(self, batch, i):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().mean())
+        optimizer.step()
+        if i == 3:
+            optimizer.set_progress(100.0)
+
+    def train():
+        module = module_of(RULES["AdaScale"], 1, training_step=training_step)
+        module.automatic_optimization = False
+        trainer_of(epochs=1).fit(module, *loaders())
+        used, rule = module.optimizers(), module.optimizers().optimizer
+        return used.progress, rule.progress, used.snapshot() == rule.snapshot()
+
+    assert run_ranks(1, train) == [(104.0, 104.0, True)]
+
+
+def test_fewer_passes_at_the_end_of_an_epoch_are_an_error():
+    def train():
+        fit(RULES["AdaScale"], 3, "32-true", None)
+
+    raises_on_ranks(1, RuntimeError, train, match=r"step\(\) after 2 of 3 backward passes")
+
+
+def half(**methods):
+    """Train in float16, with a scaler that works on the CPU too."""
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+
+    def make(params, passes):
+        return mh.AdaScale(SGD(params, lr=0.05), grad_scaler=scaler)
+
+    module = module_of(make, 1, **methods)
+    clip = None if methods else 0.05
+    trainer = trainer_of(plugins=[plugin], gradient_clip_val=clip)
+    trainer.fit(module, *loaders())
+    return values(module), module.optimizers().progress
+
+
+def test_float16_is_clipped_in_a_hook():
+    def on_before_optimizer_step(self, optimizer):
+        self.trainer.precision_plugin.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(self.parameters(), max_norm=0.05)
+
+    def loop():
+        model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=16.0)
+        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.05), grad_scaler=scaler)
+        schedule = CosineAnnealingLR(optimizer, T_max=20)
+        for x in batches() * EPOCHS:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.05)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        return values(model), optimizer.progress
+
+    def both():
+        return half(on_before_optimizer_step=on_before_optimizer_step), loop()
+
+    ran, expected = zip(*run_ranks(1, both), strict=True)
+    assert_same(ran, expected)
+    raises_on_ranks(1, RuntimeError, half, match="does not allow for gradient clipping")
+
+
+# -- Fabric -----------------------------------------------------------------------------------
+
+
+def fabric_loop(make, passes, precision, clip, steps, averaged=True, save=None, resume=None):
+    import lightning as L
+
+    size = dist.get_world_size()
+    if size > 1:
+        as_under_torchrun()
+    strategy = "ddp" if size > 1 else "auto"
+    fabric = L.Fabric(accelerator="cpu", devices=size, strategy=strategy, precision=precision)
+    fabric.launch()
+    model = net()
+    optimizer = make(model.parameters(), passes)
+    schedule = CosineAnnealingLR(optimizer, T_max=20)
+    if averaged:
+        model, optimizer = fabric.setup(model, optimizer)
+    else:
+        optimizer = fabric.setup_optimizers(optimizer)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if resume is not None:
+        fabric.load(resume, state)
+    data = batches()
+    for i in steps:
+        last = (i + 1) % passes == 0
+        if i % passes == 0:
+            optimizer.zero_grad()
+        unaveraged = averaged and size > 1 and not last
+        with fabric.no_backward_sync(model) if unaveraged else contextlib.nullcontext():
+            with contextlib.nullcontext() if averaged else fabric.autocast():
+                loss = model(data[i % BATCHES]).square().mean() / passes
+            fabric.backward(loss)
+        if last:
+            if clip is not None and averaged:
+                fabric.clip_gradients(model, optimizer, max_norm=clip)
+            optimizer.step()
+            schedule.step()
+    if save is not None:
+        fabric.save(save, state)
+    return values(model), getattr(optimizer, "progress", None)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", cheap_first(ALL))
+def test_fabric_on_one_device_is_the_plain_loop_and_goes_on(name, setting, tmp_path):
+    make, file = ALL[name], str(tmp_path / "half.ckpt")
+
+    def all_three():
+        everything = range(EPOCHS * BATCHES)
+        whole = fabric_loop(make, *SETTINGS[setting], everything)
+        fabric_loop(make, *SETTINGS[setting], everything[:BATCHES], save=file)
+        resumed = fabric_loop(make, *SETTINGS[setting], everything[BATCHES:], resume=file)
+        return [whole, resumed], [plain(make, *SETTINGS[setting])] * 2
+
+    ((ran, expected),) = run_ranks(1, all_three)
+    assert_same(ran, expected)
+
+
+@pytest.mark.parametrize("name", ["AdaScale", "AdaScale of OSS", "DiLoCo"])
+def test_fabric_on_two_devices_is_the_plain_loop_and_goes_on(name, tmp_path):
+    make, averaged, file = ALL[name], name in RULES, str(tmp_path / "half.ckpt")
+    setting = SETTINGS["all"] if averaged else SETTINGS["plain"]
+
+    def all_three():
+        everything = range(EPOCHS * BATCHES)
+        ran = [fabric_loop(make, *setting, everything, averaged)]
+        if averaged:  # what rank 0 saves of Adam under DiLoCo is not what the others had
+            fabric_loop(make, *setting, everything[:BATCHES], averaged, save=file)
+            later = everything[BATCHES:]
+            ran.append(fabric_loop(make, *setting, later, averaged, resume=file))
+        return ran, [plain(make, *setting, averaged=averaged)] * len(ran)
+
+    for ran, expected in run_ranks(2, all_three):
+        assert_same(ran, expected)
+
+
+# -- the page ---------------------------------------------------------------------------------
+
+
+def test_the_page_runs_from_top_to_bottom(tmp_path):
+    run_page(ROOT / "docs" / "trainers.md", in_folder=tmp_path)
