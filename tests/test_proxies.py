@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import manyhands as mh
+from ranks import run_ranks
 
 
 class KeepsIt:
@@ -161,6 +162,39 @@ def test_no_attribute_of_a_wrapper_is_bound_anew_while_it_is_used(wrapper):
         made.average_params()
     after = {name: id(value) for name, value in vars(made).items()}
     assert {name for name in after if after[name] != before.get(name)} <= {"_opt_called"}
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_a_sharded_module_takes_a_proxy_for_its_optimizer(proxy):
+    def trained(proxy):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        used = proxy(mh.OSS(model.parameters(), optim=AdamW))
+        model = mh.ShardedDataParallel(model, used)
+        for x in torch.randn(2, 3, 8, 4)[torch.distributed.get_rank()]:
+            used.zero_grad()
+            model(x).square().mean().backward()
+            used.step()
+        return [param.detach() for param in model.parameters()]
+
+    def both():
+        return trained(PROXIES[proxy]), trained(lambda optimizer: optimizer)
+
+    for ran, expected in run_ranks(2, both):
+        torch.testing.assert_close(ran, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_a_checkpoint_takes_a_proxy_for_its_optimizer(proxy, tmp_path):
+    def model_of(rule):
+        return nn.ParameterList(rule.param_groups[0]["params"])
+
+    _, rule, used = train(WRAPPERS["AdamScale"], PROXIES[proxy])
+    mh.save(tmp_path / "saved", model=model_of(rule), optimizer=used)
+    _, other, other_used = train(WRAPPERS["AdamScale"], PROXIES[proxy], steps=1)
+    mh.load(tmp_path / "saved", model=model_of(other), optimizer=other_used)
+    assert other.progress == rule.progress
+    torch.testing.assert_close(other.state_dict(), rule.state_dict(), rtol=0, atol=0)
 
 
 OURS = [
