@@ -175,7 +175,7 @@ class OSS(SharingOptimizer):
             _copy_options(inner, outer)
         self._check_workers_agree(claims_on_options(self.param_groups, self.defaults))
 
-    @yielding
+    @YieldingProperty
     def group(self) -> Any:
         """The process group of the workers; None for one worker without."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
