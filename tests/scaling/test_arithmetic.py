@@ -132,6 +132,17 @@ def test_the_floor_of_the_noise_can_be_lowered():
     assert lower.raw_var[0] == pytest.approx(2e-9)
 
 
+@pytest.mark.parametrize("var", [0.0, 5e-324])
+def test_a_gradient_of_zero_gains_nothing_without_a_floor(var):
+    """0 / 0: nothing was seen that a larger batch would average away."""
+    assert gain(0.0, var, 4.0) == 1.0
+    zero = Reading((0.0, 8.0), (0.0, 2.0), 2, 2.0)  # of the second group's batches, one was zero
+    average = NoiseAverage(2, var_floor=0.0).after(zero, 0.0)
+    assert average.gain(2.0, 0) == 1.0
+    assert average.gain(2.0, 1) == pytest.approx(2.0)
+    assert average.noise_scale(0) is None
+
+
 def test_a_reading_with_anything_infinite_is_not_finite():
     assert is_finite(Reading((1.0,), (1.0,), 2, 2.0))
     for bad in (math.nan, math.inf):

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
@@ -456,3 +457,14 @@ def test_one_cycle_ends_at_the_end_of_progress_without_an_error():
         optimizer.step()
         schedule.step()
     assert schedule.done
+
+
+def test_a_group_without_any_gradient_steps_without_a_floor():
+    quiet = nn.Linear(3, 2)
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(quiet.parameters(), lr=0.1), num_gradients_to_accumulate=2, var_floor=0.0
+    )
+    for _ in range(2):
+        (0.0 * sum(p.sum() for p in quiet.parameters())).backward()
+    optimizer.step()
+    assert (optimizer.factors, optimizer.gain(), optimizer.progress) == ((1.0,), 1.0, 1.0)

@@ -214,7 +214,7 @@ class NoiseScale:
             moments.var_var / w
             - var * var
             - 2.0 * ratio * (moments.sqr_var / w - sqr * var)
-            + ratio**2 * (moments.sqr_sqr / w - sqr * sqr)
+            + ratio * ratio * (moments.sqr_sqr / w - sqr * sqr)
         )
         effective = w * w / moments.squared_weight
         return self._batch_size * math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr

@@ -81,10 +81,13 @@ def gain(sqr: float, var: float, scale: float) -> float:
     1.0
     >>> gain(sqr=0.0, var=1.0, scale=4.0)  # all noise: it brings everything
     4.0
+    >>> gain(sqr=0.0, var=0.0, scale=4.0)  # no gradient: nothing says that it would bring anything
+    1.0
     """
-    if scale == 1.0:
+    large_batch = var / scale + sqr
+    if scale == 1.0 or large_batch == 0.0:
         return 1.0
-    return (var + sqr) / (var / scale + sqr)
+    return (var + sqr) / large_batch
 
 
 def floored(values: Sequence[float], floor: float) -> tuple[float, ...]:
