@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import manyhands as mh
 from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
-from ranks import run_ranks
+from ranks import raises_on_ranks, run_ranks
 
 
 def train(kind, inner, passes, call, scale=None):
@@ -233,3 +233,82 @@ def test_arguments_that_are_mixed_up():
         mh.AdaptiveDataParallel(model, optimizer, "AdaScale")
     with pytest.raises(TypeError, match="the same argument"):
         mh.AdaptiveDataParallel(model, optimizer, mh.AdaScale(), scaling_rule=mh.AdaScale())
+
+
+def train_legw(first_sizes, later_sizes, load=None, delayed=False, **options):
+    """Steps of LEGWScale on batches of a size of each rank's own."""
+    ranked = dist.is_initialized()
+    rank = dist.get_rank() if ranked else 0
+    model = make_model(torch.float64)
+    rule = mh.LEGWScale(2, 24, delayed=delayed, **options)
+    adp = mh.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    if load is not None:
+        rule.load_state_dict(load)
+    seen = []
+    for step, sizes in enumerate([first_sizes, *later_sizes]):
+        x, y = make_batches(1, 1, size=sizes[rank], dtype=torch.float64, seed=10 * step + rank)
+        rule.zero_grad()
+        loss_of(adp, x[0, 0], y[0, 0]).backward()
+        rule.step()
+        seen.append((rule.batch_size, list(rule.factors)))
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"seen": seen, "weights": weights, "state": rule.state_dict()}
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_legw_decides_the_baselines_batch_once_and_ranks_agree_on_it(delayed):
+    """15 samples on two ranks are two small batches of 7.5, also after a partial batch."""
+    one, other = run_ranks(2, train_legw, [8, 7], [[8, 7], [3, 1], [8, 8]], delayed=delayed)
+    assert [size for size, _ in one["seen"]] == [7.5] * 4
+    assert one["seen"] == other["seen"]
+    assert torch.equal(one["weights"], other["weights"])
+
+
+def test_legw_goes_on_with_the_baselines_batch_it_was_saved_with(tmp_path):
+    begun = train_legw([6], [])
+    torch.save(begun["state"], tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    again = train_legw([2], [[6]], load=state)
+    assert [size for size, _ in again["seen"]] == [6.0, 6.0]
+    assert "batch_size=6" in repr_after_loading(state)
+
+
+def repr_after_loading(state):
+    model = make_model(torch.float64)
+    rule = mh.LEGWScale(2, 24)
+    mh.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    assert "from the first input" in repr(rule)
+    rule.load_state_dict(state)
+    return repr(rule)
+
+
+def test_legw_before_its_batch_is_known():
+    for unbound in (mh.LEGWScale(2, 24), mh.LEGWScale(2, 24, batch_size=None)):
+        for ask in (lambda rule: rule.batch_size, lambda rule: rule.scale_lr(4.0)):
+            with pytest.raises(RuntimeError, match=r"(?s)not known yet.*batch_size="):
+                ask(unbound)
+    assert mh.LEGWScale(2, 24, batch_size=3).scale_lr(4.0) == 0.0
+
+
+class OfNothing(nn.Module):
+    """A model whose input is not a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, batch):
+        return loss_of(self.inner, *batch)
+
+
+def step_of_no_tensor():
+    model = OfNothing()
+    rule = mh.LEGWScale(2, 24)
+    adp = mh.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    x, y = make_batches(1, 1)
+    adp([x[0, 0], y[0, 0]]).backward()
+    rule.step()
+
+
+def test_legw_where_no_input_is_a_tensor():
+    raises_on_ranks(2, RuntimeError, step_of_no_tensor, match="no tensor came into the model")

@@ -9,8 +9,11 @@ from torch import nn
 
 import manyhands as mh
 from manyhands._norms import norm, norms
+from manyhands.scaling._noise import Reading
 from manyhands.scaling._preconditioned import Preconditioned
+from manyhands.scaling._statistics import NoiseAverage
 from oracle import loss_of, make_batches, make_model, preconditioners
+from ranks import run_ranks
 
 
 def step_by_hand(model, optimizer, x, y):
@@ -209,3 +212,99 @@ def test_identical_micro_batches_gain_nothing():
     for _ in range(4):
         (loss_of(model, x[0, 0], y[0, 0]) / 4).backward()
     assert optimizer.gain() == pytest.approx(1.0, abs=1e-4)
+
+
+def zero_in_place(optimizer):
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+RESETS = {
+    "cleared": lambda optimizer, fresh: optimizer.optimizer.state.clear(),
+    "loaded": lambda optimizer, fresh: optimizer.optimizer.load_state_dict(copy.deepcopy(fresh)),
+    "zeroed": lambda optimizer, fresh: zero_in_place(optimizer.optimizer),
+}
+
+
+def batches_of(model, optimizer, x, y):
+    """Train on [step][pass], and yield the rule's statistics after each step."""
+    for xs, ys in zip(x, y, strict=True):
+        optimizer.zero_grad()
+        for a in range(len(xs)):
+            (loss_of(model, xs[a], ys[a]) / len(xs)).backward()
+        optimizer.step()
+        yield optimizer.noise
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW amsgrad", "Adam fused", "RMSprop"])
+@pytest.mark.parametrize("reset", RESETS)
+def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
+    """Norms of plain and of divided gradients differ by orders of magnitude: never mix them."""
+    x, y = make_batches(16, 2)
+    model, options = make_model(), {"num_gradients_to_accumulate": 2, "smoothing": 0.9}
+    inner = KINDS[kind](model.parameters())
+    fresh = copy.deepcopy(inner.state_dict())
+    optimizer = mh.AdamScale(inner, **options)
+    for noise in batches_of(model, optimizer, x[:8], y[:8]):
+        assert noise.measured
+    assert optimizer.noise.unit == "preconditioned"
+    RESETS[reset](optimizer, fresh)
+    optimizer.zero_grad()
+    other = copy.deepcopy(model)
+    begun = mh.AdamScale(KINDS[kind](other.parameters()), **options)
+    for ours, anew in zip(
+        batches_of(model, optimizer, x[8:], y[8:]),
+        batches_of(other, begun, x[8:], y[8:]),
+        strict=True,
+    ):
+        assert ours.unit == anew.unit
+        assert ours.raw_var == pytest.approx(anew.raw_var, rel=1e-6)
+        assert ours.raw_sqr == pytest.approx(anew.raw_sqr, rel=1e-6, abs=1e-9)
+    assert optimizer.noise.unit == "preconditioned"  # again
+
+
+def test_averages_start_anew_when_blocks_reset_the_optimizer_inside():
+    """BMUF resets Adam's state at every sync round."""
+
+    def run():
+        model = make_model()
+        inner = mh.AdamScale(torch.optim.Adam(model.parameters()), scale=2.0, world_size=1)
+        optimizer = mh.BMUF(inner, global_sync_iter=8, warmup_iterations=0, state="reset")
+        x, y = make_batches(12, 1)
+        units = []
+        for step in range(12):
+            optimizer.zero_grad()
+            loss_of(model, x[step, 0], y[step, 0]).backward()
+            optimizer.step()
+            units.append(inner.noise.unit)
+        return units
+
+    plain, divided = ["plain"], ["preconditioned"]
+    for units in run_ranks(2, run):
+        assert units == plain * 5 + divided * 3 + plain * 4
+
+
+def test_averages_of_both_kinds_are_mixed_as_adaptdl_does_but_not_after_a_reset():
+    plain = Reading((2000.0,), (400.0,), 2, 2.0)
+    divided = Reading((3.0,), (1.0,), 2, 2.0, unit="preconditioned")
+    mixed = NoiseAverage(1, mix_units=True).after(plain, 0.9).after(divided, 0.9)
+    assert mixed.after(plain, 0.9).raw_var == NoiseAverage(1).after(plain, 0.9).raw_var
+
+
+def test_a_state_that_was_replaced_by_one_of_the_same_age_gets_its_own_floor():
+    param = nn.Parameter(torch.randn(8, 6))
+
+    def trained(factor):
+        optimizer = torch.optim.Adam([param])
+        for _ in range(6):
+            param.grad = torch.randn(8, 6) * factor
+            param.grad[0, 0] = 0.0
+            optimizer.step()
+        return optimizer
+
+    optimizer, other = trained(1.0), trained(100.0)
+    measure, grad = Preconditioned(optimizer, 1e-3), torch.randn(8, 6)
+    measure.one(0, grad)
+    optimizer.load_state_dict(other.state_dict())
+    assert measure.one(0, grad) == Preconditioned(other, 1e-3).one(0, grad)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -80,7 +81,7 @@ class AdaptiveDataParallel(nn.Module):
         self.scaling_rule = rule
         self.lr_scheduler = lr_scheduler
         self.name = name
-        self.leading_dimension: int | None = None
+        self.leading_dimension: int | None = None  # of the first training input
         self._sharders = sharders(model)  # modules whose gradients fully_shard averages
         if self._sharders and ddp_arguments:
             raise TypeError(
@@ -133,9 +134,10 @@ class AdaptiveDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if self.training and first is not None and first.dim() > 0:
-            self.leading_dimension = first.shape[0]
+        if self.leading_dimension is None and self.training and torch.is_grad_enabled():
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            first = next((x for x in tensors if x.dim() > 0), None)
+            self.leading_dimension = None if first is None else first.shape[0]
         model = self._parallel[0] if self._parallel else self.module
         return model(*args, **kwargs)
 

@@ -12,6 +12,7 @@ step can look at what its gradients would make of the average before it is taken
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -64,6 +65,25 @@ class PaperAverage:
 
 
 Average = Debiased | PaperAverage
+
+
+def converted(
+    average: Average, kind: type[Debiased] | type[PaperAverage], smoothing: float
+) -> Average:
+    """The same values as the other kind of average, as after the same number of steps."""
+    if isinstance(average, kind):
+        return average
+    if isinstance(average, PaperAverage):
+        weight = tuple(1.0 - smoothing**count for count in average.count)
+        total = tuple(m * w for m, w in zip(average.mean, weight, strict=True))
+        return Debiased(total, weight)
+    most = math.ceil(1 / (1 - smoothing))  # from then on the count makes no difference
+    counts = (
+        most if w >= 1.0 or smoothing == 0.0 else round(math.log1p(-w) / math.log(smoothing))
+        for w in average.weight
+    )
+    mean = average.value(0.0, len(average.weight))
+    return PaperAverage(mean, tuple(max(1, min(count, most)) for count in counts))
 
 
 def saved(average: Average) -> dict[str, Any]:

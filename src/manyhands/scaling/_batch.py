@@ -10,6 +10,8 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from manyhands.scaling._options import OptionChange
+
 
 @dataclass
 class Batch:
@@ -27,6 +29,7 @@ class Batch:
     scale_per_pass: float | None = None
     smoothing: float | None = None
     counted: bool = False
+    said: frozenset[str] = frozenset()  # of "scale" and "smoothing": by the user, in this run
 
     def scale_of(self, passes: int) -> float:
         """The scale of a batch of so many passes."""
@@ -44,6 +47,16 @@ class Batch:
             return float(0.999**scale)
         return max(1.0 - self.workers * self.passes / 1000.0, 0.0)
 
+    def say_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
+        """The user gives the scale, of the whole batch or of one pass."""
+        self.scale, self.scale_per_pass = scale, per_pass
+        self.said |= {"scale"}
+
+    def say_smoothing(self, smoothing: float | None) -> None:
+        """The user gives the smoothing; None: the default again."""
+        self.smoothing = checked_smoothing(smoothing)
+        self.said = self.said - {"smoothing"} if smoothing is None else self.said | {"smoothing"}
+
     def saved(self) -> dict[str, Any]:
         return {
             "scale": self.scale,
@@ -53,22 +66,34 @@ class Batch:
             "passes": self.passes,
         }
 
-    def loaded(self, state: dict[str, Any]) -> Batch:
+    def loaded(self, state: dict[str, Any]) -> tuple[Batch, list[OptionChange]]:
         """This run's workers and passes, with what was given to the run that was saved.
 
         A given scale stays in proportion to workers x passes: the micro-batch is the same.
-        Where passes are counted they are taken to be as many as before.
+        Where passes are counted they are taken to be as many as before. What was said in this
+        run stays, and where the saved run differs is returned.
         """
         passes = int(state["passes"]) if self.counted else self.passes
         scale, per_pass = state["scale"], state["scale_per_pass"]
         before = int(state["workers"]) * int(state["passes"])
-        return replace(
-            self,
-            passes=passes,
+        here = replace(self, passes=passes)
+        there = replace(
+            here,
             scale=None if scale is None else float(scale) * self.workers * passes / before,
             scale_per_pass=None if per_pass is None else float(per_pass),
             smoothing=checked_smoothing(state["smoothing"]),
         )
+        changes = []
+        if "scale" in self.said:
+            pair = here.scale_of(passes), there.scale_of(passes)
+            changes += [OptionChange("scale", *pair)] if pair[0] != pair[1] else []
+            there = replace(there, scale=self.scale, scale_per_pass=self.scale_per_pass)
+        if "smoothing" in self.said:
+            scale = there.scale_of(passes)
+            pair = here.smoothing_at(scale), there.smoothing_at(scale)
+            changes += [OptionChange("smoothing", *pair)] if pair[0] != pair[1] else []
+            there = replace(there, smoothing=self.smoothing)
+        return there, changes
 
 
 def checked_scale(scale: float, smallest: float, rule: str) -> float:

@@ -18,11 +18,12 @@ from manyhands import _amp
 from manyhands._around import SHARED, AroundOptimizer, Shared, YieldingProperty
 from manyhands._comm import Workers
 from manyhands._dtensors import workers_of
-from manyhands.scaling._average import Average, Debiased, PaperAverage
-from manyhands.scaling._batch import Batch, checked_passes, checked_scale, checked_smoothing
+from manyhands.scaling._average import Debiased, PaperAverage, converted
+from manyhands.scaling._batch import Batch, checked_passes, checked_scale
 from manyhands.scaling._measures import Norms, Plain
 from manyhands.scaling._meter import NoiseMeter
-from manyhands.scaling._noise import VAR_FLOOR
+from manyhands.scaling._noise import VAR_FLOOR, checked_var_floor
+from manyhands.scaling._options import Option, Options
 from manyhands.scaling._patch import OptimizerPatch
 from manyhands.scaling._statistics import NoiseAverage
 from manyhands.scaling._tap import Accumulation, GradientTap
@@ -47,17 +48,15 @@ class BoundOptimizer(AroundOptimizer):
         smoothing: float | None = None,
         num_gradients_to_accumulate: int = 1,
         is_scaled_loss: bool = True,
-        debias_ewma: bool = True,
+        debias_ewma: bool | None = None,
         *,
         process_group: Any = None,
         grad_scaler: Any = None,
         delayed: bool = False,
-        floor_each_step: bool = False,
-        var_floor: float = VAR_FLOOR,
+        floor_each_step: bool | None = None,
+        var_floor: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        if not var_floor >= 0.0:
-            raise ValueError(f"var_floor must not be negative, got {var_floor}.")
         self._inner: Optimizer | None = None
         self._workers = Workers()
         self.adp: Any = None
@@ -66,15 +65,18 @@ class BoundOptimizer(AroundOptimizer):
         self._grad_scaler = grad_scaler
         self._model = model
         self._delayed = delayed
-        start: Average = Debiased() if debias_ewma else PaperAverage()
-        self._empty = NoiseAverage(
-            0, start, start, floor_each_step=floor_each_step, var_floor=var_floor
-        )
+        self._options: Options = {
+            "debias_ewma": Option(True, debias_ewma, check=bool),
+            "floor_each_step": Option(False, floor_each_step, check=bool),
+            "var_floor": Option(VAR_FLOOR, var_floor, check=checked_var_floor),
+            **self._own_options(),
+        }
         passes = checked_passes(num_gradients_to_accumulate)
         self._accumulation = Accumulation(passes, is_scaled_loss)
-        self._batch = Batch(passes=passes, smoothing=checked_smoothing(smoothing))
+        self._batch = Batch(passes=passes)
+        self._batch.say_smoothing(smoothing)
         if scale is not None:
-            self._batch.scale = self._checked_scale(scale)
+            self._batch.say_scale(scale=self._checked_scale(scale))
         self._progress = 0.0
         self._steps = 0
         self._skipped = 0
@@ -82,6 +84,27 @@ class BoundOptimizer(AroundOptimizer):
         self._patch = None
         if optimizer is not None:
             self._bind(optimizer)
+
+    def _own_options(self) -> Options:
+        """The options that this rule adds, to be saved and loaded with the others."""
+        return {}
+
+    def _use_options(self) -> None:
+        """Options were loaded: hand them to whoever has a copy."""
+
+    def _started(self, average: NoiseAverage) -> NoiseAverage:
+        """An average as the options want it."""
+        value = {name: option.value for name, option in self._options.items()}
+        kind = Debiased if value["debias_ewma"] else PaperAverage
+        smoothing = self._batch.smoothing_at(self._batch.scale_of(self._batch.passes))
+        return replace(
+            average,
+            sqr=converted(average.sqr, kind, smoothing),
+            var=converted(average.var, kind, smoothing),
+            floor_each_step=value["floor_each_step"],
+            mix_units=self._batch.counted,  # as adaptdl's averages do
+            var_floor=value["var_floor"],
+        )
 
     # -- the inner optimizer -----------------------------------------------------------------
 
@@ -103,7 +126,6 @@ class BoundOptimizer(AroundOptimizer):
             self.adp = adp
             self._accumulation = Accumulation(None, False, _synchronised(adp))
             self._batch.counted = True
-            self._empty = replace(self._empty, mix_units=True)  # as adaptdl's averages do
             self._process_group = self._process_group or getattr(adp, "process_group", None)
             self._model = self._model or adp
         self._bind(optimizer)
@@ -141,7 +163,7 @@ class BoundOptimizer(AroundOptimizer):
         try:
             self._check_optimizer_takes(self._batch.scale_of(self._batch.passes))
             self._check_workers_agree()
-            self._listen(norms, self._empty.with_groups(len(optimizer.param_groups)))
+            self._listen(norms, self._started(NoiseAverage(len(optimizer.param_groups))))
         except BaseException:
             self._inner = None
             raise
@@ -165,6 +187,7 @@ class BoundOptimizer(AroundOptimizer):
             self._accumulation,
             scale=batch.scale_of,
             history=lambda: rule._history(),
+            micro_batch=lambda: rule._micro_batch(),
             loss_scale=lambda: _amp.loss_scale_of(scaler),
             difference_at_scale_1=batch.counted,
             join_in=getattr(self._inner_optimizer, "join_in", lambda: None),
@@ -182,6 +205,10 @@ class BoundOptimizer(AroundOptimizer):
         """A number that differs where workers have different steps behind them."""
         average = self._meter.average
         return self._progress + sum(average.raw_sqr) + sum(average.raw_var)
+
+    def _micro_batch(self) -> float:
+        """The samples in this rank's first training input; 0 where that is not known."""
+        return float(getattr(self.adp, "leading_dimension", None) or 0)
 
     def _check_workers_agree(self) -> None:
         groups = self._inner_optimizer.param_groups
@@ -273,6 +300,7 @@ class BoundOptimizer(AroundOptimizer):
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
         twin._model = twin.adp  # only fully_shard's modules are looked for, and none is copied
         twin._accumulation, twin._batch = copy.copy(self._accumulation), copy.copy(self._batch)
+        twin._options = dict(self._options)
         if twin.adp is not None:
             twin._accumulation.synchronised = _synchronised(twin.adp)
         if twin._inner is not None:
@@ -307,7 +335,7 @@ class BoundOptimizer(AroundOptimizer):
         scale = self._checked_scale(scale)
         if self._inner is not None:
             self._check_optimizer_takes(scale)
-        self._batch.scale, self._batch.scale_per_pass = scale, None
+        self._batch.say_scale(scale=scale)
 
     def set_scale_per_pass(self, scale: float) -> None:
         """Say how many small batches one pass is on all workers together.
@@ -352,7 +380,7 @@ class BoundOptimizer(AroundOptimizer):
             self._check_optimizer_takes(self._batch.scale_of(passes))
             scale = self._batch.scale_of(passes)
             self._meter.tap.mean.announce(passes, scale, self._history())
-        self._batch.smoothing = None if update_smoothing else self.smoothing
+        self._batch.say_smoothing(None if update_smoothing else self.smoothing)
         self._accumulation.declared = self._batch.passes = passes
 
     def _check_between_steps(self, what: str) -> None:

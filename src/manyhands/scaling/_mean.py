@@ -48,6 +48,7 @@ class StepFacts:
     mean_multiplied_by: int
     loss_scale: Tensor | float
     history: float
+    micro_batch: float
     usable: bool
 
     @property
@@ -195,7 +196,7 @@ class MeanGradient:
         announcement looks like a step's vector, and is taken for one by whoever sends one.
         """
         if self.workers.own_group:
-            row = [0.0] * (2 * self._groups) + [1.0, passes, passes, scale, history, 0.0]
+            row = [0.0] * (2 * self._groups) + [1.0, passes, passes, scale, history, 0.0, 0.0]
             self.announced.append(self.workers.combine(self._tensor(row), 2 * self._groups))
 
     def check_announcements(self, patience: float = math.inf) -> None:
@@ -237,7 +238,7 @@ class MeanGradient:
         witness: Length = 0.0,
         differenced: bool = False,
     ) -> Sample:
-        beliefs = (0.0, facts.passes, facts.seen, facts.scale, facts.history)
+        beliefs = (0.0, facts.passes, facts.seen, facts.scale, facts.history, facts.micro_batch)
         row = self._row(numbers, beliefs, witness)
         self._last = self.workers.combine(row, 2 * self._groups)
         return Sample(
@@ -249,6 +250,7 @@ class MeanGradient:
             2.0 * facts.scale if differenced else facts.scale,
             differenced,
             self._norms.unit,
+            facts.micro_batch,
         )
 
     def _row(self, numbers: Numbers, beliefs: Sequence[float], witness: Length) -> Tensor:

@@ -73,6 +73,7 @@ class NoiseMeter:
         self._pending: _Pending | None = None
         self._flight: _Flight | None = None
         self._landed: Taken | None = None
+        self._last: Sample | None = None
         self._loss_scale: float | None = None
 
     @property
@@ -88,6 +89,18 @@ class NoiseMeter:
             reading, _ = sample.read()
             self._pending = _Pending(sample, reading, self._after(reading))
         return self._pending.average
+
+    @property
+    def micro_batch(self) -> float:
+        """Samples in one rank's first training input, on average over the ranks; 0: unknown.
+
+        As they came with the step under way or the last one, for which this waits if need be.
+        """
+        sample = self.tap.sample or self._last
+        if sample is None:
+            return 0.0
+        sample.read()
+        return sample.micro_batch
 
     def take(self, news: ScalerNews, scale: float) -> Taken | None:
         """Join this step's reading (the previous step's, if delayed; None: there was none)."""
@@ -106,7 +119,7 @@ class NoiseMeter:
             self._flight = _Flight(sample, scale, late_scale is not None, scaler_decides)
         else:
             taken = self._take_now(sample, news, scale, late_scale is not None)
-        self._pending = None
+        self._pending, self._last = None, sample
         self.tap.stepped()
         return taken
 
@@ -244,7 +257,7 @@ class NoiseMeter:
     ) -> None:
         """Continue from there: what is under way is dropped."""
         self.forget()
-        self._flight = self._landed = None
+        self._flight = self._landed = self._last = None
         self.average = average
         self.tap.norms.load(norms)
         self.tap.mean.difference.previous = self.tap.placed(previous)

@@ -90,6 +90,13 @@ def gain(sqr: float, var: float, scale: float) -> float:
     return (var + sqr) / large_batch
 
 
+def checked_var_floor(var_floor: float) -> float:
+    """The floor of the noise, if it is one."""
+    if not var_floor >= 0.0:
+        raise ValueError(f"var_floor must not be negative, got {var_floor}.")
+    return float(var_floor)
+
+
 def floored(values: Sequence[float], floor: float) -> tuple[float, ...]:
     """Each value, or the floor where it is below."""
     return tuple(max(value, floor) for value in values)

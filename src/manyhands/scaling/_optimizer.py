@@ -13,6 +13,7 @@ How a rule is tied to an optimizer is in `_binding.py`.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from manyhands import _amp
-from manyhands.scaling import _state
+from manyhands.scaling import _options, _state
 from manyhands.scaling._binding import BoundOptimizer
 from manyhands.scaling._meter import Taken
 from manyhands.scaling._statistics import NoiseAverage
@@ -87,6 +88,12 @@ class ScalingRuleBase(BoundOptimizer):
     def _overrides(self, group: dict[str, Any], factor: float) -> dict[str, Any]:
         """What to change in a parameter group for the length of a step."""
         return {} if factor == 1.0 else {"lr": group["lr"] * factor}
+
+    def _learn(self) -> None:
+        """Work out what this rule decides once, from what the ranks have said of a step.
+
+        Called in `step`, when their numbers are there, so that all decide the same.
+        """
 
     # -- what is known -----------------------------------------------------------------------
 
@@ -159,6 +166,7 @@ class ScalingRuleBase(BoundOptimizer):
         news = _amp.ScalerNews.left_on(self, inner)
         self._batch.passes = self.passes
         taken = meter.take(news, self.scale)
+        self._learn()
         self._steps += 1
         self._note(taken)
         self._check_not_stuck(news)
@@ -332,9 +340,10 @@ class ScalingRuleBase(BoundOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, perhaps of another number of workers or passes.
 
-        The default scale becomes workers x passes of this run. A scale that was given keeps
-        its proportion to them (the micro-batch stays the same); `set_scale` afterwards, to
-        have another.
+        What was said in this run, by arguments or `set_scale`, stays; a warning names what the
+        state dict says instead. What was not said is taken from it. The default scale
+        becomes workers x passes of this run, and a scale that was given to the saved run keeps
+        its proportion to them (the micro-batch stays the same).
         """
         ours = self._parsed(_state.part_of(state_dict, type(self).__name__))
         self._inner_optimizer.load_state_dict(dict(state_dict))
@@ -351,6 +360,7 @@ class ScalingRuleBase(BoundOptimizer):
             **_state.identity(self._gradients, self._inner_optimizer),
             **self._meter.saved(),
             "batch": self._batch.saved(),
+            "options": _options.saved(self._options),
             "progress": self._progress,
             "steps": self._steps,
             "skipped": self._skipped,
@@ -363,16 +373,27 @@ class ScalingRuleBase(BoundOptimizer):
     def _parsed(self, ours: Mapping[str, Any]) -> _state.ScalingState:
         self._check_between_steps("load_state_dict()")
         state = _state.parsed(
-            ours, self._gradients, self._inner_optimizer, self._meter.average, self._batch
+            ours,
+            self._gradients,
+            self._inner_optimizer,
+            self._meter.average,
+            self._batch,
+            self._options,
         )
         scale = self._checked_scale(state.batch.scale_of(state.batch.passes))
-        self._check_optimizer_takes(scale)
+        mine, self._options = self._options, state.options
+        try:
+            self._check_optimizer_takes(scale)
+        finally:
+            self._options = mine
         return state
 
     def _continue_from(self, state: _state.ScalingState) -> None:
         vars(self._batch).update(vars(state.batch))
+        self._options = state.options
+        self._use_options()
         self._meter.load(
-            state.average,
+            self._started(state.average),
             state.previous,
             state.loss_scale,
             state.nonfinite,
@@ -380,3 +401,5 @@ class ScalingRuleBase(BoundOptimizer):
             state.norms,
         )
         self._progress, self._steps, self._skipped = state.progress, state.steps, state.skipped
+        if state.changes:
+            warnings.warn(_options.explained(state.changes, type(self).__name__), stacklevel=3)

@@ -22,6 +22,8 @@ from manyhands.sharding._dtensor_mirror import DTensorMirror
 from manyhands.sharding._mirror import StateMirror
 from manyhands.sharding._oss import OSS
 
+Bound = tuple[int, float, float, bool]
+
 CHUNK = 131_072
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 NEGLIGIBLE = 5e-3  # eps beside the least root: twice that is the error of its element, at most
@@ -31,9 +33,10 @@ class Preconditioned:
     """The norm of a gradient divided by what Adam or RMSprop would divide it by.
 
     Until an optimizer has made `WARM_STEPS` steps its second moments are mostly start-up, and
-    the plain norm is taken. Second moments below `floor` times their tensor's mean count as that
-    much: a weight that has hardly ever had a gradient (of a rare letter, of an empty pixel) would
-    otherwise be divided by almost nothing, and outweigh all others when it gets one.
+    the plain norm is taken; and again when its state was reset or replaced by a younger one.
+    Second moments below `floor` times their tensor's mean count as that much: a weight that has
+    hardly ever had a gradient (of a rare letter, of an empty pixel) would otherwise be divided by
+    almost nothing, and outweigh all others when it gets one.
     """
 
     WARM_STEPS = 5
@@ -53,21 +56,26 @@ class Preconditioned:
             self._mirror = StateMirror(optimizer, _moments(optimizer))
         elif any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
             self._mirror = DTensorMirror(optimizer, _moments(optimizer))
-        self._floor = floor
+        self.floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.refresh()
 
     def refresh(self) -> None:
         groups = self._optimizer.param_groups
         self._places = [(group, param) for group in groups for param in group["params"]]
-        self._warm: set[int] = set()
-        # parameter index -> (when it was taken, the least v, whether any v is below it)
-        self._bounds: dict[int, tuple[int, float, bool]] = {}
+        self._latest = 0  # index of a parameter that was warm when it was last looked at
+        # parameter index -> the step count of one that is warm, and its version after our step
+        self._on_device: dict[int, tuple[Tensor, int]] = {}
+        # parameter index -> (when it was taken, of which floor, the least v, whether any is below)
+        self._bounds: dict[int, Bound] = {}
+        self._bounds_of: dict[int, Any] = {}  # parameter index -> the step count they go with
         self.stepped()
 
     def stepped(self) -> None:
         if self._mirror is not None:
             self._mirror.update()
+        for index, (step, _) in self._on_device.items():
+            self._on_device[index] = step, step._version
 
     def saved(self) -> list[Any]:
         return [[index, *bound] for index, bound in self._bounds.items()]
@@ -75,13 +83,42 @@ class Preconditioned:
     def load(self, state: list[Any]) -> None:
         self.refresh()
         self._bounds = {
-            int(index): (int(when), float(least), bool(below))
-            for index, when, least, below in state
+            int(index): (int(when), floor, float(least), bool(below))
+            for index, when, floor, least, below in state
         }
 
     @property
     def unit(self) -> str:
-        return "preconditioned" if self._warm else "plain"
+        """Of the optimizer's state, and so the same on every rank, whatever each has measured."""
+        for index in (self._latest, *range(len(self._places))):
+            if self._is_warm(index, self._state_of(index)):
+                self._latest = index
+                return "preconditioned"
+        return "plain"
+
+    def _state_of(self, index: int) -> dict[str, Any]:
+        held = self._optimizer if self._mirror is None else self._mirror
+        state: dict[str, Any] = held.state.get(self._places[index][1], {})
+        return state
+
+    def _is_warm(self, index: int, state: dict[str, Any]) -> bool:
+        """Whether these second moments have seen enough steps.
+
+        A count on a device (of a fused optimizer) is asked for while it is small, and again only
+        where somebody else than the optimizer's step has changed it: that waits for the device.
+        """
+        step = state.get("step")
+        if not isinstance(step, Tensor) or step.device.type == "cpu":
+            return step is not None and float(step) >= self.WARM_STEPS
+        known, version = self._on_device.get(index, (None, 0))
+        if known is step and version == step._version:
+            return True
+        warm = float(step) >= self.WARM_STEPS
+        if warm:
+            self._on_device[index] = step, step._version
+        else:
+            self._on_device.pop(index, None)
+        return warm
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
@@ -93,15 +130,11 @@ class Preconditioned:
         self, index: int, grad: Tensor, part: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """The length of a gradient, or of what `part` takes of it."""
-        group, param = self._places[index]
-        held = self._optimizer if self._mirror is None else self._mirror
-        state = held.state.get(param, {})
-        if "step" not in state:
+        group, _ = self._places[index]
+        state = self._state_of(index)
+        if not self._is_warm(index, state):
+            self._bounds.pop(index, None)
             return norm(grad)
-        if index not in self._warm:  # a fused optimizer counts on the device: ask it no longer
-            if float(state["step"]) < self.WARM_STEPS:
-                return norm(grad)
-            self._warm.add(index)
         second, factor = _second_moment(group, state)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
@@ -113,10 +146,10 @@ class Preconditioned:
             if grad.is_contiguous():
                 second = second.contiguous()
         if grad.device.type != "cpu" or second.stride() != grad.stride():
-            if self._floor:
-                second = second.clamp(min=whole.mean() * self._floor)
+            if self.floor:
+                second = second.clamp(min=whole.mean() * self.floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
-        least, below = self._bound(index, int(state["step"]), whole)
+        least, below = self._bound(index, state["step"], whole)
         pairs = zip(flattened(grad).split(CHUNK), flattened(second).split(CHUNK), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
         if single and eps < NEGLIGIBLE * math.sqrt(least):
@@ -125,17 +158,26 @@ class Preconditioned:
         parts = [norm(self._divided(g, v, eps, least if below else None)) for g, v in pairs]
         return torch.linalg.vector_norm(torch.stack(parts)) / factor
 
-    def _bound(self, index: int, step: int, second: Tensor) -> tuple[float, bool]:
+    def _bound(self, index: int, step: Any, second: Tensor) -> tuple[float, bool]:
         """The least v that counts, and whether there are any below it."""
-        if not self._floor:
+        if not self.floor:
             return 0.0, False
-        when, least, below = self._bounds.get(index, (-1, 0.0, False))
-        if when != step // self.REFRESH:
-            least = float(second.mean()) * self._floor
+        now = int(step) // self.REFRESH
+        when, floor, least, below = self._bounds.get(index, (-1, 0.0, 0.0, False))
+        if self._was_replaced(index, step) or (when, floor) != (now, self.floor):
+            least = float(second.mean()) * self.floor
             # (a v that is not below it yet may shrink by beta at each of the next steps)
             below = bool(second.min() < 2.0 * least)
-            self._bounds[index] = (step // self.REFRESH, least, below)
+            self._bounds[index] = (now, self.floor, least, below)
         return least, below
+
+    def _was_replaced(self, index: int, step: Any) -> bool:
+        """Whether the state is another one (a state dict was loaded) than at the last look."""
+        if self._mirror is not None or not isinstance(step, Tensor):
+            return False  # a mirror's is another one after every step
+        before = self._bounds_of.get(index)
+        self._bounds_of[index] = step
+        return before is not None and before is not step
 
     def _squares(
         self, pairs: Iterator[tuple[Tensor, Tensor]], least: float | None

@@ -30,12 +30,13 @@ HISTORY_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Beliefs:
-    """What each worker must say the same of.
+    """What each worker says of a step, and must say the same of but for `micro_batch`.
 
     `announces` is 1 in a vector that only says that the number of passes was changed. `seen`
     may be less than `passes` on some workers, whose losses in the other passes used none of the
     parameters; not on all. `history` is a number made of the progress and the
-    averages so far. The witness is the squared norm of some averaged gradients.
+    averages so far. `micro_batch` is the number of samples in this rank's first training input,
+    or 0. The witness is the squared norm of some averaged gradients.
     """
 
     announces: float
@@ -43,9 +44,10 @@ class Beliefs:
     seen: float
     scale: float
     history: float
+    micro_batch: float
     witness: float
 
-    SLOTS: ClassVar[int] = 6
+    SLOTS: ClassVar[int] = 7
 
     @classmethod
     def table(cls, slots: Sequence[float]) -> list[Beliefs]:
@@ -95,6 +97,7 @@ class Sample:
     scale: float
     differenced: bool = False
     unit: str = "plain"
+    micro_batch: float = 0.0  # samples: this rank's, and after `read` the mean over the ranks
     nobody_ready: bool = False
     _host: Tensor | None = None
     _copied: torch.cuda.Event | None = None
@@ -122,7 +125,10 @@ class Sample:
             numbers = self._with(extras).tolist() if extras else self.combination.read()
         groups, end = self.groups, len(numbers) - (self._sent_along or len(extras))
         if self.workers > 1:
-            self.nobody_ready = not Beliefs.check(Beliefs.table(numbers[2 * groups : end]))
+            table = Beliefs.table(numbers[2 * groups : end])
+            self.nobody_ready = not Beliefs.check(table)
+            known = [beliefs.micro_batch for beliefs in table if beliefs.micro_batch]
+            self.micro_batch = sum(known) / len(known) if known else 0.0
         if self.count < 2:
             return None, numbers[end:]
         reading = Reading(

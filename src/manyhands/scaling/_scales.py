@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from torch.optim import Optimizer
 
 from manyhands.scaling._measures import Norms
 from manyhands.scaling._optimizer import ScalingRuleBase
-from manyhands.scaling._options import RuleOptions
+from manyhands.scaling._options import Option, Options, RuleOptions
 from manyhands.scaling._preconditioned import Preconditioned
 from manyhands.scaling._rules import legw_factor, sde_beta
 
@@ -77,22 +79,37 @@ class AdamScale(AdaScale):
         second_moment_floor: float | None = None,
         **options: Unpack[RuleOptions],
     ) -> None:
-        if second_moment_floor is not None and not 0.0 <= second_moment_floor < 1.0:
-            raise ValueError(
-                f"second_moment_floor must be at least 0 and below 1, got {second_moment_floor}. "
-                "It is a part of the mean second moment; 0 is no floor."
-            )
         self._second_moment_floor = second_moment_floor
         super().__init__(optimizer, **options)
 
+    def _own_options(self) -> Options:
+        floor = Option(
+            SECOND_MOMENT_FLOOR, self._second_moment_floor, check=_checked_second_moment_floor
+        )
+        return {"second_moment_floor": floor}
+
     def _norms(self, optimizer: Optimizer) -> Norms:
-        floor = self._second_moment_floor
-        if floor is None:
-            floor = 0.0 if self._batch.counted else SECOND_MOMENT_FLOOR
-        return Preconditioned(optimizer, floor)
+        floor = self._options["second_moment_floor"]
+        if self._batch.counted:  # as adaptdl has it
+            floor = self._options["second_moment_floor"] = replace(floor, default=0.0)
+        return Preconditioned(optimizer, floor.value)
+
+    def _use_options(self) -> None:
+        norms = self._meter.tap.norms
+        assert isinstance(norms, Preconditioned)
+        norms.floor = self._options["second_moment_floor"].value
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Sequence[float]:
         return [gain**power for gain in super().scale_lr(scale)]
+
+
+def _checked_second_moment_floor(floor: float) -> float:
+    if not 0.0 <= floor < 1.0:
+        raise ValueError(
+            f"second_moment_floor must be at least 0 and below 1, got {floor}. "
+            "It is a part of the mean second moment; 0 is no floor."
+        )
+    return floor
 
 
 class LinearScale(ScalingRuleBase):
@@ -114,17 +131,24 @@ class SqrtScale(ScalingRuleBase):
         self,
         optimizer: Optimizer | None = None,
         *,
-        rescale_adam: bool = False,
+        rescale_adam: bool | None = None,
         **options: Unpack[RuleOptions],
     ) -> None:
         self._rescale_adam = rescale_adam
         super().__init__(optimizer, **options)
 
+    def _own_options(self) -> Options:
+        return {"rescale_adam": Option(False, self._rescale_adam, check=bool)}
+
+    @property
+    def _rescales_adam(self) -> bool:
+        return bool(self._options["rescale_adam"].value)
+
     def scale_lr(self, scale: float) -> float:
         return math.sqrt(scale)
 
     def _norms(self, optimizer: Optimizer) -> Norms:
-        if self._rescale_adam and not {"betas", "alpha"} & set(optimizer.defaults):
+        if self._rescales_adam and not {"betas", "alpha"} & set(optimizer.defaults):
             raise TypeError(
                 "rescale_adam=True is for Adam, AdamW and RMSprop, whose betas (or alpha) it "
                 f"changes, got {type(optimizer).__name__}. Leave it out."
@@ -139,7 +163,7 @@ class SqrtScale(ScalingRuleBase):
         return {**super()._overrides(group, factor), **self._rescaled(group, self.scale)}
 
     def _rescaled(self, group: dict[str, Any], scale: float) -> dict[str, Any]:
-        if not self._rescale_adam or scale == 1.0:
+        if not self._rescales_adam or scale == 1.0:
             return {}
         eps = group["eps"] / math.sqrt(scale)
         if "betas" in group:
@@ -154,9 +178,10 @@ class LEGWScale(ScalingRuleBase):
         base_warmup_epochs: the baseline's warm-up.
         data_size: samples in an epoch.
         optimizer: what to wrap, if at once; then `batch_size` is needed.
-        batch_size: the baseline's batch size. In `AdaptiveDataParallel` it is worked out, if
-            not given, from the leading dimension of the model's first input: that, times
-            workers and passes, divided by the scale. `repr` shows it.
+        batch_size: the baseline's batch size. In `AdaptiveDataParallel` it is worked out in the
+            first step, if not given: the leading dimension of the model's first input, on average
+            over the workers, times workers and passes, divided by the scale. It then stays, is
+            the same on every worker, and is saved with the state. `repr` shows it.
 
     Other arguments are `ScalingRuleBase`'s.
 
@@ -175,23 +200,24 @@ class LEGWScale(ScalingRuleBase):
         batch_size: float | None = None,
         **options: Unpack[RuleOptions],
     ) -> None:
-        for name, value, least in (
-            ("base_warmup_epochs", base_warmup_epochs, 0),
-            ("data_size", data_size, 1),
-            ("batch_size", 1 if batch_size is None else batch_size, 1e-9),
-        ):
-            if not isinstance(value, Real) or not float(value) >= least:
-                raise ValueError(
-                    f"LEGWScale's {name} must be a number of at least {least}, got {value!r}. "
-                    "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
-                )
         self._warmup_epochs = base_warmup_epochs
         self._data_size = data_size
         self._batch_size = batch_size
         super().__init__(optimizer, **options)
 
+    def _own_options(self) -> Options:
+        return {
+            name: Option(None, value, check=partial(_checked_number, name, least))
+            for name, value, least in (
+                ("base_warmup_epochs", self._warmup_epochs, 0.0),
+                ("data_size", self._data_size, 1.0),
+                ("batch_size", self._batch_size, 1e-9),
+            )
+        }
+
     def _check_optimizer_takes(self, scale: float) -> None:
-        if self._batch_size is None and not hasattr(self.adp, "leading_dimension"):
+        given = self._options["batch_size"].value
+        if given is None and not hasattr(self.adp, "leading_dimension"):
             raise ValueError(
                 "LEGWScale does not know the baseline's batch size. Give it: batch_size=... "
                 "(AdaptiveDataParallel works it out from the first input's leading dimension.)"
@@ -199,16 +225,27 @@ class LEGWScale(ScalingRuleBase):
 
     @property
     def batch_size(self) -> float:
-        """The baseline's batch size: given, or worked out from the last forward pass."""
-        if self._batch_size is not None:
-            return self._batch_size
-        leading = self.adp.leading_dimension
-        if leading is None:
+        """The baseline's batch size: given, or worked out in the first step, once."""
+        known = self._options["batch_size"].value
+        if known is None:
+            raise RuntimeError(
+                "the baseline's batch size is not known yet: LEGWScale works it out in the first "
+                "step of AdaptiveDataParallel. Give it, to have it before: batch_size=..."
+            )
+        return float(known)
+
+    def _learn(self) -> None:
+        known = self._options["batch_size"]
+        if known.value is not None:
+            return
+        micro_batch = self._meter.micro_batch
+        if micro_batch == 0.0:
             raise RuntimeError(
                 "LEGWScale works the baseline's batch size out of the model's first input, and "
-                "no tensor has come through yet. Give it: batch_size=..."
+                "no tensor came into the model. Give it: batch_size=..."
             )
-        return float(leading * self._workers.size * self.passes / self.scale)
+        small_batch = micro_batch * self._workers.size * self.passes / self.scale
+        self._options["batch_size"] = replace(known, found=small_batch)
 
     def scale_lr(self, scale: float) -> float:
         return legw_factor(
@@ -216,10 +253,19 @@ class LEGWScale(ScalingRuleBase):
         )
 
     def _settings(self) -> dict[str, Any]:
-        known = self._batch_size is not None or getattr(self.adp, "leading_dimension", None)
+        known = self._options["batch_size"].value
         return {
             "base_warmup_epochs": self._warmup_epochs,
             "data_size": self._data_size,
-            "batch_size": f"{self.batch_size:g}" if known else "from the first input",
+            "batch_size": "from the first input" if known is None else f"{known:g}",
             **super()._settings(),
         }
+
+
+def _checked_number(name: str, least: float, value: Any) -> Any:
+    if not isinstance(value, Real) or not float(value) >= least:
+        raise ValueError(
+            f"LEGWScale's {name} must be a number of at least {least:g}, got {value!r}. "
+            "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
+        )
+    return value

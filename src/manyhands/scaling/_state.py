@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands.scaling._batch import Batch
+from manyhands.scaling._options import OptionChange, Options, with_found
 from manyhands.scaling._statistics import NoiseAverage
 
 KEY = "manyhands"
@@ -25,6 +26,8 @@ class ScalingState:
     average: NoiseAverage
     previous: list[Tensor | None]
     batch: Batch
+    options: Options
+    changes: list[OptionChange]
     loss_scale: float | None
     progress: float
     steps: int
@@ -61,10 +64,11 @@ def parsed(
     optimizer: Optimizer,
     average: NoiseAverage,
     batch: Batch,
+    options: Options,
 ) -> ScalingState:
     """The scaling part as this wrapper's; a ValueError where it does not belong to it.
 
-    `average` and `batch` are the wrapper's own: the kind of average, the workers and passes.
+    `average`, `batch` and `options` are the wrapper's own, with what was said in this run.
     """
     mine = identity(gradients, optimizer)
     for name, what, advice in (
@@ -83,10 +87,14 @@ def parsed(
         if not (math.isfinite(progress) and progress >= 0.0):
             raise ValueError(f"its progress is {progress}")
         loss_scale = ours["loss_scale"]
+        loaded_batch, batch_changes = batch.loaded(ours["batch"])
+        loaded_options, changes = with_found(options, ours["options"])
         return ScalingState(
             average=average.restored(ours["average"]),
             previous=_fitting(ours["previous"], optimizer),
-            batch=batch.loaded(ours["batch"]),
+            batch=loaded_batch,
+            options=loaded_options,
+            changes=batch_changes + changes,
             loss_scale=None if loss_scale is None else float(loss_scale),
             progress=progress,
             steps=int(ours["steps"]),

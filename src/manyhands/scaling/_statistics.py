@@ -47,12 +47,14 @@ class NoiseAverage:
         """With one more finite reading.
 
         Starts anew when differenced readings are left behind, and when the norms begin to be
-        taken of something else (unless `mix_units`, as adaptdl does).
+        taken of something else: of divided gradients (unless `mix_units`, as adaptdl does), or
+        of plain ones again, where the optimizer that divides was reset.
         """
         new = estimate(reading)
         if self.floor_each_step:
             new = Estimate(floored(new.sqr, SQR_FLOOR), floored(new.var, self.var_floor))
-        other_unit = reading.unit != self.unit and not self.mix_units
+        begins_anew = reading.unit == "plain" or not self.mix_units
+        other_unit = reading.unit != self.unit and begins_anew
         restart = other_unit or (self.differenced and not reading.differenced)
         sqr, var = (type(self.sqr)(), type(self.var)()) if restart else (self.sqr, self.var)
         return replace(

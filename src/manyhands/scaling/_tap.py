@@ -56,7 +56,8 @@ class Accumulation:
 class GradientTap:
     """Hooks on parameters that turn each step's gradients into a `Sample`.
 
-    `scale(passes)` and `history()` are asked when a step is complete. `on_excess` is called
+    `scale(passes)`, `history()` and `micro_batch()` (the samples of this rank's first input, 0
+    where unknown) are asked when a step is complete. `on_excess` is called
     when there are more passes than declared; by default it raises. `join_in` takes part in the
     averaging of gradients that this worker had no backward pass for.
     """
@@ -70,6 +71,7 @@ class GradientTap:
         *,
         scale: Callable[[int], float],
         history: Callable[[], float] = lambda: 0.0,
+        micro_batch: Callable[[], float] = lambda: 0.0,
         loss_scale: Callable[[], Tensor | float] = lambda: 1.0,
         on_sample: Callable[[Sample], Any] = lambda sample: None,
         on_excess: Callable[[str], None] | None = None,
@@ -85,6 +87,7 @@ class GradientTap:
         self.joined = False
         self._scale = scale
         self._history = history
+        self._micro_batch = micro_batch
         self._loss_scale = loss_scale
         self._on_sample = on_sample
         self._on_excess = on_excess or _raise
@@ -313,6 +316,7 @@ class GradientTap:
                 mean_multiplied_by=1 if by_user else max(passes, 1),
                 loss_scale=self._loss_scale(),
                 history=self._history(),
+                micro_batch=self._micro_batch(),
                 usable=self._usable,
             ),
         )
