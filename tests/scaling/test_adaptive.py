@@ -312,3 +312,151 @@ def step_of_no_tensor():
 
 def test_legw_where_no_input_is_a_tensor():
     raises_on_ranks(2, RuntimeError, step_of_no_tensor, match="no tensor came into the model")
+
+
+def adaptive(rule=None, inner=None, **options):
+    model = make_model()
+    optimizer = inner or torch.optim.SGD(model.parameters(), lr=0.1)
+    return mh.AdaptiveDataParallel(model, optimizer, rule, **options)
+
+
+def passes_of(adp, number):
+    x, y = make_batches(1, number)
+    for a in range(number):
+        with adp.no_sync() if a < number - 1 else torch.enable_grad():
+            loss_of(adp, x[0, a], y[0, a]).backward()
+
+
+def test_a_pass_may_be_less_than_a_small_batch_where_the_whole_batch_is_one():
+    adp = adaptive(mh.AdaScale())
+    adp.gns.set_accum_scale(0.5)
+    passes_of(adp, 4)
+    assert adp.gain >= 1.0
+    adp.scaling_rule.step()
+    assert (adp.scaling_rule.scale, adp.gns.accum_scale) == (2.0, 0.5)
+    adp.zero_grad()
+    weights = [p.detach().clone() for p in adp.parameters()]
+    passes_of(adp, 1)
+    with pytest.raises(
+        ValueError, match=r"at least 1 for AdaScale, got 0\.5 \(1 pass\(es\) of 0\.5"
+    ):
+        adp.scaling_rule.step()
+    assert all(torch.equal(p, q) for p, q in zip(adp.parameters(), weights, strict=True))
+    adp.zero_grad()
+    passes_of(adp, 2)  # it goes on
+    adp.scaling_rule.step()
+    with pytest.raises(ValueError, match="above 0"):
+        adp.gns.set_accum_scale(0.0)
+    declared = mh.AdaScale(
+        torch.optim.SGD(make_model().parameters(), lr=0.1), num_gradients_to_accumulate=2
+    )
+    declared.set_scale_per_pass(0.5)
+    assert declared.scale == 1.0
+    with pytest.raises(ValueError, match=r"got 0\.5 \(2 pass\(es\) of 0\.25"):
+        declared.set_scale_per_pass(0.25)
+    with pytest.raises(ValueError, match=r"got 0\.5 \(1 pass\(es\) of 0\.5"):
+        declared.set_num_gradients_to_accumulate(1)
+    assert declared.scale == 1.0
+
+
+def test_a_step_below_the_smallest_scale_is_an_error_on_every_rank():
+    def run():
+        adp = adaptive(mh.AdaScale())
+        adp.gns.set_accum_scale(0.5)
+        passes_of(adp, 1)
+        adp.scaling_rule.step()
+
+    raises_on_ranks(2, ValueError, run, match="at least 1 for AdaScale, got 0.5")
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_a_misspelt_keyword_is_an_error_that_names_it(ranks):
+    def run():
+        with pytest.raises(TypeError, match=r"'scaling_rul'.* Did you mean scaling_rule\?"):
+            adaptive(scaling_rul=mh.AdaScale())
+        with pytest.raises(TypeError, match=r"'gradients_as_view'"):
+            adaptive(gradients_as_view=True)
+        with pytest.raises(TypeError, match=r"'module'"):
+            adaptive(module=make_model())
+        adaptive(find_unused_parameters=True, bucket_cap_mb=1)
+
+    run_ranks(ranks, run) if ranks else run()
+
+
+def test_adaptdls_order_of_arguments_is_taken_by_position():
+    """(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, name), as in 0.2.11."""
+    scaler, rule = torch.amp.GradScaler("cpu"), mh.LinearScale()
+    for schedule in (ExponentialLR(torch.optim.SGD(make_model().parameters()), 0.9), None):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rule = mh.LinearScale()
+        adp = mh.AdaptiveDataParallel(model, optimizer, schedule, scaler, rule, "mine")
+        assert (adp.lr_scheduler, adp.scaling_rule, adp.name) == (schedule, rule, "mine")
+        assert rule._grad_scaler is scaler
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = ExponentialLR(optimizer, 0.9)
+    adp = mh.AdaptiveDataParallel(model, optimizer, schedule, scaling_rule=mh.LinearScale())
+    assert type(adp.scaling_rule) is mh.LinearScale
+    with pytest.raises(TypeError, match="mp_scaler must be a GradScaler, got str"):
+        mh.AdaptiveDataParallel(model, optimizer, mp_scaler="mine")
+
+
+def adaptive_run(steps, load=None, save_at=None):
+    """adaptdl's way: the optimizer is what is stepped, saved and loaded."""
+    model = make_model(torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    adp = mh.AdaptiveDataParallel(model, optimizer)
+    start = 0
+    if load is not None:
+        model.load_state_dict(load["model"])
+        optimizer.load_state_dict(load["optimizer"])
+        start = load["step"]
+    x, y = make_batches(steps, 2, dtype=torch.float64)
+    for step in range(start, steps):
+        if step == save_at:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            return {**state, "step": step}
+        optimizer.zero_grad()
+        for a in range(2):
+            with adp.no_sync() if a == 0 else torch.enable_grad():
+                loss_of(adp, x[step, a], y[step, a]).backward()
+        optimizer.step()
+    return adp
+
+
+def test_the_patched_optimizers_state_dict_has_statistics_and_progress(tmp_path):
+    whole = adaptive_run(12)
+    torch.save(adaptive_run(12, save_at=7), tmp_path / "state")
+    again = adaptive_run(12, load=torch.load(tmp_path / "state", weights_only=True))
+    assert again.scaling_rule.progress == whole.scaling_rule.progress > 12.0
+    assert again.scaling_rule.noise == whole.scaling_rule.noise
+    for p, q in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_bare_state_dict_leaves_the_patched_optimizers_statistics_alone():
+    adp = adaptive_run(7)
+    optimizer, progress = adp.scaling_rule.optimizer, adp.scaling_rule.progress
+    bare = {k: v for k, v in optimizer.state_dict().items() if k != "manyhands"}
+    other = adaptive_run(0)
+    other.scaling_rule.optimizer.load_state_dict(bare)
+    assert (other.scaling_rule.progress, len(other.scaling_rule.state)) == (0.0, 4)
+    optimizer.load_state_dict(bare)
+    assert adp.scaling_rule.progress == progress
+    adp.scaling_rule.unhook()
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+    assert not {"state_dict", "load_state_dict"} & set(vars(optimizer))
+
+
+def test_the_state_dict_of_a_sharded_optimizer_takes_its_arguments():
+    def run():
+        model = make_model()
+        optimizer = mh.OSS(model.parameters(), torch.optim.Adam)
+        adp = mh.AdaptiveDataParallel(model, optimizer)
+        passes_of(adp, 1)
+        optimizer.step()
+        state = optimizer.state_dict(all_ranks=True)
+        return [len(state["state"]), state["manyhands"]["progress"] == adp.scaling_rule.progress]
+
+    assert run_ranks(2, run) == [[4, True]] * 2

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_a_run_goes_on_with_another_number_of_workers(saved_on, loaded_on, tmp_p
 def test_a_scale_that_was_given_keeps_its_proportion_to_the_small_batches(loaded_on):
     state = on(2, 1, 3, scale=6.0)["state"]  # three base batches in each micro-batch
     workers, passes = loaded_on
-    scale, _, _ = on(workers, passes, 0, load=state, scale=17.0)["at_load"]
+    scale, _, _ = on(workers, passes, 0, load=state)["at_load"]
     assert scale == 3.0 * workers * passes
 
 
@@ -238,3 +239,126 @@ def test_progress_can_be_set():
     assert optimizer.progress == 120.5
     with pytest.raises(ValueError, match="finite and not negative"):
         optimizer.set_progress(-1.0)
+
+
+# -- what was said in this run, and what the state dict says -----------------------------------
+
+SAID = {
+    "scale": (12.0, lambda rule: rule.scale, 2.0),
+    "smoothing": (0.5, lambda rule: rule.smoothing, 0.998),
+    "debias_ewma": (
+        False,
+        lambda rule: rule.state_dict()["manyhands"]["average"]["debiased"],
+        True,
+    ),
+    "floor_each_step": (True, lambda rule: rule.noise.floor_each_step, False),
+    "var_floor": (0.0, lambda rule: rule.noise.var_floor, 1e-6),
+    "second_moment_floor": (0.01, lambda rule: rule._meter.tap.norms.floor, 1e-3),
+}
+
+
+def rule_after(steps, load=None, **options):
+    model = make_model(torch.float64)
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    rule = mh.AdamScale(inner, num_gradients_to_accumulate=2, **options)
+    if load is not None:
+        rule.load_state_dict(load)
+    x, y = make_batches(steps, 2, dtype=torch.float64)
+    for step in range(steps):
+        rule.zero_grad()
+        for a in range(2):
+            (loss_of(model, x[step, a], y[step, a]) / 2).backward()
+        rule.step()
+    return rule
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_was_said_in_this_run_wins_over_the_state_dict_and_the_rest_is_taken_from_it(name):
+    said, read, default = SAID[name]
+    saved_by_default = copy.deepcopy(rule_after(8).state_dict())
+    both = f"{name}={said} here, {default} in the state dict"
+    with pytest.warns(UserWarning, match=re.escape(both)) as warned:
+        rule = rule_after(0, load=saved_by_default, **{name: said})
+    assert len(warned) == 1
+    assert read(rule) == said
+    # saved as said, and taken from there by a run that says nothing; and by the one after that
+    state = copy.deepcopy(rule.state_dict())
+    again = rule_after(1, load=state)
+    assert read(again) == said
+    assert read(rule_after(0, load=copy.deepcopy(again.state_dict()))) == said
+    assert read(rule_after(0, load=state, **{name: said})) == said  # the same: nothing to say
+    with pytest.warns(UserWarning, match=f"{name}="):
+        back = rule_after(0, load=state, **{name: default})  # the default, but said
+    assert read(back) == default
+
+
+def test_all_that_differs_is_said_in_one_warning():
+    state = copy.deepcopy(rule_after(2, scale=4.0).state_dict())
+    message = "scale=12.0 here, 4.0 in the state dict; smoothing=0.5 here, 0.998 in the state dict"
+    with pytest.warns(UserWarning, match=re.escape(message)) as warned:
+        rule = rule_after(0, load=state, scale=12.0, smoothing=0.5)
+    assert len(warned) == 1
+    assert (rule.scale, rule.smoothing) == (12.0, 0.5)
+
+
+def test_a_scale_that_was_set_before_loading_was_said():
+    state = copy.deepcopy(rule_after(2).state_dict())
+    rule = rule_after(0)
+    rule.set_scale(6.0)
+    with pytest.warns(UserWarning, match=r"scale=6.0 here, 2.0 in the state dict"):
+        rule.load_state_dict(state)
+    assert rule.scale == 6.0
+    rule = rule_after(0)
+    rule.set_scale_per_pass(5.0)
+    with pytest.warns(UserWarning, match=r"scale=10.0 here, 2.0 in the state dict"):
+        rule.load_state_dict(state)
+    rule.set_num_gradients_to_accumulate(3)
+    assert rule.scale == 15.0
+
+
+def test_the_other_kind_of_average_goes_on_from_the_same_values():
+    rule = rule_after(12, smoothing=0.75)
+    state = copy.deepcopy(rule.state_dict())
+    with pytest.warns(UserWarning, match="debias_ewma=False here"):
+        papers = rule_after(0, load=state, smoothing=0.75, debias_ewma=False)
+    assert papers.noise.raw_var == pytest.approx(rule.noise.raw_var)
+    with pytest.warns(UserWarning, match="debias_ewma=True here"):
+        back = rule_after(
+            0, load=copy.deepcopy(papers.state_dict()), smoothing=0.75, debias_ewma=True
+        )
+    assert back.noise.raw_var == pytest.approx(rule.noise.raw_var)
+    assert back.noise.raw_sqr == pytest.approx(rule.noise.raw_sqr)
+
+
+def test_options_of_rules_of_their_own():
+    def sqrt_scale(**options):
+        adam = torch.optim.Adam(make_model().parameters())
+        return mh.SqrtScale(adam, num_gradients_to_accumulate=2, **options)
+
+    state = sqrt_scale(rescale_adam=True).state_dict()
+    taken = sqrt_scale()
+    taken.load_state_dict(state)
+    assert taken._overrides(taken.param_groups[0], 1.0)["eps"] < 1e-8
+    said = sqrt_scale(rescale_adam=False)
+    with pytest.warns(UserWarning, match="rescale_adam=False here, True in the state dict"):
+        said.load_state_dict(state)
+    assert said._overrides(said.param_groups[0], 1.0) == {}
+
+    def legw(epochs, **options):
+        sgd = torch.optim.SGD(make_model().parameters(), lr=0.1)
+        return mh.LEGWScale(epochs, 100, sgd, **options)
+
+    other = legw(2, batch_size=4)
+    with pytest.warns(UserWarning, match=r"base_warmup_epochs=2 here, 1 in .*; batch_size=4 here"):
+        other.load_state_dict(legw(1, batch_size=8).state_dict())
+    assert other.batch_size == 4
+
+
+def test_an_option_that_makes_no_sense_in_a_state_dict_changes_nothing():
+    rule = rule_after(2)
+    state = copy.deepcopy(rule.state_dict())
+    before = rule.snapshot()
+    state["manyhands"]["options"]["var_floor"] = -1.0
+    with pytest.raises(ValueError, match=r"damaged.*var_floor must not be negative"):
+        rule.load_state_dict(state)
+    assert rule.snapshot() == before

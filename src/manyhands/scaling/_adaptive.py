@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -42,8 +44,8 @@ class AdaptiveDataParallel(nn.Module):
         model: the module; or one that `fully_shard` was called on, which is then not wrapped.
         optimizer: a bare optimizer of its parameters; `step` and `zero_grad` become the rule's.
         rule: a rule without optimizer; by default `AdamScale()` for Adam and RMSprop,
-            `AdaScale()` for others. `scaling_rule=` is the same. (A scheduler in this place, as
-            adaptdl has it, is taken for `lr_scheduler`.)
+            `AdaScale()` for others. `scaling_rule=` is the same. (adaptdl's own order, with the
+            scheduler in this place, the scaler and the rule after it, is taken as well.)
         lr_scheduler: kept as an attribute. (adaptdl saved it; save it with your checkpoint.)
         mp_scaler: the `GradScaler` in use.
         scale: size of the whole batch in small batches.
@@ -65,22 +67,15 @@ class AdaptiveDataParallel(nn.Module):
         **ddp_arguments: Any,
     ) -> None:
         super().__init__()
-        if isinstance(rule, LRScheduler):  # adaptdl's third argument
-            rule, lr_scheduler = None, rule
-        if rule is not None and not isinstance(rule, ScalingRuleBase):
-            raise TypeError(
-                f"the third argument is the scaling rule, got {type(rule).__name__}. "
-                "Pass others by name: lr_scheduler=..., mp_scaler=..."
-            )
-        if rule is not None and scaling_rule is not None:
-            raise TypeError("rule and scaling_rule are the same argument; give one of them.")
-        rule = rule or scaling_rule
+        _check_names(ddp_arguments)
+        given = _by_kind(rule, lr_scheduler, mp_scaler, scaling_rule)
+        rule, mp_scaler = given.get("rule"), given.get("mp_scaler")
         if rule is None:
             rule = AdamScale() if isinstance(optimizer, Adam | RMSprop) else AdaScale()
         self.module = model
         self.scaling_rule = rule
-        self.lr_scheduler = lr_scheduler
-        self.name = name
+        self.lr_scheduler = given.get("lr_scheduler")
+        self.name = given.get("name", name)
         self.leading_dimension: int | None = None  # of the first training input
         self._sharders = sharders(model)  # modules whose gradients fully_shard averages
         if self._sharders and ddp_arguments:
@@ -167,6 +162,54 @@ class AdaptiveDataParallel(nn.Module):
             ("Learning_Rate_Factor", sum(factors) / len(factors)),
         ):
             writer.add_scalar(prefix + tag, value, global_step)
+
+
+def _by_kind(third: Any, fourth: Any, fifth: Any, sixth: Any) -> dict[str, Any]:
+    """The arguments after the optimizer by what they are: in our order, or in adaptdl's.
+
+    Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,
+    scaling_rule, name.
+    """
+    given: dict[str, Any] = {}
+    for place, value in enumerate((third, fourth, fifth, sixth)):
+        if value is None:
+            continue
+        if isinstance(value, ScalingRuleBase):
+            kind = "rule"
+        elif hasattr(value, "get_scale"):
+            kind = "mp_scaler"
+        elif isinstance(value, LRScheduler) or place == 1:
+            kind = "lr_scheduler"
+        elif isinstance(value, str) and place == 3:
+            kind = "name"
+        elif place == 2:
+            raise TypeError(f"mp_scaler must be a GradScaler, got {type(value).__name__}.")
+        else:
+            raise TypeError(
+                f"the {'third' if place == 0 else 'sixth'} argument is the scaling rule, got "
+                f"{type(value).__name__}. Pass others by name: lr_scheduler=..., mp_scaler=..."
+            )
+        if kind in given:
+            raise TypeError(
+                "rule and scaling_rule are the same argument; give one of them."
+                if kind == "rule"
+                else f"two arguments are a {kind}: {given[kind]!r} and {value!r}. Give one of them."
+            )
+        given[kind] = value
+    return given
+
+
+def _check_names(ddp_arguments: dict[str, Any]) -> None:
+    """Raise where a keyword is neither ours nor one of `DistributedDataParallel`'s."""
+    theirs = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]  # self, module
+    ours = [*inspect.signature(AdaptiveDataParallel.__init__).parameters][1:-1]
+    for name in ddp_arguments:
+        if name not in theirs:
+            near = difflib.get_close_matches(name, [*ours, *theirs], n=1)
+            raise TypeError(
+                f"AdaptiveDataParallel has no argument {name!r}, and neither has "
+                f"DistributedDataParallel.{f' Did you mean {near[0]}?' if near else ''}"
+            )
 
 
 class GradientStatistics:

@@ -96,12 +96,12 @@ class Batch:
         return there, changes
 
 
-def checked_scale(scale: float, smallest: float, rule: str) -> float:
+def checked_scale(scale: float, smallest: float, rule: str, how: str = "") -> float:
     """The scale, if it is a size that the rule can work with."""
     if not (math.isfinite(scale) and scale > 0.0 and scale >= smallest):
         least = "at least 1" if smallest == 1.0 else "above 0"
         raise ValueError(
-            f"scale must be finite and {least} for {rule}, got {scale}. It is the size of the "
+            f"scale must be finite and {least} for {rule}, got {scale}{how}. It is the size of the "
             "whole batch (all workers, all passes) in small batches."
         )
     return float(scale)

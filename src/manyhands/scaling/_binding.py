@@ -113,7 +113,8 @@ class BoundOptimizer(AroundOptimizer):
 
         `adp` is the data-parallel module (ours or torch's DDP): backward passes are then
         counted, those inside its `no_sync()` accumulate, and the sum is divided here. With
-        `patch_optimizer`, `optimizer.step` and `.zero_grad` become the rule's.
+        `patch_optimizer`, `optimizer.step`, `.zero_grad`, `.state_dict` and `.load_state_dict`
+        become the rule's.
         """
         if self._inner is not None:
             raise RuntimeError("this rule is bound to an optimizer already; make another one.")
@@ -158,10 +159,15 @@ class BoundOptimizer(AroundOptimizer):
         self._inner = optimizer
         self._step_inner: Callable[..., Any] = optimizer.step
         self._clear_inner: Callable[..., None] = optimizer.zero_grad
+        self._save_inner: Callable[..., dict[str, Any]] = optimizer.state_dict
+        self._load_inner: Callable[..., None] = optimizer.load_state_dict
         self._inner_heeds_scaler = _amp.takes_news(optimizer)
         self._factors = (1.0,) * len(optimizer.param_groups)
         try:
-            self._check_optimizer_takes(self._batch.scale_of(self._batch.passes))
+            scale = self._batch.scale_of(self._batch.passes)
+            self._check_optimizer_takes(
+                scale if self._batch.counted else self._checked_scale(scale)
+            )
             self._check_workers_agree()
             self._listen(norms, self._started(NoiseAverage(len(optimizer.param_groups))))
         except BaseException:
@@ -295,6 +301,7 @@ class BoundOptimizer(AroundOptimizer):
         memo[id(self)] = twin
         # A scheduler leaves a `step` on its optimizer that is bound to it.
         left = {"_inner", "_noise_meter", "_step_inner", "_clear_inner", "step", "adp"}
+        left |= {"_save_inner", "_load_inner"}
         vars(twin).update({k: v for k, v in vars(self).items() if k not in left})
         vars(twin)[SHARED] = dict(vars(self)[SHARED])
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
@@ -305,6 +312,10 @@ class BoundOptimizer(AroundOptimizer):
             twin._accumulation.synchronised = _synchronised(twin.adp)
         if twin._inner is not None:
             twin._step_inner, twin._clear_inner = twin._inner.step, twin._inner.zero_grad
+            twin._save_inner, twin._load_inner = (
+                twin._inner.state_dict,
+                twin._inner.load_state_dict,
+            )
             twin._listen(twin._norms(twin._inner), self._meter.average)
             twin._meter.continue_from(self._meter)
             vars(twin._inner)["_manyhands_rule"] = weakref.ref(twin)
@@ -340,13 +351,15 @@ class BoundOptimizer(AroundOptimizer):
     def set_scale_per_pass(self, scale: float) -> None:
         """Say how many small batches one pass is on all workers together.
 
-        The scale is then that times the passes, however many there are in a step.
+        The scale is then that times the passes, however many there are in a step. One pass may be
+        less than a small batch; a whole step may not, where a rule needs that.
         """
         self._check_between_steps("set_scale_per_pass()")
-        scale = self._checked_scale(scale)
-        if self._inner is not None:
-            self._check_optimizer_takes(scale * self.passes)
-        self._batch.scale, self._batch.scale_per_pass = None, scale
+        whole = replace(self._batch)
+        whole.say_scale(per_pass=checked_scale(scale, 0.0, "one pass"))
+        if self._inner is not None and not self._batch.counted:  # else `step` knows the passes
+            self._check_scale(whole, self._batch.passes)
+        self._batch.say_scale(per_pass=whole.scale_per_pass)
 
     @property
     def passes(self) -> int:
@@ -377,8 +390,7 @@ class BoundOptimizer(AroundOptimizer):
         passes = checked_passes(num_gradients_to_accumulate)
         self._check_between_steps("set_num_gradients_to_accumulate()")
         if self._inner is not None:
-            self._check_optimizer_takes(self._batch.scale_of(passes))
-            scale = self._batch.scale_of(passes)
+            scale = self._check_scale(self._batch, passes)
             self._meter.tap.mean.announce(passes, scale, self._history())
         self._batch.say_smoothing(None if update_smoothing else self.smoothing)
         self._accumulation.declared = self._batch.passes = passes
@@ -394,8 +406,17 @@ class BoundOptimizer(AroundOptimizer):
                 "as at the end of an epoch, call zero_grad() first."
             )
 
-    def _checked_scale(self, scale: float) -> float:
-        return checked_scale(scale, self._smallest_scale, type(self).__name__)
+    def _checked_scale(self, scale: float, how: str = "") -> float:
+        return checked_scale(scale, self._smallest_scale, type(self).__name__, how)
+
+    def _check_scale(self, batch: Batch, passes: int) -> float:
+        """The scale of a step of so many passes, if rule and optimizer can work with it."""
+        per_pass = batch.scale_per_pass
+        how = "" if per_pass is None else f" ({passes} pass(es) of {per_pass})"
+        scale = self._checked_scale(batch.scale_of(passes), how)
+        if self._inner is not None:
+            self._check_optimizer_takes(scale)
+        return scale
 
 
 def _synchronised(adp: Any) -> Callable[[], bool]:

@@ -164,6 +164,8 @@ class ScalingRuleBase(BoundOptimizer):
             return self._step_inner(*args, **kwargs)
         self._check_gradient_was_divided()
         news = _amp.ScalerNews.left_on(self, inner)
+        if self._batch.counted:  # so many passes are known of only now
+            self._check_scale(self._batch, self.passes)
         self._batch.passes = self.passes
         taken = meter.take(news, self.scale)
         self._learn()
@@ -328,12 +330,14 @@ class ScalingRuleBase(BoundOptimizer):
 
     # -- saving and loading ------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The inner optimizer's state dict, with the scaling's own under "manyhands".
 
-        Between backward passes of a step, it is that of before the step.
+        Between backward passes of a step, it is that of before the step. Arguments are the inner
+        optimizer's (OSS has `all_ranks`).
         """
-        state: dict[str, Any] = self._inner_optimizer.state_dict()
+        _ = self._inner_optimizer  # raises where there is none
+        state: dict[str, Any] = self._save_inner(*args, **kwargs)
         state[_state.KEY] = self.scaling_state_dict()
         return state
 
@@ -346,8 +350,19 @@ class ScalingRuleBase(BoundOptimizer):
         its proportion to them (the micro-batch stays the same).
         """
         ours = self._parsed(_state.part_of(state_dict, type(self).__name__))
-        self._inner_optimizer.load_state_dict(dict(state_dict))
+        self._load_inner(dict(state_dict))
         self._continue_from(ours)
+
+    def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
+        """The patched optimizer's `load_state_dict`.
+
+        A state dict without our entry (of a bare run, or from torch.distributed.checkpoint) is
+        the optimizer's own alone: statistics and progress stay as they are.
+        """
+        if _state.KEY in state_dict:
+            self.load_state_dict(state_dict)
+        else:
+            self._load_inner(state_dict)
 
     def scaling_state_dict(self) -> dict[str, Any]:
         """The scaling's part alone: statistics, progress, scale.
