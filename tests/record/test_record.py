@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import manyhands as mh
 from manyhands.record import Record, read_record
 from ranks import raises_on_ranks, run_ranks
 
@@ -167,6 +168,24 @@ def test_two_sources_with_one_key_are_refused_before_the_file_is_made(tmp_path):
     with pytest.raises(ValueError, match="'step' for the same line: Optimizer and Optimizer"):
         Record(tmp_path / "a.jsonl", Optimizer(), Optimizer())
     assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_noise_scale_is_recorded_beside_a_scaling_rule(tmp_path):
+    model = torch.nn.Linear(4, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mh.AdaScale(inner, num_gradients_to_accumulate=2)
+    noise = mh.NoiseScale(optimizer, batch_size=8, num_gradients_to_accumulate=2)
+    with Record(tmp_path / "a.jsonl", optimizer, noise) as record:
+        for _ in range(4):
+            for _ in range(2):
+                (model(torch.randn(8, 4)).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            record.step()
+    run = read_record(tmp_path / "a.jsonl")
+    assert run.column("simple_noise_scale")[-1] == noise.noise_scale
+    assert run.column("simple_noise_scale_error")[-1] == noise.standard_error
+    assert run.column("noise_scale")[-1] == [optimizer.noise.noise_scale(0)]
 
 
 def test_a_source_without_snapshot_is_refused(tmp_path):

@@ -119,7 +119,7 @@ def test_before_and_without_a_signal():
     noise = mh.NoiseScale(model.parameters(), num_gradients_to_accumulate=2)
     assert math.isnan(noise.noise_scale)
     assert math.isnan(noise.standard_error)
-    assert noise.snapshot() == {"noise_scale": None, "noise_scale_error": None}
+    assert noise.snapshot() == {"simple_noise_scale": None, "simple_noise_scale_error": None}
     for sign in (1.0, -1.0) * 3:
         (model.weight.sum() * sign).backward()
         if sign < 0:
@@ -206,11 +206,36 @@ def steps_too_early():
     x, y = make_batches(1, 2)
     loss_of(wrapped, x[0, dist.get_rank()], y[0, dist.get_rank()]).backward()
     optimizer.step()
-    return noise.steps
+    with pytest.warns(UserWarning, match=r"leaves a step out: step\(\) after 1 of 2 backward"):
+        return noise.steps
 
 
-def test_a_step_before_all_passes_is_left_out():
+def test_a_step_before_all_passes_is_left_out_and_said():
     assert run_ranks(2, steps_too_early) == [0, 0]
+    model = Known()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=4)
+    with pytest.warns(UserWarning, match=r"leaves a step out: step\(\) after 3 of 4") as warned:
+        for _ in range(3):
+            for _ in range(3):
+                model(4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(warned) == 1
+    assert noise.steps == 0
+
+
+def test_parameters_that_were_converted_are_said_to_be_measured_no_more():
+    model = Known()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = mh.NoiseScale(optimizer)
+    model.double()
+    model.weight.sum().backward()
+    with pytest.warns(UserWarning, match="moved or converted"):
+        optimizer.step()
+    assert noise.steps == 0
+    noise.unhook()
+    optimizer.step()
 
 
 def test_a_rank_that_does_not_use_the_parameters():
@@ -226,3 +251,254 @@ def test_arguments_that_make_no_sense(arguments):
         mh.NoiseScale(Known().parameters(), **arguments)
     with pytest.raises(ValueError, match="no parameters"):
         mh.NoiseScale([])
+
+
+# -- closures ----------------------------------------------------------------------------------
+
+
+def measured(passes, closure, wrapped=None, steps=6, kind=torch.optim.SGD, **options):
+    """A loop with all backward passes before `step`, or, as Lightning, the last one inside it."""
+    ranked = dist.is_initialized()
+    rank, workers = (dist.get_rank(), dist.get_world_size()) if ranked else (0, 1)
+    model = make_model(torch.float64)
+    network = DistributedDataParallel(model) if ranked else model
+    inner = kind(model.parameters(), lr=0.01)
+    optimizer = inner if wrapped is None else wrapped(inner, num_gradients_to_accumulate=passes)
+    noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=passes, **options)
+    x, y = make_batches(steps, workers * passes, dtype=torch.float64)
+    for step in range(steps):
+
+        def backward(a, step=step):
+            if a == 0:
+                optimizer.zero_grad()
+            i = rank * passes + a
+            loss = loss_of(network, x[step, i], y[step, i]) / passes
+            loss.backward()
+            return loss
+
+        for a in range(passes - 1):
+            backward(a)
+        if closure == "by name":
+            loss = optimizer.step(closure=lambda: backward(passes - 1))
+        elif closure:
+            loss = optimizer.step(lambda: backward(passes - 1))
+        else:
+            backward(passes - 1)
+            optimizer.step()
+        assert not closure or loss > 0
+    seen = [noise.steps, noise.noise_scale, noise.standard_error, noise.variance]
+    return seen, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("wrapped", [None, mh.AdaScale])
+@pytest.mark.parametrize("closure", ["by place", "by name"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_made_inside_step_by_a_closure_are_measured(passes, closure, wrapped):
+    seen, params = measured(passes, closure, wrapped)
+    same, plain = measured(passes, "", wrapped)
+    assert seen == same
+    assert seen[0] == (5 if passes == 1 else 6)
+    for p, q in zip(params, plain, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_closures_on_two_ranks():
+    with_closures = run_ranks(2, measured, 2, "by name")
+    without = run_ranks(2, measured, 2, "")
+    assert with_closures[0][0] == with_closures[1][0] == without[0][0]
+    assert without[0][0][0] == 6
+
+
+def test_an_optimizer_that_evaluates_the_closure_often_is_measured_once_a_step():
+    def run(watched):
+        model = make_model(torch.float64)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+        noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=2) if watched else None
+        x, y = make_batches(4, 2, dtype=torch.float64)
+        calls = 0
+        for step in range(4):
+
+            def closure(step=step):
+                nonlocal calls
+                calls += 1
+                optimizer.zero_grad()
+                for a in range(2):
+                    loss = loss_of(model, x[step, a], y[step, a]) / 2
+                    loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        assert calls > 8
+        return noise, [p.detach() for p in model.parameters()]
+
+    noise, params = run(True)
+    assert (noise.steps, noise.nonfinite) == (4, 0)
+    for p, q in zip(params, run(False)[1], strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_closure_that_raises_leaves_no_trace():
+    model = Known()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    noise = mh.NoiseScale(optimizer, num_gradients_to_accumulate=2)
+
+    def wrong():
+        model(4).backward()
+        raise KeyError("data")
+
+    with pytest.raises(KeyError):
+        optimizer.step(wrong)
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(4).backward()
+    optimizer.step()
+    assert noise.steps == 1
+
+
+# -- accumulation that changes, and runs that go on --------------------------------------------
+
+
+def test_the_accumulation_can_change():
+    model = Known()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    noise = mh.NoiseScale(optimizer, batch_size=9, smoothing=0.999)
+    for passes in (1, 2, 4):
+        noise.set_num_gradients_to_accumulate(passes)
+        for _ in range(600):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                (model(9) / passes).backward()
+            optimizer.step()
+    assert noise.steps == 1200  # those that compared consecutive gradients were left behind
+    assert noise.noise_scale == pytest.approx(36.0, abs=4 * noise.standard_error)
+    assert noise.variance == pytest.approx(4.0, rel=0.05)
+    with pytest.raises(ValueError, match="num_gradients_to_accumulate must be a whole number"):
+        noise.set_num_gradients_to_accumulate(0)
+    model(9).backward()
+    with pytest.raises(RuntimeError, match="in the middle of a step, after 1 of its"):
+        noise.set_num_gradients_to_accumulate(2)
+
+
+def changes_on_one_rank():
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = mh.NoiseScale(optimizer)
+    x, y = make_batches(1, 2)
+    if dist.get_rank() == 0:
+        noise.set_num_gradients_to_accumulate(2)
+        with wrapped.no_sync():
+            loss_of(wrapped, x[0, 0], y[0, 0]).backward()
+    loss_of(wrapped, x[0, 1], y[0, 1]).backward()
+    optimizer.step()
+    return noise.steps
+
+
+def test_an_accumulation_that_changes_on_one_rank_only():
+    raises_on_ranks(2, RuntimeError, changes_on_one_rank, match="on rank.s. 0, while")
+
+
+def observed(noise):
+    return [
+        noise.steps, noise.nonfinite, noise.noise_scale, noise.standard_error, noise.variance,
+        noise.squared_norm,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_measurement_goes_on_bitwise(passes, tmp_path):
+    def run(start, stop, noise, model, optimizer):
+        for step in range(start, stop):
+            optimizer.zero_grad()
+            for a in range(passes):
+                torch.manual_seed(10 * step + a)
+                (model(9) * (math.nan if step == 2 else 1.0) / passes).backward()
+            optimizer.step()
+
+    def made(**options):
+        model = Known()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def no_step_along_nan(*_):
+            model.weight.grad.nan_to_num_()
+
+        optimizer.register_step_pre_hook(no_step_along_nan)
+        return (
+            mh.NoiseScale(optimizer, num_gradients_to_accumulate=passes, **options),
+            model,
+            optimizer,
+        )
+
+    whole = made(batch_size=9, smoothing=0.9)
+    run(0, 10, *whole)
+    begun = made(batch_size=9, smoothing=0.9)
+    run(0, 6, *begun)
+    torch.save([begun[0].state_dict(), begun[1].state_dict()], tmp_path / "state")
+    mine, of_model = torch.load(tmp_path / "state", weights_only=True)
+    again = made()  # what was said of the batch and the smoothing comes with the state
+    again[1].load_state_dict(of_model)
+    again[0].load_state_dict(mine)
+    assert observed(again[0]) == observed(begun[0])
+    run(6, 10, *again)
+    assert observed(again[0]) == observed(whole[0])
+    assert repr(again[0]) == repr(whole[0])
+
+
+def test_a_checkpoint_takes_the_measurement(tmp_path):
+    def run():
+        model = Known()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        noise = mh.NoiseScale(optimizer, batch_size=9)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(9).backward()
+            optimizer.step()
+        mh.save(tmp_path, model=model, optimizer=optimizer, noise=noise)
+        other = Known()
+        again = mh.NoiseScale(other.parameters())
+        mh.load(tmp_path, noise=again)
+        return observed(noise), observed(again)
+
+    before, after = run()
+    assert before == after
+
+
+def test_what_a_measurement_was_given_wins_over_its_state():
+    model = Known()
+    noise = mh.NoiseScale(model.parameters(), num_gradients_to_accumulate=2, batch_size=9)
+    for _ in range(4):
+        model.zero_grad()
+        for _ in range(2):
+            (model(9) / 2).backward()
+    other = mh.NoiseScale(model.parameters(), batch_size=18, smoothing=0.5)
+    message = "batch_size=18 here, 9 in the state dict; smoothing=0.5 here, 0.99 in the state dict"
+    with pytest.warns(UserWarning, match=message) as warned:
+        other.load_state_dict(noise.state_dict())
+    assert len(warned) == 1
+    assert other.variance == pytest.approx(noise.variance / 2)  # of batches twice as large
+    assert other.noise_scale == pytest.approx(noise.noise_scale)
+    assert other.standard_error == pytest.approx(noise.standard_error)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    model = Known()
+    noise = mh.NoiseScale(model.parameters(), num_gradients_to_accumulate=2)
+    state = mh.NoiseScale(make_model().parameters()).state_dict()
+    with pytest.raises(ValueError, match="other parameters"):
+        noise.load_state_dict(state)
+    good = noise.state_dict()
+    for name in good:
+        with pytest.raises(ValueError, match=f"damaged.*{name}|{name}|other"):
+            noise.load_state_dict({k: v for k, v in good.items() if k != name})
+    with pytest.raises(ValueError, match="smoothing must be at least 0"):
+        noise.load_state_dict({**good, "options": {**good["options"], "smoothing": 2.0}})
+    assert noise.state_dict() == good
+
+
+def test_numbers_that_are_far_apart_have_an_error_without_one_being_raised():
+    noise = mh.NoiseScale(Known().parameters(), num_gradients_to_accumulate=2)
+    state = noise.state_dict()
+    moments = dict.fromkeys(state["moments"], 1.0) | {"var": 1e160, "var_var": 1e300}
+    noise.load_state_dict({**state, "moments": moments, "steps": 2})
+    assert (noise.steps, noise.noise_scale) == (2, 1e160)
+    assert noise.snapshot() == {"simple_noise_scale": 1e160, "simple_noise_scale_error": None}

@@ -396,15 +396,8 @@ class BoundOptimizer(AroundOptimizer):
         self._accumulation.declared = self._batch.passes = passes
 
     def _check_between_steps(self, what: str) -> None:
-        if self._inner is None:
-            return
-        tap = self._meter.tap
-        if tap.accumulating:
-            raise RuntimeError(
-                f"{what} in the middle of a step, after {tap.passes} of its backward passes. Call "
-                "it between step() and the next backward(). If no step will follow these passes, "
-                "as at the end of an epoch, call zero_grad() first."
-            )
+        if self._inner is not None:
+            self._meter.tap.check_between_steps(what)
 
     def _checked_scale(self, scale: float, how: str = "") -> float:
         return checked_scale(scale, self._smallest_scale, type(self).__name__, how)

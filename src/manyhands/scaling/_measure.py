@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,9 +18,13 @@ from manyhands._dtensors import workers_of
 from manyhands.scaling._batch import checked_passes, checked_smoothing
 from manyhands.scaling._measures import Plain
 from manyhands.scaling._noise import estimate
+from manyhands.scaling._options import Option, Options, explained, saved, with_found
 from manyhands.scaling._sample import Sample
+from manyhands.scaling._state import fitting
 from manyhands.scaling._statistics import is_finite
 from manyhands.scaling._tap import Accumulation, GradientTap
+
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,15 @@ class _Moments:
             mix(self.sqr_var, sqr * var),
         )
 
+    def of_batches(self, factor: float) -> _Moments:
+        """The same measurement with the noise of batches `factor` times as large."""
+        return replace(
+            self,
+            var=self.var / factor,
+            var_var=self.var_var / factor**2,
+            sqr_var=self.sqr_var / factor,
+        )
+
 
 class NoiseScale:
     """The gradient noise scale of a training loop: how large a batch would still pay.
@@ -76,13 +89,13 @@ class NoiseScale:
     gradient; the estimate then takes the change of the parameters between them for noise.
 
     Args:
-        parameters: an optimizer, whose steps are then watched, or the parameters to measure,
-            of which every backward pass is taken to be followed by a step.
+        parameters: an optimizer, whose steps are then watched (with closures, too), or the
+            parameters to measure, of which every backward pass is taken to be followed by a step.
         batch_size: samples in one worker's backward pass; the unit is that batch if left out.
         num_gradients_to_accumulate: backward passes before each step, each of a loss divided
-            by that number (`is_scaled_loss=False`: not divided). With more passes than that, a
+            by that number (`is_scaled_loss=False`: not divided). With more or fewer passes, a
             warning says so and the step is left out.
-        smoothing: weight of the past.
+        smoothing: weight of the past, 0.99 by default.
         process_group: the workers that share gradients; all, by default. Make one on each.
         grad_scaler: the `GradScaler` in use: needed if its scale changes.
         model: the module that `fully_shard` was called on. It is found without, except after
@@ -93,32 +106,36 @@ class NoiseScale:
         self,
         parameters: Optimizer | Iterable[Tensor],
         *,
-        batch_size: float = 1.0,
+        batch_size: float | None = None,
         num_gradients_to_accumulate: int = 1,
         is_scaled_loss: bool = True,
-        smoothing: float = 0.99,
+        smoothing: float | None = None,
         process_group: Any = None,
         grad_scaler: Any = None,
         model: nn.Module | None = None,
     ) -> None:
-        if not batch_size > 0:
-            raise ValueError(f"batch_size must be above 0, got {batch_size}.")
+        self._options: Options = {
+            "batch_size": Option(None, batch_size, check=_checked_batch_size),
+            "smoothing": Option(0.99, smoothing, check=checked_smoothing),
+        }
         passes = checked_passes(num_gradients_to_accumulate)
         optimizer = parameters if isinstance(parameters, Optimizer) else None
         groups = optimizer.param_groups if optimizer else [{"params": list(parameters)}]  # type: ignore[arg-type]
         params = [param for group in groups for param in group["params"]]
         if not params:
             raise ValueError("no parameters to measure: the iterable was empty.")
-        self._batch_size = batch_size
-        self._smoothing = checked_smoothing(smoothing) or 0.0
+        self._params = params
         self._moments = _Moments()
+        self._differenced = False  # whether the moments are of consecutive gradients
         self._flight: Sample | None = None
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
+        self._stop_watching: Callable[[], Any] | None = None
         workers = workers_of(params, process_group or getattr(optimizer, "group", None))
         mine = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         workers.check_agreement("NoiseScale", mine, params[0].device)
+        self._workers = workers
         me, watched = weakref.proxy(self), optimizer is not None
         self._tap = GradientTap(
             groups,
@@ -133,22 +150,68 @@ class NoiseScale:
             model=model,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
-            handle = optimizer.register_step_pre_hook(lambda *_: me._step())
-            weakref.finalize(self, handle.remove)
+            hook = optimizer.register_step_pre_hook(lambda *call: me._about_to_step(*call))
+            self._stop_watching = weakref.finalize(self, hook.remove)
+
+    def _about_to_step(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The optimizer's `step` was called with these arguments, itself the first of them.
+
+        A closure makes the gradients inside it, as Lightning's does: it is replaced by itself
+        with a look at what it has made.
+        """
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._observed(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._observed(args[1]), *args[2:]), kwargs
+        self._step()
+        return None
+
+    def _observed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, of which the first call makes the step's gradients."""
+        mine, first = weakref.ref(self), True
+
+        def observed() -> Any:
+            nonlocal first
+            me = mine()
+            if me is None:
+                return closure()
+            if first:
+                first = False
+                result = closure()
+                me._step()
+                return result
+            me._tap.paused = True  # LBFGS evaluates again: these are not new samples
+            try:
+                return closure()
+            finally:
+                me._tap.paused = False
+
+        return observed
 
     def _step(self) -> None:
         """The optimizer is about to step along the gradients that were measured."""
-        if self._tap.sample is None and self._tap.mean.workers.size > 1:
-            self._tap.complete_now()  # the others may have used parameters that we did not
-        if self._tap.problem is not None:
-            self._spoilt(self._tap.problem)
-        if self._tap.sample is not None:
-            self._receive(self._tap.sample)
-        self._tap.stepped()
+        tap = self._tap
+        if tap.sample is None and self._workers.size > 1 and tap.hooked:
+            tap.complete_now()  # the others may have used parameters that we did not
+        elif tap.sample is None and tap.passes > 0:
+            self._say(_too_few(tap.passes, tap.accumulation.declared))
+        if tap.passes == 0 and not self._warned and tap.moved:
+            self._say("parameters were moved or converted. Make a NoiseScale after that.")
+        if tap.problem is not None:
+            self._spoilt(tap.problem)
+        if tap.sample is not None:
+            self._receive(tap.sample)
+        tap.stepped()
 
     def _spoilt(self, problem: str) -> None:
-        """Measuring must not stop a training run: say it once, and leave the step out."""
+        """Leave out the step under way."""
         self._tap.clear()
+        self._say(problem)
+
+    def _say(self, problem: str) -> None:
+        """Measuring must not stop a training run: say it once."""
         if not self._warned:
             self._warned = True
             warnings.warn(f"NoiseScale leaves a step out: {problem}", stacklevel=2)
@@ -163,14 +226,25 @@ class NoiseScale:
     def _land(self) -> None:
         sample, self._flight = self._flight, None
         reading = sample.read()[0] if sample is not None else None
-        if sample is None or reading is None or sample.nobody_ready:
+        if sample is None:
+            return
+        if sample.nobody_ready and sample.seen:
+            self._say(_too_few(int(sample.seen), sample.passes))
+        if reading is None or sample.nobody_ready:
             return
         if not is_finite(reading):
             self._nonfinite += 1
             return
-        new = estimate(reading)
-        self._moments = self._moments.after(sum(new.sqr), sum(new.var), self._smoothing)
+        if self._differenced and not reading.differenced:  # a better measure: start anew
+            self._moments, self._steps = _Moments(), 0
+        self._differenced = reading.differenced
+        new, smoothing = estimate(reading), self._options["smoothing"].value
+        self._moments = self._moments.after(sum(new.sqr), sum(new.var), smoothing)
         self._steps += 1
+
+    @property
+    def _batch_size(self) -> float:
+        return float(self._options["batch_size"].value or 1.0)
 
     @property
     def steps(self) -> int:
@@ -223,21 +297,93 @@ class NoiseScale:
         """Several backward passes inside are of the same samples (see `AdaScale.one_sample`)."""
         return self._tap.one_sample()
 
+    def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int) -> None:
+        """Say how many backward passes make a step from now on.
+
+        To be called on every worker, between two steps.
+        """
+        passes = checked_passes(num_gradients_to_accumulate)
+        self._tap.check_between_steps("set_num_gradients_to_accumulate()")
+        self._tap.mean.announce(passes, float(passes * self._workers.size), 0.0)
+        self._tap.accumulation.declared = passes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
+        self._land()
+        return {
+            "version": VERSION,
+            "shapes": [list(param.shape) for param in self._params],
+            "options": saved(self._options),
+            "moments": asdict(self._moments),
+            "differenced": self._differenced,
+            "steps": self._steps,
+            "nonfinite": self._nonfinite,
+            "previous": list(self._tap.mean.difference.previous),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; on every worker, of which there may be another number.
+
+        `batch_size` and `smoothing` are taken from it unless they were given; where they were and
+        differ, a warning says so.
+        """
+        self._tap.check_between_steps("load_state_dict()")
+        shapes = [list(param.shape) for param in self._params]
+        if state_dict.get("version") != VERSION or state_dict.get("shapes") != shapes:
+            raise ValueError(
+                "the state dict is of other parameters, or not of a NoiseScale of version "
+                f"{VERSION}. Make the NoiseScale around the same ones."
+            )
+        try:
+            options, changes = with_found(self._options, state_dict["options"])
+            moments = _Moments(**{k: float(v) for k, v in state_dict["moments"].items()})
+            differenced = bool(state_dict["differenced"])
+            steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
+            previous = fitting(state_dict["previous"], self._params)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"the state dict is damaged: {error!r}.") from error
+        here, there = options["batch_size"].value, options["batch_size"].found
+        if there is not None:
+            moments = moments.of_batches(here / there)
+        self._tap.clear()
+        self._flight = None
+        self._tap.mean.difference.previous = self._tap.placed(previous)
+        self._options, self._moments, self._differenced = options, moments, differenced
+        self._steps, self._nonfinite = steps, nonfinite
+        if changes:
+            warnings.warn(explained(changes, "NoiseScale"), stacklevel=2)
+
     def snapshot(self) -> dict[str, Any]:
         """The measurement in plain numbers, for `Record`."""
         scale, error = self.noise_scale, self.standard_error
         return {
-            "noise_scale": scale if math.isfinite(scale) else None,
-            "noise_scale_error": error if math.isfinite(error) else None,
+            "simple_noise_scale": scale if math.isfinite(scale) else None,
+            "simple_noise_scale_error": error if math.isfinite(error) else None,
         }
 
     def unhook(self) -> None:
         """Stop measuring."""
         self._tap.unhook()
+        if self._stop_watching is not None:
+            self._stop_watching()
 
     def __repr__(self) -> str:
-        unit = "samples" if self._batch_size != 1.0 else "small batches"
+        known = self._options["batch_size"].value is not None
+        unit = "samples" if known else "small batches"
         return (
             f"NoiseScale({self.noise_scale:.4g} ± {self.standard_error:.2g} {unit}, "
             f"{self.steps} steps)"
         )
+
+
+def _too_few(passes: int, declared: int | None) -> str:
+    return (
+        f"step() after {passes} of {declared} backward passes. Where every step has so many, say "
+        f"so: num_gradients_to_accumulate={passes}, or set_num_gradients_to_accumulate({passes})."
+    )
+
+
+def _checked_batch_size(batch_size: float) -> float:
+    if not batch_size > 0:
+        raise ValueError(f"batch_size must be above 0, got {batch_size}.")
+    return batch_size

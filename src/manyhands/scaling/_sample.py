@@ -99,6 +99,7 @@ class Sample:
     unit: str = "plain"
     micro_batch: float = 0.0  # samples: this rank's, and after `read` the mean over the ranks
     nobody_ready: bool = False
+    seen: float = 0.0  # passes of the rank that has seen the most, after `read`
     _host: Tensor | None = None
     _copied: torch.cuda.Event | None = None
     _sent_along: int = 0
@@ -127,6 +128,7 @@ class Sample:
         if self.workers > 1:
             table = Beliefs.table(numbers[2 * groups : end])
             self.nobody_ready = not Beliefs.check(table)
+            self.seen = max(beliefs.seen for beliefs in table)
             known = [beliefs.micro_batch for beliefs in table if beliefs.micro_batch]
             self.micro_batch = sum(known) / len(known) if known else 0.0
         if self.count < 2:

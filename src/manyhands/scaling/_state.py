@@ -91,7 +91,9 @@ def parsed(
         loaded_options, changes = with_found(options, ours["options"])
         return ScalingState(
             average=average.restored(ours["average"]),
-            previous=_fitting(ours["previous"], optimizer),
+            previous=fitting(
+                ours["previous"], [p for group in optimizer.param_groups for p in group["params"]]
+            ),
             batch=loaded_batch,
             options=loaded_options,
             changes=batch_changes + changes,
@@ -107,9 +109,8 @@ def parsed(
         raise ValueError(f"the state dict is damaged: its {KEY!r} entry, {error!r}.") from error
 
 
-def _fitting(previous: Sequence[Tensor | None], optimizer: Optimizer) -> list[Tensor | None]:
+def fitting(previous: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
     """The last step's gradient, checked against the parameters' shapes."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     for grad, param in zip(previous, params, strict=False):
         if grad is not None and (not isinstance(grad, Tensor) or grad.shape != param.shape):
             raise ValueError("the previous gradient has other shapes than the parameters")

@@ -131,6 +131,8 @@ class GradientTap:
     @property
     def moved(self) -> bool:
         """Whether parameters were moved or converted since, which takes their hooks away."""
+        if not self.hooked:
+            return False
         trained = [p for p in self._makers if p.is_floating_point() or p.is_complex()]
         nodes = [node for _, node in self._hooks]
         return any(_accumulator(p) is not n for p, n in zip(trained, nodes, strict=True))
@@ -201,6 +203,15 @@ class GradientTap:
     def accumulating(self) -> bool:
         """Whether a step is under way whose last backward pass has not been."""
         return self.passes > 0 and self.sample is None and not self._cleared()
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise in the middle of a step."""
+        if self.accumulating:
+            raise RuntimeError(
+                f"{what} in the middle of a step, after {self.passes} of its backward passes. Call "
+                "it between step() and the next backward(). If no step will follow these passes, "
+                "as at the end of an epoch, call zero_grad() first."
+            )
 
     @property
     def in_backward(self) -> bool:
