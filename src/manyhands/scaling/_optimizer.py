@@ -67,7 +67,8 @@ class ScalingRuleBase(BoundOptimizer):
         num_gradients_to_accumulate: backward passes before each step.
         is_scaled_loss: whether each pass's loss is divided by that number. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
-        debias_ewma: moving averages as Adam's (True), or the AdaScale paper's appendix B.3.
+        debias_ewma: moving averages as Adam's (True, the default), or the AdaScale paper's
+            appendix B.3.
         process_group: the workers that share gradients; all, by default.
         grad_scaler: the `torch.amp.GradScaler` in use. Needed if you call its `unscale_`
             or read `gain()` before `step()`; otherwise `scaler.step(optimizer)` tells us.
@@ -75,8 +76,8 @@ class ScalingRuleBase(BoundOptimizer):
             GPU. `gain()` and `progress` are then one step behind.
         floor_each_step: apply fairscale's floors to every step's estimate (for comparisons:
             it biases the gain; by default only the averages are floored).
-        var_floor: the least noise that an average can show. Gradients whose squared norms come
-            near it seem all noise: lower it for them, or scale the loss up.
+        var_floor: the least noise that an average can show, 1e-6 by default. Gradients whose
+            squared norms come near it seem all noise: lower it for them, or scale the loss up.
         model: the module that `fully_shard` was called on. It is found without, except after
             `gc.freeze()`.
     """
