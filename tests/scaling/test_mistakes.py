@@ -334,6 +334,10 @@ def disagree(what):
         mh.AdaScale(sgd(model), num_gradients_to_accumulate=1 + rank)
     elif what == "scale":
         mh.AdaScale(sgd(model), scale=2.0 + rank)
+    elif what == "batch":
+        mh.LEGWScale(1, 100, sgd(model), batch_size=4 + rank)
+    elif what == "smoothing":
+        mh.AdaScale(sgd(model), smoothing=0.5 if rank else None)
     else:
         mh.AdaScale(torch.optim.SGD(list(model.parameters())[rank:], lr=0.1))
 
@@ -343,6 +347,8 @@ def disagree(what):
     [
         ("accumulation", "disagree on the num_gradients_to_accumulate: rank 0: 1, rank 1: 2"),
         ("scale", "disagree on the scale: rank 0: 2, rank 1: 3"),
+        ("batch", "disagree on the batch_size: rank 0: 4, rank 1: 5"),
+        ("smoothing", "disagree on the smoothing: rank 0: 0.998, rank 1: 0.5"),
         ("parameters", "disagree on the number of parameters: rank 0: 4, rank 1: 3"),
     ],
 )
@@ -380,7 +386,7 @@ def disagree_later(what):
     ("what", "message"),
     [
         ("scale", "disagree on the scale: rank 0: 2, rank 1: 3"),
-        ("progress", "different statistics or progress .* on every worker"),
+        ("progress", "different statistics, progress or factors .* on every worker"),
         ("accumulation of all, with no_sync", "backward passes per step: rank 0: 1, rank 1: 2"),
         ("accumulation of all", "backward passes per step: rank 0: 1, rank 1: 2"),
         ("accumulation of one, with no_sync", r"was called on rank\(s\) 1"),
@@ -388,6 +394,27 @@ def disagree_later(what):
 )
 def test_workers_that_come_to_disagree(what, message):
     raises_on_ranks(2, RuntimeError, disagree_later, what, match=message, timeout=10)
+
+
+class OfOnesOwn(mh.ScalingRuleBase):
+    """A rule that goes by what one rank alone has."""
+
+    def scale_lr(self, scale):
+        return 1.0 + dist.get_rank()
+
+
+def step_by_factors_of_ones_own():
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = OfOnesOwn(sgd(model))
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(wrapped, dist.get_rank())
+        optimizer.step()
+
+
+def test_factors_that_differ_are_noticed_at_the_next_step():
+    raises_on_ranks(2, RuntimeError, step_by_factors_of_ones_own, match=r"factors .* scale_lr")
 
 
 def step_inside_no_sync(adaptive):

@@ -210,7 +210,8 @@ class BoundOptimizer(AroundOptimizer):
     def _history(self) -> float:
         """A number that differs where workers have different steps behind them."""
         average = self._meter.average
-        return self._progress + sum(average.raw_sqr) + sum(average.raw_var)
+        factors = sum(self._factors)
+        return self._progress + sum(average.raw_sqr) + sum(average.raw_var) + factors
 
     def _micro_batch(self) -> float:
         """The samples in this rank's first training input; 0 where that is not known."""
@@ -219,9 +220,15 @@ class BoundOptimizer(AroundOptimizer):
     def _check_workers_agree(self) -> None:
         groups = self._inner_optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
+        scale = self._batch.scale_of(self._batch.passes)
         mine = {
             "num_gradients_to_accumulate": float(self._accumulation.declared or 0),
-            "scale": self._batch.scale_of(self._batch.passes),
+            "scale": scale,
+            "smoothing": self._batch.smoothing_at(scale),
+            **{
+                name: -1.0 if option.value is None else float(option.value)
+                for name, option in self._options.items()
+            },
             "number of parameter groups": float(len(groups)),
             "number of parameters": float(len(params)),
             "number of elements": float(sum(param.numel() for param in params)),

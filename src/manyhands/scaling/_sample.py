@@ -34,8 +34,8 @@ class Beliefs:
 
     `announces` is 1 in a vector that only says that the number of passes was changed. `seen`
     may be less than `passes` on some workers, whose losses in the other passes used none of the
-    parameters; not on all. `history` is a number made of the progress and the
-    averages so far. `micro_batch` is the number of samples in this rank's first training input,
+    parameters; not on all. `history` is a number made of the progress, the averages so far and
+    the last factors. `micro_batch` is the number of samples in this rank's first training input,
     or 0. The witness is the squared norm of some averaged gradients.
     """
 
@@ -78,8 +78,9 @@ class Beliefs:
         history = [b.history for b in table]
         if max(history) - min(history) > HISTORY_TOLERANCE * abs(max(history)):
             raise RuntimeError(
-                f"workers have different statistics or progress behind them: {_by_rank(history)} "
-                "(a checksum). Load the state dict on every worker, not on some."
+                f"workers have different statistics, progress or factors behind them: "
+                f"{_by_rank(history)} (a checksum). Load the state dict on every worker, not on "
+                "some, and let scale_lr() go by nothing that only one of them knows."
             )
         _check_averaged([b.witness for b in table])
         return True
