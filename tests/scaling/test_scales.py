@@ -308,3 +308,37 @@ def test_a_state_that_was_replaced_by_one_of_the_same_age_gets_its_own_floor():
     measure.one(0, grad)
     optimizer.load_state_dict(other.state_dict())
     assert measure.one(0, grad) == Preconditioned(other, 1e-3).one(0, grad)
+
+
+class OnDevice(torch.Tensor):
+    """A count that says it is on a GPU, and how often its value was asked for."""
+
+    asked = 0
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def __float__(self):
+        OnDevice.asked += 1
+        return float(self.as_subclass(torch.Tensor))
+
+
+def test_a_count_on_the_device_is_asked_for_only_where_somebody_else_has_changed_it():
+    param = nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.Adam([param])
+    step = torch.tensor(6.0).as_subclass(OnDevice)
+    optimizer.state[param] = {"step": step}
+    measure = Preconditioned(optimizer)
+    OnDevice.asked = 0
+    for _ in range(4):  # the optimizer's steps
+        assert measure.unit == "preconditioned"
+        step.add_(1.0)
+        measure.stepped()
+    assert OnDevice.asked == 1
+    step.zero_()
+    assert measure.unit == "plain"
+    optimizer.state[param] = {"step": torch.tensor(9.0).as_subclass(OnDevice)}
+    assert measure.unit == "preconditioned"
+    optimizer.state.clear()
+    assert measure.unit == "plain"
