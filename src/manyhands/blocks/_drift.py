@@ -36,6 +36,8 @@ class Drift:
         if n == 0:
             return cls()
         mean = sum(squares) / n
+        if not math.isfinite(mean + square_of_mean):  # numbers near 1e19, whose squares overflow
+            return cls()
         spread = math.sqrt(max(mean - square_of_mean, 0.0))
         if n == 1 or mean == 0.0:
             return cls(math.sqrt(square_of_mean), spread)
