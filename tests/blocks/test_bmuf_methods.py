@@ -245,6 +245,59 @@ def test_the_count_of_steps():
         optimizer.set_num_updates(-1)
 
 
+GROWING = {"global_sync_iter": 4, "warmup_iterations": 6, "block_momentum": 0.5}
+
+
+def counted(workers, steps, saved=None):
+    """Some steps after what was saved: parameters and state, numbers of steps, and sync rounds."""
+
+    def train():
+        params = parameters()
+        optimizer = mh.BMUF(SGD(params, lr=0.1), **GROWING)
+        if saved is not None:
+            nn.utils.vector_to_parameters(saved["params"], params)
+            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        begin, met, before = optimizer.get_num_updates(), [], optimizer.meetings
+        for step in range(begin + 1, begin + 1 + steps):
+            put_gradients(params, step)
+            optimizer.step()
+            if optimizer.meetings > before:
+                met.append(step)
+            before = optimizer.meetings
+        return {
+            "params": flat(params),
+            "optimizer": optimizer.state_dict(),
+            "counts": [begin, optimizer.get_num_updates()],
+            "met": met,
+        }
+
+    return [train()] if workers is None else run_ranks(workers, train)
+
+
+@pytest.mark.parametrize("first", [None, 1, 2])
+@pytest.mark.parametrize("then", [None, 1, 2, 3])
+@pytest.mark.parametrize("steps", [3, 10])
+def test_a_run_that_grows_or_shrinks_keeps_its_count(first, then, steps):
+    """Before the end of the warm-up, and after it. (None: without a process group.)"""
+    saved = counted(first, steps)[0]
+    alone = then in (None, 1)
+    for found in counted(then, 12 - steps, saved):
+        assert found["counts"] == [steps, 12]
+        last = [12] if steps == 10 else [8, 12]
+        assert found["met"] == ([] if alone else last)
+    again = counted(None, 1, saved=counted(then, 0, saved)[0])[0]
+    assert again["counts"] == [steps, steps + 1]
+
+
+def test_one_worker_that_is_resumed_is_the_run_that_was_not():
+    through = counted(None, 9)[0]
+    resumed = counted(None, 5, counted(None, 4)[0])[0]
+    assert torch.equal(through["params"], resumed["params"])
+    bare = SGD(parameters(), lr=0.3)
+    bare.load_state_dict(resumed["optimizer"])  # and it is still a state dict of that one
+    assert bare.param_groups[0]["lr"] == 0.1
+
+
 # -- averaging and warming up --------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam
 
 import manyhands as mh
 from manyhands.blocks._drift import Drift
-from manyhands.blocks._extras import rows_of
+from manyhands.blocks._extras import numbered, rows_of
 from manyhands.blocks._finite import are_finite, drop_what_is_not_finite, is_finite
 from ranks import run_ranks
 
@@ -26,7 +26,7 @@ def test_a_number_is_finite_if_it_is_whatever_its_square(dtype, value, finite):
     tensors = [torch.ones(3, dtype=dtype), torch.ones(2, 70_000, dtype=dtype)]
     tensors[1][1, 5] = value
     assert are_finite(tensors) is finite
-    assert all(map(is_finite, rows_of(tensors))) is finite
+    assert all(map(is_finite, rows_of(numbered(tensors)))) is finite
 
 
 def test_optimizer_state_of_large_numbers_is_kept():

@@ -29,7 +29,7 @@ from manyhands.blocks._checks import (
     checked_optimizer,
 )
 from manyhands.blocks._codec import codec_of
-from manyhands.blocks._extras import Buffers, rows_of, trained
+from manyhands.blocks._extras import Buffers, numbered, rows_of, trained
 from manyhands.blocks._gradients import average_gradients
 from manyhands.blocks._newcomers import welcome
 from manyhands.blocks._outer import Average, Outer
@@ -207,7 +207,7 @@ class Blocks(AroundOptimizer):
     @property
     def alone(self) -> bool:
         """Whether there is nobody to meet, ever."""
-        return not self._sync.team.elastic and self._sync.team.workers.size == 1
+        return self._sync.alone
 
     @property
     def steps(self) -> int:
@@ -336,7 +336,7 @@ class Blocks(AroundOptimizer):
         """Set every worker's parameters to their mean, with no outer step."""
         if not self.alone:
             self._sync.land()
-            rows = rows_of(trained(self._inner_optimizer))
+            rows = rows_of(numbered(trained(self._inner_optimizer)))
             while self._sync.hold(rows) is None:  # undone: with those who are there now
                 pass
             self._sync.come_together()
@@ -389,8 +389,7 @@ class Blocks(AroundOptimizer):
         on any number of workers.
         """
         state: dict[str, Any] = self._inner_optimizer.state_dict()
-        if not self.alone:
-            state[_state.KEY] = {"options": self._options, **_state.saved(self._sync)}
+        state[_state.KEY] = {"options": self._options, **_state.saved(self._sync)}
         return state
 
     def load_state_dict(
@@ -432,15 +431,14 @@ class Blocks(AroundOptimizer):
     def checked_state(self, ours: Any, changed: Mapping[str, Any] | None = None) -> Any:
         """The blocks' part of a state dict, if it fits; an error otherwise."""
         ours = _state.checked(ours, self._options, changed or {})
-        if ours is not None and not self.alone:
+        if ours is not None:
             _state.check_fits(ours, self._sync)
         return ours
 
     @torch.no_grad()
     def load_common_state(self, ours: Any) -> None:
         """Go on from what `checked_state` gave; from the parameters as they are, if it is None."""
-        if not self.alone:
-            _state.load(ours, self._sync)
+        _state.load(ours, self._sync)
 
     def __repr__(self) -> str:
         workers = self._sync.team.workers.size

@@ -1,13 +1,19 @@
 """What besides parameters may be averaged: buffers, optimizer state, and, at first, gradients.
 
 These are averaged as they are, not as differences from an anchor, and in full precision.
+
+Each tensor has a *key*, which is the same on all workers and in a later run: the number of a buffer
+in its model, the number of a parameter and the name of its state. A mean that arrives while
+training goes on (`HeldValues`) is of keys, not of tensors: it is written to what stands there by
+then, which may be another tensor, or belong to a run that has been resumed in the meantime.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +34,18 @@ class Values:
     residual: Tensor | None = None
     codec: Codec = CODECS["float32"]
 
-    def __init__(self, tensors: Sequence[Tensor], first_only: bool = False) -> None:
-        first = local(tensors[0])
-        self._vector = Vector(tensors)
+    def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
+        first = local(next(iter(tensors.values())))
+        self.tensors = tensors
+        self._vector = Vector(list(tensors.values()))
         self.length, self.device = len(self._vector), first.device
         self.dtype = summed_in(first.real.dtype)
         self.first_only = first_only
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many numbers each tensor has."""
+        return [stop - start for start, stop in self._vector.spans]
 
     def read(self, start: int, out: Tensor) -> None:
         self._vector.read(start, out)
@@ -43,46 +55,69 @@ class Values:
             self._vector.write(start, mean)
 
 
-class HeldValues:
-    """The same as they were when they were sent; their mean is kept apart until `put`."""
+class ArrivedValues:
+    """The mean of `Values`, kept apart from the tensors until `put`."""
+
+    def __init__(self, keys: Sequence[str], sizes: Sequence[int], mean: Tensor) -> None:
+        self.keys, self.sizes, self.mean = list(keys), list(sizes), mean
+
+    def put(self, outcome: Outcome, tensors: Mapping[str, Tensor]) -> None:
+        """Set the tensors of these keys to the mean; what is not there any more is left out."""
+        if not outcome.counted:
+            return
+        for key, mean in zip(self.keys, self.mean.split(self.sizes), strict=True):
+            vector = Vector([tensors[key]] if key in tensors else [])
+            if len(vector) == len(mean):
+                vector.write(0, mean)
+
+    def saved(self) -> dict[str, Any]:
+        return {"keys": self.keys, "sizes": self.sizes, "mean": self.mean}
+
+
+class HeldValues(ArrivedValues):
+    """A row: values as they were when they were sent. Their mean takes their place."""
 
     residual: Tensor | None = None
 
     def __init__(self, values: Values) -> None:
-        self._values = values
+        held = torch.empty(values.length, dtype=values.dtype, device=values.device)
+        values.read(0, held)
+        super().__init__(list(values.tensors), values.sizes, held)
         self.length, self.dtype, self.device = values.length, values.dtype, values.device
         self.codec, self.first_only = values.codec, values.first_only
-        self._held = torch.empty(self.length, dtype=self.dtype, device=self.device)
-        values.read(0, self._held)
 
     def read(self, start: int, out: Tensor) -> None:
-        out.copy_(self._held[start : start + out.numel()])
+        out.copy_(self.mean[start : start + out.numel()])
 
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
-        self._held[start : start + mean.numel()].copy_(mean)
-
-    def put(self, outcome: Outcome) -> None:
-        """Set the tensors to what has arrived."""
-        self._values.write(0, self._held, outcome)
+        self.mean[start : start + mean.numel()].copy_(mean)
 
 
-def rows_of(tensors: Sequence[Tensor], first_only: bool = False) -> list[Values]:
+def rows_of(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[Values]:
     """Tensors of any types; those that hold no real numbers are left out."""
-    numbers = [t for t in tensors if t.is_floating_point() or t.is_complex()]
-    return [Values(same, first_only) for same in by_type(numbers)]
+    numbers = {k: t for k, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    names = {id(tensor): key for key, tensor in numbers.items()}
+    rows = [{names[id(t)]: t for t in same} for same in by_type(list(numbers.values()))]
+    return [Values(same, first_only) for same in rows]
 
 
-def state_of(optimizer: Optimizer, only: Sequence[str] | None = None) -> list[Tensor]:
+def numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Tensors by their place."""
+    return {str(number): tensor for number, tensor in enumerate(tensors)}
+
+
+def state_of(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
     """The optimizer's tensors that are like their parameter, in an order all workers have."""
-    found = []
-    for param in trained(optimizer):
-        state = optimizer.state.get(param, {})
+    found = {}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        state = optimizer.state.get(param, {}) if param.requires_grad else {}
         for name in sorted(state):
             value = state[name]
             if not isinstance(value, Tensor) or value.shape != param.shape:
                 continue
             if only is None or name in only:
-                found.append(value)
+                found[f"{number}.{name}"] = value
     return found
 
 

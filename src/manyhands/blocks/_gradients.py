@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manyhands.blocks._extras import rows_of
+from manyhands.blocks._extras import numbered, rows_of
 from manyhands.blocks._sync import Sync
 
 
@@ -20,7 +20,7 @@ def average_gradients(sync: Sync, params: Sequence[Tensor]) -> bool:
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         some = torch.tensor([float(p.grad is not None) for p in params])  # then: on any worker
-        rows = rows_of([*grads, some])
+        rows = rows_of(numbered([*grads, some]))
         outcome = sync.hold(rows)
         while outcome is None:  # undone: with those who are there now
             outcome = sync.hold(rows)

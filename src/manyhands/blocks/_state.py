@@ -9,7 +9,7 @@ from manyhands.blocks._checks import memory_order
 from manyhands.blocks._sync import Sync
 
 KEY = "blocks"
-FORMAT = 1
+FORMAT = 2
 
 
 def saved(sync: Sync) -> dict[str, Any]:
@@ -20,6 +20,9 @@ def saved(sync: Sync) -> dict[str, Any]:
         "workers": [workers.size, workers.rank],
         "apart": sync.apart,
         "residual": [segment.residual for segment in sync.point.segments],
+        "fresh": sync.fresh,
+        "last": [sync.news.workers, *sync.news.left_out],
+        "clock": sync.clock(),
         # (in a crew they are sent again when they are due, and nobody is waited for)
         "pending": [] if sync.team.elastic else [pending.saved() for pending in sync.pending],
     }
@@ -41,7 +44,7 @@ def common(sync: Sync) -> dict[str, Any]:
 def checked(
     ours: Any, options: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Our part of a state dict (None: it was of one worker, or of the bare optimizer)."""
+    """Our part of a state dict (None: it was of the bare optimizer)."""
     if ours is None:
         return None
     if not isinstance(ours, dict) or ours.get("format") != FORMAT:
@@ -71,6 +74,9 @@ def checked(
 
 
 def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
+    """Raise where the saved anchor is not of the parameters here."""
+    if sync.alone or not ours["anchor"]:  # of one worker, there or here: it has none
+        return
     sizes = [anchor.numel() for anchor in ours["anchor"]]
     here = [segment.anchor.numel() for segment in sync.point.segments]
     memories = {len(memories) for memories in ours["memories"]}
@@ -102,22 +108,47 @@ def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
     sync.is_new = False
     if ours is None:
         sync.point.begin()
+        sync.restart_clock()
     else:
         _take_over(ours, sync)
-    sync.restart_clock()
 
 
 def _take_over(ours: Mapping[str, Any], sync: Sync) -> None:
-    sync.load_common(dict(ours))
-    workers = sync.team.workers
-    if list(ours["workers"]) == [workers.size, workers.rank]:
-        for segment, residual in zip(sync.point.segments, ours["residual"], strict=True):
-            if segment.residual is not None and residual is not None:
-                segment.residual.copy_(residual)
+    if sync.alone:
+        sync.load_counters(dict(ours))
+        sync.restart_clock()
+    elif ours["anchor"]:
+        sync.load_common(dict(ours))
+        _take_own(ours, sync)
     else:
-        sync.point.forget_residuals()
+        _grow(ours, sync)
     sync.agreed = ours["steps"] >= sync.warmup or not sync.local_warmup
-    sync.apart = ours["apart"]
+    sync.apart = ours["apart"] and bool(ours["anchor"])
     sync.news.left_out_ever, sync.news.undone = ours["counts"]
-    for pending in ours["pending"]:
+    sync.news.workers, *sync.news.left_out = ours.get("last", [0])
+    if ours.get("fresh") is not None:
+        sync.fresh = ours["fresh"]
+    for pending in ours["pending"] if sync.point.segments else []:
         sync.take_up(pending)
+
+
+def _grow(ours: Mapping[str, Any], sync: Sync) -> None:
+    """Go on from what one worker has saved: its steps count, and were in no blocks."""
+    sync.load_counters(dict(ours))
+    sync.point.begin()
+    start = sync.every.first_start(max(sync.steps, sync.warmup))
+    sync.schedule.begin(start, sync.schedule.length)
+    sync.restart_clock()
+
+
+def _take_own(ours: Mapping[str, Any], sync: Sync) -> None:
+    """What this rank alone had. What rounding has left is of slices that no other rank has."""
+    workers = sync.team.workers
+    if list(ours["workers"]) != [workers.size, workers.rank]:
+        sync.point.forget_residuals()
+        sync.restart_clock()
+        return
+    for segment, residual in zip(sync.point.segments, ours["residual"], strict=True):
+        if segment.residual is not None and residual is not None:
+            segment.residual.copy_(residual)
+    sync.restart_clock(*ours["clock"])

@@ -24,9 +24,11 @@ from manyhands.blocks._checks import fingerprint, memory_order
 from manyhands.blocks._drift import Drift
 from manyhands.blocks._extras import (
     MOMENTS,
+    ArrivedValues,
     Buffers,
     HeldValues,
     Values,
+    numbered,
     rows_of,
     state_of,
     trained,
@@ -42,13 +44,13 @@ from manyhands.blocks._team import Errand, Team
 
 @dataclass
 class Pending:
-    """Fragments under way."""
+    """Fragments under way, and what goes with the last of a block."""
 
     fragments: Sequence[int]
     merge_at: int
     rows: Sequence[Any]
-    beside: Sequence[HeldValues]
-    more: Sequence[HeldValues]
+    beside: Sequence[ArrivedValues]  # buffers
+    more: Sequence[ArrivedValues]  # optimizer state
     note: Note
     errand: Errand
 
@@ -68,6 +70,8 @@ class Pending:
             "merge_at": self.merge_at,
             "held": [row.held for row in self.rows],
             "arrived": [row.arrived for row in self.rows],
+            "beside": [row.saved() for row in self.beside],
+            "more": [row.saved() for row in self.more],
             "note": astuple(self.note),
             "notes": [astuple(note) for note in outcome.notes],
             "squares": [*outcome.squares, outcome.square_of_mean],
@@ -179,7 +183,7 @@ class Sync:
             rows = [StagedDifference(row) for row in rows]
         last = self.schedule.fragments - 1 in fragments
         beside, more = (self._buffers(), self._state()) if last else ([], [])
-        finite = are_finite(self.point.params) and all(map(is_finite, beside))
+        finite = are_finite(self.point.params) and all(map(is_finite, [*beside, *more]))
         finite = self._in_all_parts(finite)
         note = self._note(more, NOTHING_YET if self.is_new else float(finite))
         held: tuple[list[HeldValues], list[HeldValues]] = ([], [])
@@ -201,8 +205,12 @@ class Sync:
         self.point.hold_frozen()
         for row in pending.rows:
             row.merge(outcome, counts)
-        for row in [*pending.beside, *(pending.more if outcome.more else [])]:
-            row.put(outcome)
+        buffers = numbered(self.buffer_tensors) if pending.beside else {}
+        for row in pending.beside:
+            row.put(outcome, buffers)
+        state = state_of(self.optimizer) if pending.more else {}
+        for row in pending.more if outcome.more else []:
+            row.put(outcome, state)
         self.point.share(pending.fragments)
         if not counts:
             self._heal()
@@ -226,7 +234,8 @@ class Sync:
         self.agreed = False  # if this is undone, those who come together take one's for all
         tensors = [*trained(self.optimizer), *self.buffer_tensors]
         averaged = self.local_warmup and self.state.startswith("average")
-        self.hold(rows_of(tensors, first_only=True), self._state() if averaged else [])
+        first = rows_of(numbered(tensors), first_only=True)
+        self.hold(first, self._state() if averaged else [])
         if self.local_warmup and not averaged:
             self.reset_state()
         self.agreed, self.apart = True, False
@@ -236,22 +245,26 @@ class Sync:
 
     # -- meetings ------------------------------------------------------------------------------
 
-    def hold(self, rows: Sequence[Any], more: Sequence[Any] = ()) -> Outcome | None:
+    def hold(self, rows: Sequence[Values], more: Sequence[Values] = ()) -> Outcome | None:
         """A meeting about other things than blocks, now.
 
         None: it is undone, and the team is another. (If it is kept, `come_together` is the
         caller's: first what it was held for has to be done.)
         """
-        note = self._note(more, float(self._in_all_parts(all(map(is_finite, rows)))))
+        finite = all(map(is_finite, [*rows, *more]))
+        note = self._note(more, float(self._in_all_parts(finite)))
+        held: tuple[list[HeldValues], list[HeldValues]] = ([], [])
         if self.team.elastic:
-            rows, more = self._held(rows), self._held(more)
-        outcome = self.settle(self._errand(rows, [], more, note))
+            held = self._held(rows), self._held(more)
+        outcome = self.settle(self._errand(held[0] or rows, [], held[1] or more, note))
         if outcome is None:
             self.news.undone += 1
             self.come_together()
-        elif self.team.elastic:
-            for row in [*rows, *(more if outcome.more else [])]:
-                row.put(outcome)
+            return None
+        for row, values in zip(held[0], rows, strict=False):
+            row.put(outcome, values.tensors)
+        for row, values in zip(held[1] if outcome.more else [], more, strict=False):
+            row.put(outcome, values.tensors)
         return outcome
 
     def _held(self, rows: Sequence[Values]) -> list[HeldValues]:
@@ -278,9 +291,14 @@ class Sync:
         self.news.waited += time.perf_counter() - begin
         return outcome
 
-    def restart_clock(self) -> None:
-        """The time of a step is taken from here on."""
-        self._since = (time.perf_counter(), self.steps)
+    def clock(self) -> list[float]:
+        """For how many seconds, and steps, the time of a step has been taken."""
+        then, step = self._since
+        return [time.perf_counter() - then, self.steps - step]
+
+    def restart_clock(self, seconds: float = 0.0, steps: float = 0) -> None:
+        """The time of a step is taken from here on, or goes on after so many seconds and steps."""
+        self._since = (time.perf_counter() - seconds, self.steps - int(steps))
 
     def _note(self, more: Sequence[Row], brings: float) -> Note:
         now, (then, step) = time.perf_counter(), self._since
@@ -314,7 +332,7 @@ class Sync:
 
     def _buffers(self) -> list[Values]:
         """Those that are averaged with the last fragment."""
-        return rows_of(self.buffer_tensors, self.first_buffers_only)
+        return rows_of(numbered(self.buffer_tensors), self.first_buffers_only)
 
     def _state(self) -> list[Values]:
         """The optimizer state that is averaged with the last fragment, if all workers have it."""
@@ -358,6 +376,11 @@ class Sync:
             self._merge(self.pending.popleft())
 
     @property
+    def alone(self) -> bool:
+        """Whether there is nobody to meet, ever."""
+        return not self.team.elastic and self.team.workers.size == 1
+
+    @property
     def version(self) -> int:
         """Grows with all that workers may have ahead of each other."""
         return (self.meetings << 32) + self.steps if self.agreed else -1
@@ -367,12 +390,18 @@ class Sync:
     def common_state(self) -> dict[str, Any]:
         """What every worker has alike."""
         return {
-            "steps": self.steps,
-            "meetings": self.meetings,
-            "block": [self.schedule.start, self.schedule.length],
+            **self.counters(),
             "order": memory_order(self.point.params),
             "anchor": [segment.anchor for segment in self.point.segments],
             "memories": [segment.memories for segment in self.point.segments],
+        }
+
+    def counters(self) -> dict[str, Any]:
+        """The plain numbers of the common state."""
+        return {
+            "steps": self.steps,
+            "meetings": self.meetings,
+            "block": [self.schedule.start, self.schedule.length],
             "news": [*astuple(self.news.drift), self.news.seconds],
         }
 
@@ -383,6 +412,9 @@ class Sync:
             segment.anchor.copy_(anchor)
             for memory, value in zip(segment.memories, memories, strict=True):
                 memory.copy_(value)
+        self.load_counters(state)
+
+    def load_counters(self, state: dict[str, Any]) -> None:
         self.steps, self.meetings = state["steps"], state["meetings"]
         self.schedule.begin(*state["block"])
         *drift, self.news.seconds = state["news"]
@@ -398,11 +430,25 @@ class Sync:
         for row, held, arrived in zip(rows, saved["held"], saved["arrived"], strict=True):
             row.held.copy_(held)
             row.arrived.copy_(arrived)
+        beside, more = (
+            [ArrivedValues(row["keys"], row["sizes"], row["mean"].clone()) for row in saved[name]]
+            for name in ("beside", "more")
+        )
         *squares, of_mean = saved["squares"]
         outcome = Outcome([Note(*note) for note in saved["notes"]], squares, of_mean)
         note, errand = Note(*saved["note"]), Errand.come_back(outcome)
-        pending = Pending(saved["fragments"], saved["merge_at"], rows, [], [], note, errand)
+        pending = Pending(saved["fragments"], saved["merge_at"], rows, beside, more, note, errand)
         self.pending.append(pending)
+
+    @property
+    def fresh(self) -> dict[Any, Any] | None:
+        """The state that the inner optimizer will be reset to; None if it never will."""
+        ahead = self.local_warmup and self.steps < self.warmup
+        return self._fresh if ahead or self.state == "reset" else None
+
+    @fresh.setter
+    def fresh(self, state: dict[Any, Any]) -> None:
+        self._fresh = copy.deepcopy(state)
 
     def reset_state(self) -> None:
         """The inner optimizer's state as it was before its first step; its options stay."""
