@@ -125,6 +125,12 @@ class Workers:
         backend = self._backends.get(device.type)
         return backend is not None and (backend != "gloo" or device.type == "cpu")
 
+    @property
+    def any_device(self) -> torch.device:
+        """A device whose tensors the group sends: the same on every rank, whatever it holds."""
+        types = self._backends if self.size > 1 else {"cpu": ""}
+        return torch.device("cpu" if "cpu" in types else next(iter(types)))
+
     def on_one_host(self, where_possible: bool = False) -> Workers:
         """The same workers, who exchange through memory that all can read; or else an error.
 

@@ -556,11 +556,17 @@ def test_a_resume_with_other_options_names_them():
         params = parameters()
         state = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4, codec="int8").state_dict()
         changed = wrapped("DiLoCo", params, {"lr": 0.5, "momentum": 0.9}, 8, codec="int8")
-        before = copy.deepcopy(changed.state_dict())
+
+        def all_but_the_time():
+            state = copy.deepcopy(changed.state_dict())
+            del state["blocks"]["clock"]
+            return str(state)
+
+        before = all_but_the_time()
         try:
             changed.load_state_dict(state)
         finally:
-            assert str(before) == str(changed.state_dict())
+            assert before == all_but_the_time()
 
     (message, _) = raises_on_ranks(2, ValueError, other, match="other options: outer: saved")
     assert "every: saved 4, now 8" in message and "codec" not in message
@@ -752,7 +758,12 @@ def test_other_options_and_other_models_on_one_worker_are_errors_on_all():
     def other_model():
         mh.LocalSGD(SGD([nn.Parameter(torch.ones(2 + dist.get_rank()))], lr=0.1))
 
-    raises_on_ranks(2, ValueError, other_model, match="disagree on the number of elements")
+    raises_on_ranks(
+        2,
+        ValueError,
+        other_model,
+        match=r"parameter 0: rank 0: \(2,\) float32 on cpu; rank 1: \(3,\)",
+    )
 
 
 def test_workers_that_have_taken_different_numbers_of_steps():
@@ -1014,7 +1025,9 @@ def test_parameters_in_another_order_of_memory_are_errors():
     def other_worker():
         mh.LocalSGD(SGD(conv(dist.get_rank() == 1).parameters(), lr=0.1))
 
-    raises_on_ranks(2, ValueError, other_worker, match="order of parameters in memory")
+    raises_on_ranks(
+        2, ValueError, other_worker, match=r"weight\): rank 0: .* cpu; rank 1: .* strides"
+    )
 
     def other_run():
         saved = mh.LocalSGD(SGD(conv(True).parameters(), lr=0.1)).state_dict()

@@ -139,6 +139,7 @@ class Blocks(AroundOptimizer):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
+        self._model = found = Buffers(optimizer, model)
         start = interval.first_start(warmup)
         self._sync = Sync(
             optimizer,
@@ -149,7 +150,7 @@ class Blocks(AroundOptimizer):
             warmup=warmup,
             local_warmup=local_warmup,
             state=state,
-            buffers=None if buffers == "keep" else Buffers(optimizer, model),
+            buffers=None if buffers == "keep" else found,
             first_buffers_only=buffers == "broadcast",
             options=self._options,
         )
@@ -173,9 +174,9 @@ class Blocks(AroundOptimizer):
             sync.come_together(sync.owed)
             return
         self._given = workers = sync.team.workers
-        self._check_agreement(params, buffers)
-        sync.team.workers = self._who_meet(workers)
         everything = [param for group in self.param_groups for param in group["params"]]
+        self._check_agreement(everything, buffers)
+        sync.team.workers = self._who_meet(workers)
         workers.send_first([local(tensor) for tensor in [*everything, *buffers]])
         sync.point.begin()
 
@@ -199,7 +200,7 @@ class Blocks(AroundOptimizer):
             {**self._options, "shared_memory": self._shared_memory},
             params,
             buffers,
-            device=next(p for group in self.param_groups for p in group["params"]).device,
+            self._model.modules,
         )
 
     # -- what is known -------------------------------------------------------------------------
@@ -319,7 +320,11 @@ class Blocks(AroundOptimizer):
             return
         with torch.no_grad():
             self._sync.land()
-        self._check_agreement(trained(self._inner_optimizer), [])
+        try:
+            self._check_agreement([p for g in self.param_groups for p in g["params"]], [])
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self._given.send_first([local(p) for p in self.param_groups[-1]["params"]])
         self._take_in_what_has_thawed()
 

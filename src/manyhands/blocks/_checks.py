@@ -6,10 +6,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._agreement import check_same_tensors, names_in
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor, local
 from manyhands._host import check_on_cpu
@@ -107,17 +107,13 @@ def check_agreement(
     options: dict[str, Any],
     params: Sequence[Tensor],
     buffers: Sequence[Tensor],
-    device: torch.device,
+    modules: Sequence[nn.Module],
 ) -> None:
-    """Raise, on every worker, where their options or models differ."""
+    """Raise, on every worker, where their options or models differ, before anything is sent."""
+    device = workers.any_device
     mine = {
         "options": fingerprint(options),
-        "number of parameters": float(len(params)),
-        "number of elements": float(sum(param.numel() for param in params)),
-        "number of elements in buffers": float(sum(buffer.numel() for buffer in buffers)),
-        "number of elements held by each": float(sum(local(p).numel() for p in params)),
         "shards (process_group= must be of those who hold the same)": _shards(params),
-        "order of parameters in memory (channels_last, ...)": memory_order(params),
         "size of inner_group": float(inner.size),
         "place in inner_group (process_group= must be of those with the same)": float(inner.rank),
     }
@@ -129,6 +125,9 @@ def check_agreement(
             raise
         listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told[:8]))
         raise ValueError(f"workers were given different options:\n{listed}") from error
+    kinds = {"parameter": params, "buffer": buffers}
+    names = {kind: names_in(modules, tensors) for kind, tensors in kinds.items()}
+    check_same_tensors(who, workers, kinds, names, frozen=True)
 
 
 def memory_order(params: Sequence[Tensor]) -> float:

@@ -138,12 +138,15 @@ class Buffers:
         modules = [model] if model is not None else _modules_of(params)
         self._modules = [weakref.ref(module) for module in modules]
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that they are of."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
     def tensors(self) -> list[Tensor]:
         found: dict[int, Tensor] = {}
-        for reference in self._modules:
-            module = reference()
-            if module is not None:
-                found.update((id(buffer), buffer) for buffer in module.buffers())
+        for module in self.modules:
+            found.update((id(buffer), buffer) for buffer in module.buffers())
         return list(found.values())
 
 

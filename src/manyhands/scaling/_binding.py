@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands import _amp
+from manyhands._agreement import check_same_tensors
 from manyhands._around import SHARED, AroundOptimizer, Shared, YieldingProperty
 from manyhands._comm import Workers
 from manyhands._dtensors import workers_of
@@ -235,7 +236,8 @@ class BoundOptimizer(AroundOptimizer):
         }
         if not params:
             raise ValueError("the optimizer has no parameters: every group is empty.")
-        self._workers.check_agreement("optimizer and rule", mine, params[0].device)
+        self._workers.check_agreement("optimizer and rule", mine, self._workers.any_device)
+        check_same_tensors("optimizer and rule", self._workers, {"parameter": params})
 
     @YieldingProperty
     def _inner_optimizer(self) -> Optimizer:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands import _amp
+from manyhands._agreement import check_same_tensors
 from manyhands._dtensors import workers_of
 from manyhands.scaling._batch import checked_passes, checked_smoothing
 from manyhands.scaling._measures import Plain
@@ -134,7 +135,8 @@ class NoiseScale:
         self._stop_watching: Callable[[], Any] | None = None
         workers = workers_of(params, process_group or getattr(optimizer, "group", None))
         mine = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
-        workers.check_agreement("NoiseScale", mine, params[0].device)
+        workers.check_agreement("NoiseScale", mine, workers.any_device)
+        check_same_tensors("NoiseScale", workers, {"parameter": params})
         self._workers = workers
         me, watched = weakref.proxy(self), optimizer is not None
         self._tap = GradientTap(

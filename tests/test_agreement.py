@@ -1,0 +1,168 @@
+"""Tensors that differ between ranks are an error on all of them, before anything is sent."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+import manyhands as mh
+from manyhands._agreement import check_same_tensors, descriptions, names_in
+from manyhands._comm import Workers
+from ranks import raises_on_ranks, run_ranks
+
+
+class Two(nn.Module):
+    """Two layers of one shape, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(2))
+
+
+def same(model):
+    return model, list(model.parameters())
+
+
+def doubled(model):
+    model.second.double()
+    return model, list(model.parameters())
+
+
+def halved(model):
+    """float16 on one rank, and bfloat16 on the other: as many bytes."""
+    model.to(torch.bfloat16 if dist.get_rank() else torch.float16)
+    return model, list(model.parameters())
+
+
+def transposed(model):
+    with torch.no_grad():
+        model.first.weight.set_(model.first.weight.t().contiguous().t())
+    return model, list(model.parameters())
+
+
+def reshaped(model):
+    model.first = nn.Linear(1, 9, bias=False)
+    return model, list(model.parameters())
+
+
+def reordered(model):
+    one, two = model.first.weight, model.second.weight
+    return model, [two, model.first.bias, one, model.second.bias]
+
+
+def frozen(model):
+    model.second.bias.requires_grad_(False)
+    return model, list(model.parameters())
+
+
+def other_buffer(model):
+    model.count = model.count.double()
+    return model, list(model.parameters())
+
+
+MISTAKES = {
+    doubled: r"parameter 2 \(second.weight\): rank 0: \(3, 3\) float32 on cpu; rank 1: \(3, 3\) f",
+    halved: r"parameter 0 \(first.weight\): rank 0: \(3, 3\) float16 on cpu; rank 1: .* bfloat16",
+    transposed: r"parameter 0 \(first.weight\): rank 0: .* on cpu; rank 1: .* strides \(1, 3\)",
+    reshaped: r"parameter 0 \(first.weight\): rank 0: \(3, 3\) .*; rank 1: \(9, 1\)",
+    reordered: r"another order. .* parameter 0: rank 0: first.weight; rank 1: second.weight",
+    frozen: r"parameter 3 \(second.bias\): rank 0: .* on cpu; rank 1: .* on cpu frozen",
+    other_buffer: r"buffers. .* buffer 0 \(count\): rank 0: .* float32 on cpu; rank 1: .* float64",
+}
+
+
+def made(mistake):
+    torch.manual_seed(dist.get_rank())
+    model = Two()
+    return mistake(model) if dist.get_rank() or mistake is halved else same(model)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_blocks_refuse_what_differs_and_have_changed_nothing(mistake):
+    wraps = [
+        lambda o: mh.BMUF(o, shared_memory=False),
+        lambda o: mh.DiLoCo(o, codec="int8", overlap=2),
+    ]
+
+    def wrap(make):
+        model, params = made(mistake)
+        before = [p.detach().clone() for p in params]
+        try:
+            make(SGD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1))
+        finally:
+            assert all(map(torch.equal, before, params))
+            del model
+
+    for make in wraps:
+        raises_on_ranks(2, ValueError, wrap, make, match=MISTAKES[mistake])
+
+
+@pytest.mark.parametrize("mistake", [doubled, halved, reshaped])
+@pytest.mark.parametrize(
+    "make",
+    [lambda o, _: mh.LinearScale(o), lambda o, _: mh.AdaScale(o), lambda _, p: mh.NoiseScale(p)],
+)
+def test_rules_and_the_noise_scale_refuse_it_as_well(make, mistake):
+    def wrap():
+        _, params = made(mistake)
+        make(SGD(params, lr=0.1), params)
+
+    where = MISTAKES[mistake].partition(r" \(")[0]
+    raises_on_ranks(2, ValueError, wrap, match=rf"first that differs is {where}: rank|number of")
+
+
+def test_a_group_of_parameters_that_differs_is_not_added():
+    def blocks():
+        optimizer = mh.LocalSGD(SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+        dtype = torch.float64 if dist.get_rank() else torch.float32
+        try:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=dtype))]})
+        finally:
+            assert len(optimizer.param_groups) == 1
+
+    raises_on_ranks(2, ValueError, blocks, match="parameter 1: rank 0: .* float32")
+
+
+def test_what_differs_and_does_no_harm_is_no_error():
+    """Strides of a dimension of one element, and names of which those of the other know nothing."""
+
+    def agree():
+        rank = dist.get_rank()
+        odd = torch.ones(4, 1, 3).as_strided((4, 1, 3), (3, 7 if rank else 3, 1))
+        assert odd.is_contiguous()
+        one = torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last)
+        two = one.as_strided(one.shape, (5 if rank else 48, *one.stride()[1:]))
+        workers = Workers.of()
+        names = {"parameter": ["a", "b"] if rank else []}
+        check_same_tensors("test", workers, {"parameter": [odd, two]}, names)
+        other = {"parameter": ["a", "b"] if rank else ["module.a", "module.b"]}
+        check_same_tensors("test", workers, {"parameter": [odd, two]}, other)
+        return True
+
+    assert run_ranks(2, agree) == [True, True]
+
+
+def test_the_device_counts_by_its_type_and_by_who_shares_it():
+    here, nowhere = torch.ones(2), torch.ones(2, device="meta")
+    assert descriptions([here, nowhere]) == ["(2,) float32 on cpu", "(2,) float32 on meta"]
+    sparse = torch.eye(2).to_sparse()
+    assert descriptions([sparse]) == ["(2, 2) float32 sparse_coo on cpu"]
+
+
+def test_numbers_of_tensors_that_differ():
+    def check():
+        tensors = [torch.ones(2)] * (1 + (dist.get_rank() > 0))
+        check_same_tensors("test", Workers.of(), {"buffer": tensors})
+
+    match = "different numbers of buffers: rank 0: 1; ranks 1, 2: 2"
+    raises_on_ranks(3, ValueError, check, match=match)
+
+
+def test_names_are_those_of_the_model_that_was_wrapped():
+    model = Two()
+    params = list(model.parameters())
+    assert names_in([torch.compile(model, backend="eager")], params) == names_in([model], params)
+    assert names_in([model.first, model.second], params)[2:] == ["1.weight", "1.bias"]
+    assert names_in([model.first], params) == []
