@@ -568,7 +568,9 @@ def test_a_resume_with_other_options_names_them():
         finally:
             assert before == all_but_the_time()
 
-    (message, _) = raises_on_ranks(2, ValueError, other, match="other options: outer: saved")
+    (message, _) = raises_on_ranks(
+        2, ValueError, other, match="other options: outer_lr: saved 0.7, now 0.5"
+    )
     assert "every: saved 4, now 8" in message and "codec" not in message
 
     def meant():
@@ -692,8 +694,16 @@ def test_the_anchor_on_the_host_and_an_inner_group():
         (lambda: mh.BMUF(nn.Linear(1, 1)), TypeError, "wraps a torch.optim.Optimizer, got Linear"),
         (lambda: mh.LocalSGD(mh.LocalSGD(SGD(parameters()))), TypeError, "in blocks already"),
         (lambda: mh.Blocks(SGD(parameters()), "nesterov"), TypeError, "outer must be an outer"),
-        (lambda: mh.LocalSGD(SGD(parameters()), every=0), ValueError, "every must be a number"),
-        (lambda: mh.LocalSGD(SGD(parameters()), every=2.5), ValueError, "every must be a number"),
+        (
+            lambda: mh.LocalSGD(SGD(parameters()), every=0),
+            ValueError,
+            "every must be a whole number",
+        ),
+        (
+            lambda: mh.LocalSGD(SGD(parameters()), every=2.5),
+            ValueError,
+            "every must be a whole number",
+        ),
         (lambda: mh.LocalSGD(SGD(parameters()), codec="int2"), ValueError, "codec must be one of"),
         (lambda: mh.LocalSGD(SGD(parameters()), every=4, overlap=4), ValueError, "overlap must be"),
         (lambda: mh.LocalSGD(SGD(parameters()), every=4, fragments=5), ValueError, "5 fragments"),
@@ -711,8 +721,8 @@ def test_the_anchor_on_the_host_and_an_inner_group():
             "for a process group",
         ),
         (lambda: mh.BMUF(SGD(parameters()), every=3), TypeError, "write global_sync_iter="),
-        (lambda: mh.Seconds(0), ValueError, "seconds must be positive"),
-        (lambda: mh.ByDrift(1.5), ValueError, "cosine must be between 0 and 1"),
+        (lambda: mh.Seconds(0), ValueError, "seconds must be a finite number above 0"),
+        (lambda: mh.ByDrift(1.5), ValueError, "cosine must be a finite number above 0 and below 1"),
     ],
 )
 def test_mistakes(make, error, message):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from manyhands._around import AroundOptimizer, Shared
 from manyhands._comm import Workers
 from manyhands._dtensors import local
 from manyhands.blocks import _state
+from manyhands.blocks._averaged import check_not_averaged
 from manyhands.blocks._checks import (
     check_agreement,
     check_choice,
@@ -32,6 +33,8 @@ from manyhands.blocks._codec import codec_of
 from manyhands.blocks._extras import Buffers, numbered, rows_of, trained
 from manyhands.blocks._gradients import average_gradients
 from manyhands.blocks._newcomers import welcome
+from manyhands.blocks._numbers import flag, whole
+from manyhands.blocks._options import as_named, settings_of, sorted_out
 from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._point import CommonPoint
 from manyhands.blocks._schedule import Every, Schedule
@@ -96,6 +99,9 @@ class Blocks(AroundOptimizer):
     """
 
     _known = Shared[set[int]]()
+    #: Options that a subclass calls otherwise (`_options.py`).
+    _names: ClassVar[Mapping[str, str]] = {}
+    _described: Outer | None = None  # the outer step that options tell of, if not the one taken
 
     def __init__(
         self,
@@ -117,19 +123,25 @@ class Blocks(AroundOptimizer):
         crew: Any = None,
         shared_memory: bool | None = None,
     ) -> None:
-        outer = outer or Average()
+        outer = Average() if outer is None else outer
         self._inner = checked_optimizer(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
         check_outer(outer)
         check_choice("state", state, STATES)
         check_choice("buffers", buffers, BUFFERS)
-        check_counts(overlap, fragments, warmup, interval)
+        overlap, fragments = whole("overlap", overlap), whole("fragments", fragments, 1)
+        warmup = whole("warmup", warmup, why="It is a number of steps.")
+        local_warmup = flag("local_warmup", local_warmup)
+        anchor_on_host = flag("anchor_on_host", anchor_on_host)
+        if shared_memory is not None:
+            shared_memory = flag("shared_memory", shared_memory)
+        check_counts(overlap, fragments, interval)
         inner = Workers() if inner_group is None else Workers.of(inner_group)
         check_groups(type(self).__name__, crew, process_group, inner, interval)
         check_shared_memory(shared_memory, codec, crew, optimizer)
         self._heeds_scaler = _amp.takes_news(optimizer)
         self._options = {
-            "outer": repr(outer),
+            **settings_of(self._described or outer),
             "every": repr(interval),
             "codec": codec,
             "overlap": overlap,
@@ -155,9 +167,9 @@ class Blocks(AroundOptimizer):
             options=self._options,
         )
         self._shared_memory = shared_memory
-        self._begin()
+        self._begin(model)
 
-    def _begin(self) -> None:
+    def _begin(self, model: nn.Module | None) -> None:
         """Agree with the others, and have the same parameters as they."""
         sync = self._sync
         params = trained(self._inner_optimizer)
@@ -174,6 +186,7 @@ class Blocks(AroundOptimizer):
             sync.come_together(sync.owed)
             return
         self._given = workers = sync.team.workers
+        check_not_averaged(type(self).__name__, workers, self._inner_optimizer, model)
         everything = [param for group in self.param_groups for param in group["params"]]
         self._check_agreement(everything, buffers)
         sync.team.workers = self._who_meet(workers)
@@ -197,7 +210,7 @@ class Blocks(AroundOptimizer):
             type(self).__name__,
             self._given,
             self._sync.point.inner,
-            {**self._options, "shared_memory": self._shared_memory},
+            {**as_named(self._options, self._names), "shared_memory": self._shared_memory},
             params,
             buffers,
             self._model.modules,
@@ -337,7 +350,7 @@ class Blocks(AroundOptimizer):
             self._sync.meet_now()
 
     @torch.no_grad()
-    def average_params(self) -> None:
+    def average_parameters(self) -> None:
         """Set every worker's parameters to their mean, with no outer step."""
         if not self.alone:
             self._sync.land()
@@ -404,16 +417,25 @@ class Blocks(AroundOptimizer):
 
         `optimizer_overrides` are options of the parameter groups to have in place of those
         that were saved (`{"lr": 0.01}`), or options of the blocks that have been changed on
-        purpose (`{"codec": "int8"}`), which are an error otherwise.
+        purpose (`{"codec": "int8"}`), which are an error otherwise. These have the names of the
+        class that is used. (`lr` and `momentum` are always those of the parameter groups:
+        DiLoCo's own are `outer_lr` and `outer_momentum` here.)
         """
-        overrides = dict(optimizer_overrides or {})
-        changed = {name: overrides.pop(name) for name in self._options if name in overrides}
+        groups = [*self.param_groups, *state_dict.get("param_groups", ())]
+        given = self._with_engine_values(optimizer_overrides or {})
+        changed, overrides = sorted_out(
+            type(self).__name__, given, self._options, self._names, groups
+        )
         ours = self.checked_state(state_dict.get(_state.KEY), changed)
         inner = {key: value for key, value in state_dict.items() if key != _state.KEY}
         self._inner_optimizer.load_state_dict(inner)
         for group in self.param_groups:
             group.update(overrides)
         self.load_common_state(ours)
+
+    def _with_engine_values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Overrides whose values a subclass gives otherwise, as the engine has them."""
+        return dict(overrides)
 
     def common_state_dict(self) -> dict[str, Any]:
         """The blocks' part of a state dict alone, without what is only this worker's.
@@ -435,7 +457,7 @@ class Blocks(AroundOptimizer):
 
     def checked_state(self, ours: Any, changed: Mapping[str, Any] | None = None) -> Any:
         """The blocks' part of a state dict, if it fits; an error otherwise."""
-        ours = _state.checked(ours, self._options, changed or {})
+        ours = _state.checked(ours, self._options, changed or {}, self._names)
         if ours is not None:
             _state.check_fits(ours, self._sync)
         return ours
@@ -447,5 +469,7 @@ class Blocks(AroundOptimizer):
 
     def __repr__(self) -> str:
         workers = self._sync.team.workers.size
-        options = ", ".join(f"{name}={value}" for name, value in self._options.items())
+        options = ", ".join(
+            f"{name}={value}" for name, value in as_named(self._options, self._names).items()
+        )
         return f"{type(self).__name__}(workers={workers}, {options})\n{self._inner_optimizer!r}"

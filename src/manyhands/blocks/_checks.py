@@ -42,15 +42,11 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def check_counts(overlap: int, fragments: int, warmup: int, every: Every) -> None:
-    if fragments < 1:
-        raise ValueError(f"fragments must be at least 1, got {fragments}.")
-    if warmup < 0:
-        raise ValueError(f"warmup is a number of steps and cannot be negative, got {warmup}.")
-    if not 0 <= overlap < every.least:
+def check_counts(overlap: int, fragments: int, every: Every) -> None:
+    if overlap >= every.least:
         raise ValueError(
-            f"overlap must be less than the steps between two meetings ({every.least}), and not "
-            f"negative, got {overlap}. It is for how many steps a mean may be on its way."
+            f"overlap must be less than the steps between two meetings ({every.least}), got "
+            f"{overlap}. It is for how many steps a mean may be on its way."
         )
     if fragments > every.least:
         raise ValueError(

@@ -153,7 +153,7 @@ class Buffers:
 def _modules_of(params: Sequence[Tensor]) -> list[nn.Module]:
     order = {id(param): i for i, param in enumerate(params)}
     having: list[tuple[nn.Module, set[int]]] = []
-    for module in _alive():
+    for module in alive():
         mine = {id(p) for p in module.parameters()} & order.keys()
         if mine:
             having.append((module, mine))
@@ -166,7 +166,7 @@ def _modules_of(params: Sequence[Tensor]) -> list[nn.Module]:
     return [module for module, _ in roots]
 
 
-def _alive() -> Iterator[nn.Module]:
+def alive() -> Iterator[nn.Module]:
     """Every module there is. (By type: an instance check may run a proxy's code.)"""
     for thing in gc.get_objects():
         if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing):

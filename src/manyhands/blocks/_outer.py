@@ -72,13 +72,6 @@ class BlockMomentum(Outer):
     overwrites: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"block_lr must be positive, got {self.lr}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"block_momentum must be at least 0 and less than 1, got {self.momentum}. With 1 "
-                "and more, what one block has done would never fade."
-            )
         if self.nesterov and self.use_nbm:
             raise ValueError(
                 "nesterov=True and use_nbm=True exclude each other: use_nbm is fairseq's form, "
@@ -104,14 +97,6 @@ class SlowMo(Outer):
 
     memories: ClassVar[int] = 1
     overwrites: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for name in ("inner_lr", "slow_lr"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and less than 1, got {self.momentum}.")
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
         (slow,) = memories

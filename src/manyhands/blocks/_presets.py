@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from manyhands.blocks._blocks import Blocks
 from manyhands.blocks._extras import trained
+from manyhands.blocks._numbers import flag, real, whole
 from manyhands.blocks._outer import Average, BlockMomentum, Outer
 from manyhands.blocks._outer import SlowMo as SlowMomentum
 from manyhands.blocks._schedule import Every
+
+
+def _momentum(name: str, value: Any) -> float:
+    why = "With 1 and more, what one block has done would never fade."
+    return real(name, value, least=0, below=1, why=why)
 
 
 class LocalSGD(Blocks):
@@ -41,6 +47,11 @@ class DiLoCo(Blocks):
     the defaults. `lr` in `param_groups` is the inner one's. See `Blocks` for `**options`.
     """
 
+    _names: ClassVar[Mapping[str, str]] = {
+        "outer.lr": "outer_lr",
+        "outer.momentum": "outer_momentum",
+    }
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -50,7 +61,8 @@ class DiLoCo(Blocks):
         every: int | Every = 100,
         **options: Any,
     ) -> None:
-        outer = BlockMomentum(lr, momentum, nesterov=True)
+        lr = real("lr", lr, above=0)
+        outer = BlockMomentum(lr, _momentum("momentum", momentum), nesterov=True)
         super().__init__(optimizer, outer, every=every, **options)
 
 
@@ -65,6 +77,12 @@ class SlowMo(Blocks):
     is given. See `Blocks` for `**options`.
     """
 
+    _names: ClassVar[Mapping[str, str]] = {
+        "outer.inner_lr": "inner_lr",
+        "outer.slow_lr": "slow_lr",
+        "outer.momentum": "slow_momentum",
+    }
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -75,7 +93,9 @@ class SlowMo(Blocks):
         every: int | Every = 16,
         **options: Any,
     ) -> None:
-        outer = SlowMomentum(inner_lr, slow_lr, slow_momentum)
+        inner_lr = None if inner_lr is None else real("inner_lr", inner_lr, above=0)
+        slow_lr = real("slow_lr", slow_lr, above=0)
+        outer = SlowMomentum(inner_lr, slow_lr, _momentum("slow_momentum", slow_momentum))
         super().__init__(optimizer, outer, every=every, **options)
 
 
@@ -109,6 +129,15 @@ class BMUF(Blocks):
         process_group: who meet; all, by default.
     """
 
+    _names: ClassVar[Mapping[str, str]] = {
+        "outer.lr": "block_lr",
+        "outer.momentum": "block_momentum",
+        "outer.nesterov": "nesterov",
+        "outer.use_nbm": "use_nbm",
+        "every": "global_sync_iter",
+        "warmup": "warmup_iterations",
+    }
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -124,15 +153,24 @@ class BMUF(Blocks):
         process_group: Any = None,
         **options: Any,
     ) -> None:
-        outer: Outer = BlockMomentum(block_lr, block_momentum, nesterov, use_nbm)
-        if block_momentum == 0:
-            outer = Average()
-        options.setdefault("state", "average_moments" if average_sync else "keep")
+        self._described = BlockMomentum(
+            real("block_lr", block_lr, above=0),
+            _momentum("block_momentum", block_momentum),
+            flag("nesterov", nesterov),
+            flag("use_nbm", use_nbm),
+        )
+        outer: Outer = self._described if self._described.momentum else Average()
+        if flag("average_sync", average_sync):
+            state = options.setdefault("state", "average_moments")
+            if state not in ("average_moments", "average"):
+                raise ValueError(
+                    f"average_sync=True averages Adam's moments, and state={state!r} does not: "
+                    "leave one of them out."
+                )
         for theirs, ours in (("every", "global_sync_iter"), ("warmup", "warmup_iterations")):
             if theirs in options:
                 raise TypeError(f"BMUF has fairseq's names: write {ours}= for {theirs}=.")
-        if warmup_iterations < 0:
-            raise ValueError(f"warmup_iterations cannot be negative, got {warmup_iterations}.")
+        warmup_iterations = whole("warmup_iterations", warmup_iterations)
         if not isinstance(global_sync_iter, Every):
             global_sync_iter = Every(global_sync_iter, "global_sync_iter")
         super().__init__(
@@ -144,6 +182,13 @@ class BMUF(Blocks):
             process_group=process_group,
             **options,
         )
+
+    def _with_engine_values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(overrides)
+        if "average_sync" in given:
+            averaged = flag("average_sync", given.pop("average_sync"))
+            given["state"] = "average_moments" if averaged else "keep"
+        return given
 
     # -- as fairseq's ----------------------------------------------------------------------------
 
@@ -158,6 +203,7 @@ class BMUF(Blocks):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group."""
+        lr = real("lr", lr.item() if isinstance(lr, torch.Tensor) else lr, least=0)
         for group in self.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -170,9 +216,7 @@ class BMUF(Blocks):
 
     def set_num_updates(self, num_updates: int) -> None:
         """Say how many steps have been taken, on every worker: meetings are at multiples."""
-        if num_updates < 0:
-            raise ValueError(f"num_updates cannot be negative, got {num_updates}.")
-        self._sync.count_from(int(num_updates))
+        self._sync.count_from(whole("num_updates", num_updates))
 
     @torch.no_grad()
     def multiply_grads(self, c: float) -> None:
@@ -180,6 +224,14 @@ class BMUF(Blocks):
         for param in self._with_gradient():
             assert param.grad is not None
             param.grad.mul_(c)
+
+    def average_params(self) -> NoReturn:
+        """An error: fairseq's averages Adam's moments, and its name says parameters."""
+        raise RuntimeError(
+            "fairseq's average_params() averages Adam's moments, and leaves the parameters. Write "
+            "BMUF(..., average_sync=True) for the moments: they are averaged at every meeting. "
+            "average_parameters() sets the parameters to their mean."
+        )
 
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[Any], Any] | None = None
@@ -189,6 +241,8 @@ class BMUF(Blocks):
         With `max_norm=0` they are left as they are. `aggregate_norm_fn` turns this worker's norm
         into that of a model whose parts are on several workers.
         """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be at least 0, got {max_norm}. 0 only measures.")
         params = self._with_gradient()
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         if aggregate_norm_fn is not None:

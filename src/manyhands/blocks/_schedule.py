@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 
 from manyhands.blocks._drift import Drift
+from manyhands.blocks._numbers import real, whole
 
 
 @dataclass
@@ -44,13 +45,13 @@ class Every:
     """How long the next block is to be. Base of the rules, and the rule for a fixed number."""
 
     def __init__(self, steps: int, name: str = "every") -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(
-                f"{name} must be a number of steps, at least 1, got {steps!r}. It is how many "
-                "steps each worker takes on its own from one meeting to the next; "
-                "Seconds(...) and ByDrift(...) choose it as they go."
-            )
-        self.first = self.least = steps
+        self.first = self.least = whole(
+            name,
+            steps,
+            1,
+            "It is how many steps each worker takes on its own from one meeting to the next; "
+            "Seconds(...) and ByDrift(...) choose it as they go.",
+        )
 
     def first_start(self, step: int) -> int:
         """Where the block began that this step is in: blocks begin at multiples."""
@@ -75,13 +76,10 @@ class Seconds(Every):
     """
 
     def __init__(self, seconds: float, *, first: int = 10, least: int = 1) -> None:
-        if not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"seconds must be positive, got {seconds}.")
-        if not 1 <= least <= first:
-            raise ValueError(
-                f"least must be at least 1 and at most first, got least={least}, first={first}."
-            )
-        self.seconds, self.first, self.least = seconds, first, least
+        self.seconds = real("seconds", seconds, above=0)
+        self.first, self.least = whole("first", first, 1), whole("least", least, 1)
+        if self.least > self.first:
+            raise ValueError(f"least must be at most first, got least={least}, first={first}.")
 
     def first_start(self, step: int) -> int:
         return step
@@ -105,17 +103,18 @@ class ByDrift(Every):
     """
 
     def __init__(self, cosine: float = 0.3, *, least: int = 8, most: int = 256) -> None:
-        if not 0 < cosine < 1:
-            raise ValueError(
-                f"cosine must be between 0 and 1, got {cosine}. Workers that all go the same way "
-                "have 1, and workers that know nothing of each other 0."
-            )
-        if not 1 <= least <= most:
-            raise ValueError(
-                f"least must be at least 1 and at most `most`, got least={least}, most={most}."
-            )
-        self.cosine, self.least, self.most = cosine, least, most
-        self.first = least
+        self.cosine = real(
+            "cosine",
+            cosine,
+            above=0,
+            below=1,
+            why="Workers that all go the same way have 1, and workers that know nothing of each "
+            "other 0.",
+        )
+        self.least, self.most = whole("least", least, 1), whole("most", most, 1)
+        if self.least > self.most:
+            raise ValueError(f"least must be at most `most`, got least={least}, most={most}.")
+        self.first = self.least
 
     def first_start(self, step: int) -> int:
         return step

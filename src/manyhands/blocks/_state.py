@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.blocks._checks import memory_order
+from manyhands.blocks._options import check_options
 from manyhands.blocks._sync import Sync
 
 KEY = "blocks"
@@ -42,7 +43,10 @@ def common(sync: Sync) -> dict[str, Any]:
 
 
 def checked(
-    ours: Any, options: Mapping[str, Any], changed: Mapping[str, Any]
+    ours: Any,
+    options: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    names: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | None:
     """Our part of a state dict (None: it was of the bare optimizer)."""
     if ours is None:
@@ -52,25 +56,9 @@ def checked(
             'the "blocks" part of this state dict is not one that this version of manyhands has '
             "written. Load it with the version that saved it."
         )
-    for name, value in changed.items():
-        if str(value) != str(options[name]):
-            raise ValueError(
-                f"optimizer_overrides has {name}={value!r}, and the optimizer was made with "
-                f"{options[name]}. Make it with what you want to change to."
-            )
-    before = {**ours["options"], **{name: options[name] for name in changed}}
-    differ = [name for name in options if before.get(name) != options[name]]
-    if changed:
-        ours = {**ours, "pending": []}  # cut otherwise; their differences are sent when due
-    if differ:
-        listed = "; ".join(f"{n}: saved {before.get(n)}, now {options[n]}" for n in differ)
-        override = f"{{{differ[0]!r}: {options[differ[0]]!r}}}"
-        raise ValueError(
-            f"this state dict is of a run with other options: {listed}. Make the optimizer with "
-            "the options it was saved with, or say that the change is meant: "
-            f"load_state_dict(state, optimizer_overrides={override})."
-        )
-    return ours
+    check_options(ours["options"], options, changed, names or {})
+    # (with other options it is cut otherwise; their differences are sent when due)
+    return {**ours, "pending": []} if changed else ours
 
 
 def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:

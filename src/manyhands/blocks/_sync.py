@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._comm import Workers
+from manyhands.blocks._averaged import moved_alike, warn_that_workers_move_alike
 from manyhands.blocks._checks import fingerprint, memory_order
 from manyhands.blocks._drift import Drift
 from manyhands.blocks._extras import (
@@ -122,6 +123,7 @@ class Sync:
         self._last: Errand | None = None
         self._since = (time.perf_counter(), 0)
         self._regroups = 0
+        self._compared = False  # whether workers have been seen to go the same way, or not
         self.owed: list[int] = []  # fragments of a meeting that has to be held again
         self.is_new = False  # whether nothing was done since the common state came
         self.apart = False  # whether parameters are elsewhere than the common point
@@ -345,6 +347,10 @@ class Sync:
         news, counted = self.news, outcome.counted
         news.drift = Drift.of([outcome.squares[rank] for rank in counted], outcome.square_of_mean)
         news.workers = len(outcome.notes)
+        if not self._compared and news.drift.distance > 0:
+            self._compared = True
+            if moved_alike(outcome, news.drift.cosine):
+                warn_that_workers_move_alike(len(counted))
         numbers = self.team.numbers
         if len(numbers) != len(outcome.notes):  # of a meeting that came out of a checkpoint
             numbers = range(len(outcome.notes))

@@ -1,0 +1,123 @@
+"""Blocks around a model whose gradients are averaged already: said when made, or after a block."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import manyhands as mh
+from ranks import raises_on_ranks, run_ranks
+
+
+def told(fn):
+    """What a function warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fn()
+    return [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+
+
+def train(module, optimizer, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_ddp_that_comes_later_is_seen_in_the_first_block(codec, overlap, workers):
+    """As in trainers, which wrap the model after the optimizer was made."""
+
+    def blocks():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 50)
+        inner = AdamW(model.parameters(), lr=0.1)
+        optimizer = mh.DiLoCo(inner, every=2, codec=codec, overlap=overlap)
+        ddp = DistributedDataParallel(model)
+        return told(lambda: train(ddp, optimizer, 8, dist.get_rank()))
+
+    for messages in run_ranks(workers, blocks):
+        assert len(messages) == 1  # once, and no more
+        assert f"all {workers} workers have taken the same steps" in messages[0]
+        assert "DistributedDataParallel" in messages[0] and "same samples" in messages[0]
+
+
+@pytest.mark.parametrize("codec", ["float32", "int4"])
+def test_workers_that_go_their_own_ways_are_no_cause_for_a_warning(codec):
+    """Nor are those that go the opposite way, as far, or not at all."""
+
+    def blocks():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 50)
+        optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=2, codec=codec)
+        messages = told(lambda: train(model, optimizer, 6, dist.get_rank()))
+        for sign in (0.0, 1.0 - 2.0 * dist.get_rank()):
+            param = nn.Parameter(torch.ones(100))
+            optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=1, codec=codec)
+            param.grad = torch.full((100,), sign)
+            messages += told(optimizer.step)
+        return messages
+
+    assert run_ranks(2, blocks) == [[], []]
+
+
+def test_ddp_around_the_parameters_is_seen_when_the_optimizer_is_made():
+    def blocks():
+        model = nn.Linear(6, 5)
+        ddp = DistributedDataParallel(model)
+        found = told(lambda: mh.LocalSGD(SGD(model.parameters(), lr=0.1)))
+        sharded_model = nn.Linear(6, 5)
+        oss = mh.OSS(sharded_model.parameters(), optim=SGD, lr=0.1)
+        sharded = mh.ShardedDataParallel(sharded_model, oss)
+        found += told(lambda: mh.LocalSGD(SGD(sharded_model.parameters(), lr=0.1)))
+        gone = nn.Linear(6, 5)
+        gc.disable()  # it is in a cycle with itself
+        wrapped = DistributedDataParallel(gone)
+        del wrapped
+        assert told(lambda: mh.LocalSGD(SGD(gone.parameters(), lr=0.1))) == []
+        del ddp, sharded
+        return found
+
+    for first, second in run_ranks(2, blocks):
+        assert "are in a DistributedDataParallel that averages" in first
+        assert "are in a ShardedDataParallel that averages" in second
+        assert "inner_group=" in first
+
+
+@pytest.mark.parametrize("how", ["model", "oss", "rule"])
+def test_what_is_certain_is_an_error(how):
+    def blocks():
+        model = nn.Linear(6, 5)
+        if how == "model":
+            mh.LocalSGD(SGD(model.parameters(), lr=0.1), model=DistributedDataParallel(model))
+        inner = mh.OSS(model.parameters(), optim=SGD, lr=0.1)
+        mh.LocalSGD(mh.LinearScale(inner) if how == "rule" else inner)
+
+    match = "model= is in DistributedDataParallel" if how == "model" else "OSS updates its shards"
+    raises_on_ranks(2, ValueError, blocks, match=match)
+
+
+def test_inside_of_each_inner_group_gradients_are_averaged():
+    def blocks():
+        rank = dist.get_rank()
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        inner, outer = groups[rank // 2], groups[2 + rank % 2]
+        model = nn.Linear(6, 5)
+        ddp = DistributedDataParallel(model, process_group=inner)
+        options = {"process_group": outer, "inner_group": inner, "every": 2, "model": ddp}
+
+        def run():
+            optimizer = mh.DiLoCo(SGD(model.parameters(), lr=0.1), **options)
+            train(ddp, optimizer, 4, rank)
+
+        return told(run)
+
+    assert run_ranks(4, blocks) == [[]] * 4

@@ -1,0 +1,206 @@
+"""Options of blocks: meaningless ones are errors, numpy's numbers are numbers, and overrides."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import manyhands as mh
+from ranks import raises_on_ranks, run_ranks
+
+
+def inner(optim=SGD):
+    return optim([nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+NOT_COUNTS = [2.5, 2.0, math.nan, math.inf, -1, "3", None, True, np.float32(2), np.bool_(True), 1j]
+NOT_NUMBERS = [math.nan, math.inf, -math.inf, -0.5, "1", None, True, np.float64("nan"), 1j]
+NOT_FLAGS = ["False", 2, None, math.nan, 0.5]
+
+COUNTS = {
+    "every": lambda v: mh.LocalSGD(inner(), every=v),
+    "overlap": lambda v: mh.LocalSGD(inner(), overlap=v),
+    "fragments": lambda v: mh.LocalSGD(inner(), fragments=v),
+    "warmup": lambda v: mh.LocalSGD(inner(), warmup=v),
+    "global_sync_iter": lambda v: mh.BMUF(inner(), global_sync_iter=v),
+    "warmup_iterations": lambda v: mh.BMUF(inner(), warmup_iterations=v),
+    "num_updates": lambda v: mh.BMUF(inner()).set_num_updates(v),
+    "first": lambda v: mh.Seconds(9.0, first=v),
+    "least": lambda v: mh.ByDrift(0.3, least=v),
+    "most": lambda v: mh.ByDrift(0.3, least=1, most=v),
+}
+NUMBERS = {
+    "block_lr": lambda v: mh.BMUF(inner(), block_lr=v),
+    "block_momentum": lambda v: mh.BMUF(inner(), block_momentum=v),
+    "lr": lambda v: mh.DiLoCo(inner(), lr=v),
+    "momentum": lambda v: mh.DiLoCo(inner(), momentum=v),
+    "slow_lr": lambda v: mh.SlowMo(inner(), slow_lr=v),
+    "slow_momentum": lambda v: mh.SlowMo(inner(), slow_momentum=v),
+    "inner_lr": lambda v: mh.SlowMo(inner(), inner_lr=v),
+    "seconds": lambda v: mh.Seconds(v),
+    "cosine": lambda v: mh.ByDrift(v),
+}
+FLAGS = {
+    "local_warmup": lambda v: mh.LocalSGD(inner(), local_warmup=v),
+    "anchor_on_host": lambda v: mh.LocalSGD(inner(), anchor_on_host=v),
+    "shared_memory": lambda v: mh.LocalSGD(inner(), shared_memory=v),
+    "use_nbm": lambda v: mh.BMUF(inner(), use_nbm=v),
+    "average_sync": lambda v: mh.BMUF(inner(), average_sync=v),
+    "nesterov": lambda v: mh.BMUF(inner(), nesterov=v),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts(name):
+    for value in NOT_COUNTS:
+        with pytest.raises(
+            ValueError, match=f"^{name} must be a whole number of at least [01], got"
+        ):
+            COUNTS[name](value)
+    for value in (2, np.int64(2), np.uint8(2), torch.tensor(2)):
+        COUNTS[name](value)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers(name):
+    for value in NOT_NUMBERS:
+        if (name, value) != ("inner_lr", None):
+            with pytest.raises(
+                ValueError, match=f"^{name} must be a finite number (above|at least) 0"
+            ):
+                NUMBERS[name](value)
+    for value in (0.5, np.float32(0.5), np.float64(0.5)):
+        NUMBERS[name](value)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags(name):
+    for value in NOT_FLAGS:
+        if (name, value) != ("shared_memory", None):
+            with pytest.raises(ValueError, match=f"^{name} must be True or False, got"):
+                FLAGS[name](value)
+    for value in (False, True, np.bool_(True), 1):
+        FLAGS[name](value)
+
+
+@pytest.mark.parametrize("momentum", [1, 1.0, 1.5])
+def test_a_momentum_of_one_would_never_fade(momentum):
+    for make in (NUMBERS["block_momentum"], NUMBERS["momentum"], NUMBERS["slow_momentum"]):
+        with pytest.raises(ValueError, match=r"below 1, got .* would never fade"):
+            make(momentum)
+
+
+def test_rates_norms_and_states_that_mean_nothing():
+    optimizer = mh.BMUF(inner())
+    for lr in (math.nan, -1.0, math.inf):
+        with pytest.raises(ValueError, match=r"^lr must be a finite number at least 0"):
+            optimizer.set_lr(lr)
+    for norm in (math.nan, -1.0):
+        with pytest.raises(ValueError, match=r"^max_norm must be at least 0"):
+            optimizer.clip_grad_norm(norm)
+    for state in ("keep", "reset"):
+        with pytest.raises(ValueError, match=f"average_sync=True .* state='{state}' does not"):
+            mh.BMUF(inner(), average_sync=True, state=state)
+    mh.BMUF(inner(), average_sync=True, state="average")
+
+
+def test_numbers_of_numpys_on_one_worker_are_the_same_options():
+    def blocks():
+        number = np.int64 if torch.distributed.get_rank() else int
+        mh.BMUF(inner(), global_sync_iter=number(4), warmup_iterations=number(3))
+        mh.DiLoCo(inner(), every=4, lr=np.float64(0.7) if number is int else 0.7)
+        return True
+
+    assert run_ranks(2, blocks) == [True, True]
+
+
+# -- overrides -------------------------------------------------------------------------------------
+
+CHANGES = [
+    (mh.BMUF, {}, "block_momentum", 0.6),
+    (mh.BMUF, {}, "block_lr", 0.5),
+    (mh.BMUF, {}, "use_nbm", True),
+    (mh.BMUF, {}, "nesterov", True),
+    (mh.BMUF, {}, "global_sync_iter", 8),
+    (mh.BMUF, {}, "warmup_iterations", 5),
+    (mh.BMUF, {}, "average_sync", True),
+    (mh.BMUF, {}, "codec", "int8"),
+    (mh.SlowMo, {}, "slow_lr", 0.5),
+    (mh.SlowMo, {}, "slow_momentum", 0.3),
+    (mh.SlowMo, {}, "inner_lr", 0.2),
+    (mh.DiLoCo, {"outer_lr": "lr"}, "outer_lr", 0.5),
+    (mh.DiLoCo, {"outer_momentum": "momentum"}, "outer_momentum", 0.5),
+    (mh.LocalSGD, {}, "every", 8),
+    (mh.LocalSGD, {}, "overlap", 2),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "name", "value"), CHANGES)
+def test_overrides_have_the_names_of_the_class(method, arguments, name, value):
+    """The error that comes without one names the option so, and what it proposes works."""
+    saved = method(inner(AdamW)).state_dict()
+    optimizer = method(inner(AdamW), **{arguments.get(name, name): value})
+    called = "state" if name == "average_sync" else name
+    with pytest.raises(ValueError, match=f"other options: {called}: saved .*, now ") as error:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    proposed = str(error.value).partition("optimizer_overrides=")[2].removesuffix(").")
+    for overrides in ({name: value}, eval(proposed)):
+        optimizer.load_state_dict(
+            copy.deepcopy(saved), optimizer_overrides={**overrides, "weight_decay": 0.5}
+        )
+        assert optimizer.param_groups[0]["weight_decay"] == 0.5
+        assert called not in optimizer.param_groups[0]
+    with pytest.raises(ValueError, match=f"has {called}=.*, and the optimizer was made with"):
+        method(inner(AdamW)).load_state_dict(saved, optimizer_overrides={name: value})
+    assert f"{called}=" in repr(optimizer)
+
+
+def test_momentum_and_lr_are_the_parameter_groups():
+    optimizer = mh.DiLoCo(SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved, optimizer_overrides={"lr": 0.3, "momentum": 0.5})
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.3, 0.5)
+    with pytest.raises(
+        ValueError, match=r"block_momentum=0.5, which is an option neither"
+    ) as error:
+        optimizer.load_state_dict(saved, optimizer_overrides={"block_momentum": 0.5})
+    assert "outer_momentum" in str(error.value) and "weight_decay" in str(error.value)
+    assert "block_momentum" not in optimizer.param_groups[0]
+
+
+def test_an_outer_step_of_ones_own_is_overridden_as_a_whole():
+    class Own(mh.Outer):
+        def __init__(self, rate):
+            self.rate = rate
+
+        def step(self, anchor, gradient, memories):
+            anchor.sub_(gradient, alpha=self.rate)
+
+    saved = mh.Blocks(inner(), Own(0.5)).state_dict()
+    optimizer = mh.Blocks(inner(), Own(0.25))
+    with pytest.raises(ValueError, match=r"outer\.rate: saved 0.5, now 0.25"):
+        optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(saved, optimizer_overrides={"outer": Own(0.25)})
+    with pytest.raises(ValueError, match="has outer="):
+        optimizer.load_state_dict(saved, optimizer_overrides={"outer": Own(0.75)})
+
+
+def test_a_run_goes_on_under_another_name_of_its_method():
+    """DiLoCo is BMUF with Nesterov's momentum; LocalSGD has no outer settings."""
+    saved = mh.DiLoCo(inner(), lr=0.7, momentum=0.9, every=20).state_dict()
+    options = {"block_lr": 0.7, "block_momentum": 0.9, "nesterov": True, "global_sync_iter": 20}
+    changed = {"warmup_iterations": 0, "local_warmup": True}
+    optimizer = mh.BMUF(inner(), warmup_iterations=0, **options)
+    optimizer.load_state_dict(saved, optimizer_overrides=changed)
+
+
+def test_workers_with_other_options_see_them_by_the_names_of_the_class():
+    def blocks():
+        mh.BMUF(inner(), block_momentum=0.5 + 0.25 * torch.distributed.get_rank())
+
+    match = r"rank 0: .*'block_momentum': 0.5.*\n.* rank 1: .*'block_momentum': 0.75"
+    raises_on_ranks(2, ValueError, blocks, match=match)
