@@ -32,6 +32,8 @@ COUNTS = {
     "first": lambda v: mh.Seconds(9.0, first=v),
     "least": lambda v: mh.ByDrift(0.3, least=v),
     "most": lambda v: mh.ByDrift(0.3, least=1, most=v),
+    "number": lambda v: mh.Crew("localhost:1", number=v),
+    "expected": lambda v: mh.Crew(expected=v),
 }
 NUMBERS = {
     "block_lr": lambda v: mh.BMUF(inner(), block_lr=v),
@@ -43,6 +45,8 @@ NUMBERS = {
     "inner_lr": lambda v: mh.SlowMo(inner(), inner_lr=v),
     "seconds": lambda v: mh.Seconds(v),
     "cosine": lambda v: mh.ByDrift(v),
+    "stall": lambda v: mh.Crew(stall=v),
+    "patience": lambda v: mh.Crew(stall=0.1, patience=v),
 }
 FLAGS = {
     "local_warmup": lambda v: mh.LocalSGD(inner(), local_warmup=v),
@@ -57,6 +61,8 @@ FLAGS = {
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts(name):
     for value in NOT_COUNTS:
+        if value is None and name in ("number", "expected"):
+            continue  # from the environment
         with pytest.raises(
             ValueError, match=f"^{name} must be a whole number of at least [01], got"
         ):
@@ -68,7 +74,7 @@ def test_counts(name):
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name):
     for value in NOT_NUMBERS:
-        if (name, value) != ("inner_lr", None):
+        if value is not None or name not in ("inner_lr", "stall", "patience"):
             with pytest.raises(
                 ValueError, match=f"^{name} must be a finite number (above|at least) 0"
             ):

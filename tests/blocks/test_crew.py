@@ -332,7 +332,7 @@ def test_what_is_missing_or_wrong_is_said(monkeypatch):
         Crew("127.0.0.1:9")
     with pytest.raises(ValueError, match='store is "host:port"'):
         Crew("nowhere", number=0)
-    with pytest.raises(ValueError, match="patience must be at least 5"):
+    with pytest.raises(ValueError, match="patience must be a finite number at least 5"):
         Crew("127.0.0.1:9", number=0, patience=1)
     monkeypatch.setenv("MANYHANDS_STALL", "soon")
     with pytest.raises(ValueError, match="MANYHANDS_STALL must be a number, got 'soon'"):

@@ -201,7 +201,7 @@ def test_mistakes(monkeypatch):
         mh.TorchftCrew(number=0)
     with pytest.raises(ValueError, match="number that no other worker has"):
         mh.TorchftCrew("http://127.0.0.1:1")
-    with pytest.raises(ValueError, match="patience must be positive"):
+    with pytest.raises(ValueError, match="patience must be a finite number above 0"):
         mh.TorchftCrew("http://127.0.0.1:1", number=0, patience=0.0)
 
 

@@ -41,6 +41,7 @@ from manyhands.blocks._board import PLACE, Board
 from manyhands.blocks._line import Line, StoreLost, address
 from manyhands.blocks._links import Door
 from manyhands.blocks._members import QUICK, SLOW, Members, WorkerLost
+from manyhands.blocks._numbers import real, whole
 from manyhands.blocks._pulse import Pulse
 from manyhands.blocks._roster import Roster, number_of
 
@@ -89,18 +90,15 @@ class Crew(Members):
                 "a worker of a crew needs a number that no other worker has, and got none. Set "
                 "MANYHANDS_WORKER (`manyhands run` does), or give number=."
             )
-        self.number: int = own
-        self.expected: int = _given(expected, "MANYHANDS_WORKERS", int, 1)
-        self.stall: float = _given(stall, "MANYHANDS_STALL", float, 5.0)
-        self.patience: float = _given(patience, "MANYHANDS_PATIENCE", float, 600.0)
-        for name, value, least in (
-            ("number", self.number, 0),
-            ("expected", self.expected, 1),
-            ("stall", self.stall, 0.1),
-            ("patience", self.patience, self.stall),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        self.number = whole("number", own)
+        self.expected = whole("expected", _given(expected, "MANYHANDS_WORKERS", int, 1), 1)
+        self.stall = real("stall", _given(stall, "MANYHANDS_STALL", float, 5.0), least=0.1)
+        self.patience = real(
+            "patience",
+            _given(patience, "MANYHANDS_PATIENCE", float, 600.0),
+            least=self.stall,
+            why="It is at least as long as stall.",
+        )
         self._id = ""
         self._team = 0
         self._mates: frozenset[str] = frozenset()  # the worker's other processes, once known

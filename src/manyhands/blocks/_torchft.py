@@ -31,6 +31,7 @@ from manyhands._comm import Workers
 from manyhands.blocks._line import serve
 from manyhands.blocks._links import Door, own_address
 from manyhands.blocks._members import QUICK, SLOW, Members, WorkerLost
+from manyhands.blocks._numbers import real
 from manyhands.blocks._roster import Member, Roster
 
 CONNECTING = timedelta(seconds=30)
@@ -91,9 +92,7 @@ class TorchftCrew(Members):
                 f"a worker of a crew needs a number that no other worker has, got {own!r}. Set "
                 "MANYHANDS_WORKER, or give number=."
             )
-        if not patience > 0:
-            raise ValueError(f"patience must be positive, got {patience}.")
-        self.number, self.patience = int(own), patience
+        self.number, self.patience = int(own), real("patience", patience, above=0)
         self._id = f"{self.number}:{uuid.uuid4()}"
         self._name = ""  # of the generation
         self._version = -1
