@@ -218,6 +218,7 @@ def move_in(dtype, side, inner):
 
 @both_sides(original=0.0, ours=0.72)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
 def test_training_in_half_precision(dtype, side, expected):
     """Four steps of 0.1 · 2, of which the block takes 0.9."""
     found = move_in(dtype, side, lambda params: SGD(params, lr=0.1))
@@ -270,6 +271,7 @@ def test_steps_counted_when_one_workers_gradients_overflow(side, expected):
 
 
 @both_sides(original=0.57, ours=0.0)
+@pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
 def test_running_means_after_a_meeting(side, expected):
     def running_mean():
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))

@@ -276,6 +276,7 @@ def test_buffers(buffers, expected):
 
 @pytest.mark.parametrize("state", ["keep", "average", "reset"])
 @pytest.mark.parametrize("optim", [Adam, lambda p: SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
 def test_the_inner_optimizers_state(state, optim):
     def one_block():
         param = nn.Parameter(torch.ones(3))
@@ -377,6 +378,7 @@ def test_a_parameter_group_added_later():
         assert first.tolist() == [-1.0, -1.0]
 
 
+@pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
 def test_one_workers_overflow_does_not_shift_its_count_of_steps():
     def blocks():
         rank = dist.get_rank()
@@ -400,6 +402,7 @@ def test_one_workers_overflow_does_not_shift_its_count_of_steps():
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
 def test_a_worker_that_is_not_finite_is_left_out_and_healed(overlap):
     def blocks():
         rank = dist.get_rank()
@@ -420,6 +423,7 @@ def test_a_worker_that_is_not_finite_is_left_out_and_healed(overlap):
         assert (param < 0.75).all()
 
 
+@pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
 def test_if_nobody_is_finite_all_go_back():
     def blocks():
         param = nn.Parameter(torch.ones(2))
@@ -886,16 +890,21 @@ def test_small_steps_of_one_worker_are_not_lost_in_16_bits():
 
 
 def test_a_clock_that_is_right_after_a_resume():
+    """It goes on from the seconds and steps that were taken; without them it begins anew."""
+
     def blocks():
         params = parameters()
         optimizer = wrapped("LocalSGD", params, {}, mh.Seconds(0.05, first=3))
         optimizer._sync.steps = 5000
+        optimizer._sync.restart_clock(70.0, 20)
         state = optimizer.state_dict()
         optimizer = wrapped("LocalSGD", params, {}, mh.Seconds(0.05, first=3))
         optimizer.load_state_dict(state)
-        return optimizer._sync._since[1]
+        seconds, steps = optimizer._sync.clock()
+        optimizer.load_state_dict({**state, "blocks": {**state["blocks"], "workers": [3, 0]}})
+        return steps, 70.0 <= seconds < 100.0, optimizer._sync._since[1]
 
-    assert run_ranks(2, blocks) == [5000, 5000]
+    assert run_ranks(2, blocks) == [(20, True, 5000)] * 2
 
 
 def test_an_interval_changed_on_purpose_holds_from_the_next_block_on():
@@ -911,7 +920,7 @@ def test_an_interval_changed_on_purpose_holds_from_the_next_block_on():
     assert run_ranks(2, blocks) == [5, 5]
     with pytest.raises(ValueError, match="has every=3, and the optimizer was made with 2"):
         optimizer = wrapped("LocalSGD", parameters(), {}, 2)
-        optimizer.checked_state({"format": 1, "options": {}}, {"every": 3})
+        optimizer.checked_state({"format": 2, "options": {}}, {"every": 3})
 
 
 def test_after_a_resume_inside_a_block_workers_meet():

@@ -59,12 +59,16 @@ def check_not_averaged(
             )
 
 
-def moved_alike(outcome: Outcome, cosine: float) -> bool:
-    """Whether all workers have taken the same steps."""
+def moved_alike(outcome: Outcome, cosine: float, rounded: bool) -> bool:
+    """Whether all workers have taken the same steps.
+
+    Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
+    The cosine is of the mean that arrived, which a codec has `rounded`.
+    """
     squares = [outcome.squares[rank] for rank in outcome.counted]
     low, high = min(squares, default=0.0), max(squares, default=0.0)
-    # (the cosine is of what arrived, which a codec may have rounded)
-    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and cosine > 0.9
+    alike = cosine > (0.95 if rounded else 0.999)
+    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and alike
 
 
 def warn_that_workers_move_alike(workers: int) -> None:

@@ -349,7 +349,7 @@ class Sync:
         news.workers = len(outcome.notes)
         if not self._compared and news.drift.distance > 0:
             self._compared = True
-            if moved_alike(outcome, news.drift.cosine):
+            if moved_alike(outcome, news.drift.cosine, self.point.codec.rounds):
                 warn_that_workers_move_alike(len(counted))
         numbers = self.team.numbers
         if len(numbers) != len(outcome.notes):  # of a meeting that came out of a checkpoint
