@@ -1045,7 +1045,7 @@ def test_parameters_in_another_order_of_memory_are_errors():
         mh.LocalSGD(SGD(conv(dist.get_rank() == 1).parameters(), lr=0.1))
 
     raises_on_ranks(
-        2, ValueError, other_worker, match=r"weight\): rank 0: .* cpu; rank 1: .* strides"
+        2, ValueError, other_worker, match=r"parameter 0: rank 0: .* cpu; rank 1: .* strides"
     )
 
     def other_run():
