@@ -39,7 +39,7 @@ def check_not_averaged(
     )
     inner = optimizer
     while isinstance(inner, AroundOptimizer):
-        inner = inner.optimizer
+        inner = inner._inner_optimizer
     if isinstance(inner, OSS) and _overlap(inner.group, workers):
         raise ValueError(f"OSS updates its shards for the same workers that are to meet. {advice}")
     if model is not None and _averages(model) and _overlap(model.process_group, workers):
