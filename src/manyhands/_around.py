@@ -162,3 +162,21 @@ class AroundOptimizer(SharingOptimizer):
             f"{type(self).__name__} is not pickled: it is tied to its parameters. Save "
             "state_dict(), and load it into one made around the optimizer as before."
         )
+
+
+def unwrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those inside it, from the outermost in.
+
+    What is around an optimizer shows the inner one's state and parameter groups as its own, as
+    ours do, and those that trainers put around ours. An optimizer that keeps state of its own
+    beside the one that it calls is not looked into.
+    """
+    found = [optimizer]
+    while True:
+        inner = getattr(found[-1], "optimizer", None)
+        if not isinstance(inner, Optimizer) or any(inner is each for each in found):
+            return found
+        outer = found[-1]
+        if inner.state is not outer.state or inner.param_groups is not outer.param_groups:
+            return found
+        found.append(inner)

@@ -440,19 +440,10 @@ class Blocks(AroundOptimizer):
     def common_state_dict(self) -> dict[str, Any]:
         """The blocks' part of a state dict alone, without what is only this worker's.
 
-        For checkpoints that all workers continue from, as `mh.save` makes them.
+        For checkpoints of your own that all workers continue from. (`mh.save` needs no such.)
         """
-        if self._sync.apart:
-            raise RuntimeError(
-                "a checkpoint for all workers has one model, and inside a block each worker has "
-                "its own. Call optimizer.meet() on every worker first, or save each worker's "
-                "state_dict()."
-            )
-        if self._sync.point.inner.size > 1:
-            raise ValueError(
-                "with an inner_group each worker has a share of the common point. Save "
-                "state_dict() on every worker, and load it on the same."
-            )
+        _state.check_together(self._sync)
+        _state.check_whole(self._sync)
         return {"options": self._options, **_state.common(self._sync)}
 
     def checked_state(self, ours: Any, changed: Mapping[str, Any] | None = None) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._agreement import check_same_tensors, names_in
+from manyhands._around import unwrapped
 from manyhands._comm import Workers
 from manyhands._dtensors import is_dtensor, local
 from manyhands._host import check_on_cpu
@@ -19,13 +20,13 @@ from manyhands.blocks._schedule import Every
 
 def checked_optimizer(who: str, optimizer: Any, blocks: type[Optimizer]) -> Optimizer:
     """The optimizer, if it can be wrapped."""
-    if isinstance(optimizer, blocks):
-        raise TypeError(f"{who} got an optimizer that is in blocks already: wrap it once.")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{who} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
             f"{who}(SGD(parameters, lr=...))."
         )
+    if any(isinstance(each, blocks) for each in unwrapped(optimizer)):
+        raise TypeError(f"{who} got an optimizer that is in blocks already: wrap it once.")
     return optimizer
 
 

@@ -17,8 +17,9 @@ common point has moved from where they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,27 @@ class Segment:
     @property
     def vector(self) -> Vector:
         return Vector(self.params)
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """What is kept here for one parameter: views of the anchor and of all that is laid out like it.
+
+    They are of this rank's elements of the parameter from `start` on, in the order of memory
+    (complex numbers as pairs): all that it holds, or its share in an inner group.
+    """
+
+    param: Tensor
+    start: int
+    anchor: Tensor
+    memories: list[Tensor]
+    residual: Tensor | None
+
+    def begin(self) -> None:
+        """The parameter, as it is now on every worker, is the anchor."""
+        Vector([self.param]).read(self.start, self.anchor)
+        for memory in self.memories:
+            memory.zero_()
 
 
 def part_of(length: int, index: int, parts: int) -> tuple[int, int]:
@@ -216,6 +238,23 @@ class CommonPoint:
     def params(self) -> list[Tensor]:
         """All that it is the common point of."""
         return [param for segment in self.segments for param in segment.params]
+
+    def outer_state(self) -> Iterator[OuterState]:
+        """Anchor, memories and residual by parameter, for those that this rank has a part of."""
+        for segment in self.segments:
+            begin, end = segment.span
+            for param, (first, last) in zip(segment.params, segment.vector.spans, strict=True):
+                if max(first, begin) < min(last, end):
+                    here = slice(max(first - begin, 0), min(last, end) - begin)
+                    memories = [memory[here] for memory in segment.memories]
+                    residual = None if segment.residual is None else segment.residual[here]
+                    start = max(begin - first, 0)
+                    yield OuterState(param, start, segment.anchor[here], memories, residual)
+
+    def layout(self) -> list[Any]:
+        """What has to be the same for a residual to be of use: who rounds and averages what."""
+        lengths = [(len(segment.vector), *segment.span) for segment in self.segments]
+        return [self.inner.size, self.inner.rank, *lengths]
 
     def hold_frozen(self) -> None:
         """Forget how parameters moved that have been frozen: they meet once more, and then rest."""

@@ -1,12 +1,19 @@
-"""What a worker saves of the synchronisation, and how it is taken up again."""
+"""What a worker saves of the synchronisation, and how it is taken up again.
+
+`saved` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle of a
+block. `counters` and `go_on` are for checkpoints that all workers share (`checkpoint/_blocks.py`):
+numbers only, since anchor and memories go there by parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from manyhands._dtensors import is_dtensor
 from manyhands.blocks._checks import memory_order
 from manyhands.blocks._options import check_options
+from manyhands.blocks._point import OuterState
 from manyhands.blocks._sync import Sync
 
 KEY = "blocks"
@@ -40,6 +47,56 @@ def common(sync: Sync) -> dict[str, Any]:
         "pending": [],
         "counts": [sync.news.left_out_ever, sync.news.undone],
     }
+
+
+def check_together(sync: Sync) -> None:
+    """Raise inside a block, where each worker has parameters of its own."""
+    if sync.apart and not sync.alone:
+        raise RuntimeError(
+            "a checkpoint for all workers has one model, and inside a block each worker has "
+            "its own. Call optimizer.meet() on every worker first, or save each worker's "
+            "state_dict()."
+        )
+
+
+def check_whole(sync: Sync) -> None:
+    """Raise where a rank has not all of the anchor."""
+    if sync.point.inner.size > 1 or any(is_dtensor(param) for param in sync.point.params):
+        raise ValueError(
+            "with an inner_group, or sharded parameters, each rank has a part of the anchor. Save "
+            "with mh.save, which takes the parts together, or state_dict() on every rank, to load "
+            "it on the same."
+        )
+
+
+def counters(sync: Sync, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain numbers that any worker can go on from."""
+    check_together(sync)
+    return {
+        "format": FORMAT,
+        "options": dict(options),
+        **sync.counters(),
+        "alone": sync.alone,
+        "counts": [sync.news.left_out_ever, sync.news.undone],
+    }
+
+
+def go_on(ours: Mapping[str, Any], sync: Sync, unsaved: Sequence[OuterState]) -> None:
+    """Go on from these counters, where anchor and memories have been filled.
+
+    `unsaved` are those that were not: of parameters that were not trained, or by one worker.
+    """
+    _drop_pending(sync)
+    sync.load_counters(dict(ours))
+    sync.news.left_out_ever, sync.news.undone = ours["counts"]
+    for each in unsaved:
+        each.begin()
+    if ours["alone"]:  # its steps were not in blocks
+        start = sync.every.first_start(max(sync.steps, sync.warmup))
+        sync.schedule.begin(start, sync.schedule.length)
+    sync.agreed = sync.steps >= sync.warmup or not sync.local_warmup
+    sync.apart = False
+    sync.restart_clock()
 
 
 def checked(
@@ -90,15 +147,19 @@ def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
 
 def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
     """Go on from there; from the parameters as they are, if nothing was saved."""
-    for pending in sync.pending:
-        pending.errand.finished()  # it may write to what is loaded now
-    sync.pending.clear()
-    sync.is_new = False
+    _drop_pending(sync)
     if ours is None:
         sync.point.begin()
         sync.restart_clock()
     else:
         _take_over(ours, sync)
+
+
+def _drop_pending(sync: Sync) -> None:
+    for pending in sync.pending:
+        pending.errand.finished()  # it may write to what is loaded now
+    sync.pending.clear()
+    sync.is_new = False
 
 
 def _take_over(ours: Mapping[str, Any], sync: Sync) -> None:

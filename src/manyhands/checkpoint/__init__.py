@@ -5,6 +5,8 @@
     _contents.py                 all that belongs to a run:
       _names.py  _model.py         the model's tensors, under their plain names
       _optimizer.py  _shares.py    the optimizer's state, and which part of it is here
+      _blocks.py  _replicas.py     blocks: the outer state, and who has an inner one of its own
+      _unwrap.py                   what is around an optimizer
       _values.py  _random.py       values as JSON; random generators
     _plan.py  _boxes.py  _ranges.py   who writes and reads what: torch's planners, and runs as boxes
     _storage.py  _index.py  _safetensors.py   files

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from manyhands._dtensors import is_dtensor, local
 from manyhands.checkpoint._ranges import boxes_of
 from manyhands.sharding._flat import order_of_dims
 
@@ -38,16 +39,24 @@ class Boxes:
 
     @classmethod
     def cut(cls, flat: Tensor, like: Tensor, start: int) -> Boxes:
-        """Of a tensor like `like`, the elements from `start` on, in the order of its memory."""
+        """Of a tensor like `like`, the elements from `start` on, in the order of its memory.
+
+        Of a DTensor they are counted in what this rank has of it. Complex numbers may come as
+        real ones, in pairs.
+        """
         flat = flat.detach().view(-1)
+        shape, corner, like = _place_of(like)
+        if like.is_complex() and not flat.is_complex():
+            shape, corner, like = (*shape, 2), (*corner, 0), torch.view_as_real(like)
         order = order_of_dims(like)
         back = [order.index(dim) for dim in range(like.dim())]
         parts, done = [], 0
-        shape = tuple(like.shape[dim] for dim in order)
-        for offsets, sizes in boxes_of(shape, start, start + flat.numel()):
+        ordered = tuple(like.shape[dim] for dim in order)
+        for offsets, sizes in boxes_of(ordered, start, start + flat.numel()):
             part = flat[done : (done := done + _volume(sizes))].view(sizes)
-            parts.append((tuple(offsets[i] for i in back), part.permute(back)))
-        return cls(tuple(like.shape), flat.dtype, parts)
+            at = tuple(offsets[i] + first for i, first in zip(back, corner, strict=True))
+            parts.append((at, part.permute(back)))
+        return cls(shape, flat.dtype, parts)
 
     def size(self) -> torch.Size:
         """The whole tensor's shape."""
@@ -72,6 +81,15 @@ class Boxes:
             if index.offset is not None and tuple(index.offset) == offsets:
                 return part
         raise ValueError(f"no part of {index.fqn} begins at {index.offset}")
+
+
+def _place_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+    """The whole tensor's shape, where in it what is here begins, and that."""
+    here, corner = local(tensor).detach(), (0,) * tensor.dim()
+    if is_dtensor(tensor):
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+        corner = tuple(chunk.offsets)
+    return tuple(tensor.shape), corner, here
 
 
 def item(

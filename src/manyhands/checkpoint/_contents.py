@@ -4,6 +4,7 @@ The keys of tensors
     model/NAME                     a parameter or buffer
     optimizer.0/ENTRY/NAME         an entry of a parameter's state
     optimizer.0/rule/...           a tensor of the scaling rule's state
+    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks.py`, `_replicas.py`
     value/NAME...                  of the user's own values
     random/RANK/GENERATOR          of each worker
 """
@@ -21,9 +22,11 @@ from manyhands._dtensors import is_dtensor
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._model import ModelLoading, is_module, returned, saved_model
 from manyhands.checkpoint._names import Names, listed, names_of
-from manyhands.checkpoint._optimizer import Loading, collected, taken_apart
+from manyhands.checkpoint._optimizer import Loading, collected
 from manyhands.checkpoint._random import random_state
+from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._shares import part_to_save
+from manyhands.checkpoint._unwrap import Parts
 from manyhands.checkpoint._values import decoded, encoded, has_state
 
 TAKEN = ("step",)
@@ -48,7 +51,12 @@ def listed_as(given: Any) -> list[Any]:
 
 
 def collect(
-    model: Any, optimizer: Any, scheduler: Any, values: Mapping[str, Any], rank: int
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    values: Mapping[str, Any],
+    rank: int,
+    replicas: Sequence[Replica],
 ) -> Contents:
     """What this worker gives to a checkpoint. Tensors are not copied."""
     contents = Contents()
@@ -57,8 +65,8 @@ def collect(
         names = names_of(model)
         contents.model, tensors = saved_model(names, "model", rank)
         contents.tensors |= tensors
-    for number, each in enumerate(listed_as(optimizer)):
-        saved = collected(each, names, number, rank)
+    for number, (each, replica) in enumerate(zip(listed_as(optimizer), replicas, strict=True)):
+        saved = collected(each, names, number, replica)
         contents.optimizers.append(saved.told)
         contents.tensors |= saved.tensors
 
@@ -116,6 +124,7 @@ class Restoring:
         optimizer: Any,
         scheduler: Any,
         values: Mapping[str, Any],
+        replicas: Sequence[Replica],
     ) -> None:
         self.targets: dict[str, Any] = {}
         self.result: dict[str, Any] = {} if index.step is None else {"step": index.step}
@@ -129,8 +138,9 @@ class Restoring:
         optimizers = listed_as(optimizer)
         if optimizers:
             _check_number("optimizer", len(optimizers), len(index.optimizers))
-        for each, told in zip(optimizers, index.optimizers, strict=False):
-            self._take(Loading(each, told, names, tensors, get))
+        for number, (each, replica) in enumerate(zip(optimizers, replicas, strict=True)):
+            told = index.optimizers[number]
+            self._take(Loading(each, told, names, tensors, get, number, replica))
         self._take_schedulers(listed_as(scheduler), index.schedulers, get)
         lacking = sorted(set(values) - set(index.values))
         if lacking:
@@ -204,7 +214,7 @@ def _check_number(what: str, here: int, there: int) -> None:
 def at_rest(optimizer: Any, *, to_load: bool) -> None:
     """Let sharded optimizers finish what they have under way; on every worker."""
     for each in listed_as(optimizer):
-        _, inner = taken_apart(each)
+        inner = Parts.of(each).inner
         settle = getattr(inner, "_prepare" if to_load else "wait", None)
         if settle is not None and hasattr(inner, "_workers"):
             settle()

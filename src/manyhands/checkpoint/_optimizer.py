@@ -4,7 +4,8 @@
     groups      for each parameter group the names, and the options (learning rate and so on)
     state       for each name the entries: a tensor of the checkpoint, or a value
     rule        of a scaling rule around it: its averages, progress, scale
-    blocks      of blocks around that: the common point, as all workers have it
+    blocks      of blocks around it: the counters of all workers
+    replicas    in blocks, what the others have of their own: groups, state, other, rule
 
 An entry of the parameter's shape may lie in parts on several workers (`_shares.py` knows where);
 any other is whole, with whoever has it.
@@ -19,9 +20,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.blocks._blocks import Blocks
 from manyhands.checkpoint import _index
+from manyhands.checkpoint._blocks import BlocksLoading, saved_blocks
 from manyhands.checkpoint._names import Names, listed
+from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._shares import (
     EXACT,
     Share,
@@ -31,6 +33,7 @@ from manyhands.checkpoint._shares import (
     shares_of,
     target_for,
 )
+from manyhands.checkpoint._unwrap import Parts
 from manyhands.checkpoint._values import decoded, encoded
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.sharding._agreement import options_of
@@ -45,24 +48,6 @@ class Saved:
 
     told: dict[str, Any]
     tensors: dict[str, Any] = field(default_factory=dict)
-
-
-def taken_apart(optimizer: Any) -> tuple[ScalingRuleBase | None, Optimizer]:
-    """The scaling rule around an optimizer, if there is one, and the optimizer."""
-    if isinstance(optimizer, Blocks):
-        optimizer = optimizer.optimizer
-    if isinstance(optimizer, ScalingRuleBase):
-        return optimizer, optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. What "
-            "else has a state_dict is saved under a name of yours: mh.save(path, scaler=scaler)."
-        )
-    return vars(optimizer).get("_manyhands_rule", lambda: None)(), optimizer
-
-
-def class_of(optimizer: Optimizer) -> str:
-    return type(getattr(optimizer, "optim", optimizer)).__name__
 
 
 def names_in(optimizer: Optimizer, names: Names | None) -> list[list[str]]:
@@ -92,12 +77,14 @@ def names_in(optimizer: Optimizer, names: Names | None) -> list[list[str]]:
 # -- out -------------------------------------------------------------------------------------------
 
 
-def collected(optimizer: Any, names: Names | None, number: int, rank: int) -> Saved:
-    """What this worker has of an optimizer's state, and on rank 0 all that is alike everywhere."""
-    rule, inner = taken_apart(optimizer)
+def collected(optimizer: Any, names: Names | None, number: int, replica: Replica) -> Saved:
+    """What this worker has of an optimizer's state; the first of a replica says what all know."""
+    parts = Parts.of(optimizer)
+    rule, inner = parts.rule, parts.inner
     groups = names_in(inner, names)
-    prefix = f"optimizer.{number}"
-    saved = Saved({"state": {}})
+    root = f"optimizer.{number}"
+    prefix = replica.within(root)
+    saved = Saved({"replica": replica.number, "state": {}})
 
     def put(path: str, tensor: Tensor) -> str:
         saved.tensors[path] = part_to_save(tensor)
@@ -115,29 +102,46 @@ def collected(optimizer: Any, names: Names | None, number: int, rank: int) -> Sa
             before = saved.tensors.get(key)
             saved.tensors[key] = part if before is None else before.with_parts_of(part)
             told[entry] = {"$": "tensor", "key": key}
-    if not sharded(inner) and rank > 0:
-        saved.told = {"state": {}}  # rank 0 tells the same
-    if rank > 0:
+    blocks = None
+    if parts.blocks is not None:
+        blocks, tensors = saved_blocks(parts.blocks, _by_id(inner, groups), root, replica)
+        saved.tensors |= tensors
+    if not replica.leads:
+        if not sharded(inner):
+            saved.told["state"] = {}  # the first one tells the same
         return saved
     options = [options_of(group) for group in inner.param_groups]
     saved.told |= {
-        "class": class_of(inner),
+        "class": parts.class_name,
         "groups": [
             {"names": members, "options": encoded(given, f"{prefix}/options", put)}
             for members, given in zip(groups, options, strict=True)
         ],
-        "other": encoded(_other(packed), f"{prefix}/other", put),
+        "other": encoded(_other(packed, parts), f"{prefix}/other", put),
         "rule": None if rule is None else _rule_state(rule, groups, prefix, put),
+        "blocks": blocks,
     }
-    if isinstance(optimizer, Blocks) and not optimizer.alone:
-        state = optimizer.common_state_dict()
-        saved.told["blocks"] = encoded(state, f"{prefix}/blocks", put)
     return saved
 
 
-def _other(packed: Mapping[str, Any]) -> dict[str, Any]:
+def _by_id(inner: Optimizer, groups: Sequence[Sequence[str]]) -> dict[int, str]:
+    """The names by parameter."""
+    params = [param for group in inner.param_groups for param in group["params"]]
+    members = [name for group in groups for name in group]
+    return {id(param): name for param, name in zip(params, members, strict=True)}
+
+
+def _other(packed: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
     """What an optimizer of somebody's own adds to its state dict."""
-    return {k: v for k, v in packed.items() if k not in ("state", "param_groups", "manyhands")}
+    found = {k: v for k, v in packed.items() if k not in ("state", "param_groups", "manyhands")}
+    if "blocks" in packed or ("manyhands" in packed and parts.rule is None):
+        ours = "blocks" if "blocks" in packed else "a scaling rule"
+        raise TypeError(
+            f"there is {ours} inside of this {type(parts.inner).__name__}, which has state of its "
+            "own. Give the optimizer that it is around, optimizer=..., and the state of what is "
+            "around it under a name of yours."
+        )
+    return found
 
 
 def _rule_state(
@@ -174,10 +178,13 @@ class Loading:
         names: Names | None,
         tensors: Mapping[str, _index.Tensor],
         get: Callable[[str], Tensor],
+        number: int,
+        replica: Replica,
     ) -> None:
-        self.rule, self.inner = taken_apart(optimizer)
-        self.blocks = optimizer if isinstance(optimizer, Blocks) else None
+        parts = self._parts = Parts.of(optimizer)
+        self.rule, self.inner = parts.rule, parts.inner
         self.targets: dict[str, Any] = {}
+        told, from_replica = replica.part_of(told)
         self._told, self._tensors, self._get = told, tensors, get
         self._first: dict[str, Tensor] = {}
         self._alike: list[tuple[Tensor, Tensor]] = []
@@ -193,9 +200,19 @@ class Loading:
         self._options = self._matched_options()
         self._other = decoded(told["other"], get)
         self._scaling: Any = None if self.rule is None else self._parsed_rule(self.rule)
-        self._common = None
-        if self.blocks is not None and told.get("blocks") is not None:
-            self._common = self.blocks.checked_state(decoded(told["blocks"], get))
+        self._blocks = None
+        if parts.blocks is not None:
+            self._blocks = BlocksLoading(
+                parts.blocks,
+                told.get("blocks"),
+                self._saved_names(names),
+                tensors,
+                get,
+                f"optimizer.{number}",
+                replica,
+                from_replica,
+            )
+            self.targets |= self._blocks.targets
         if hasattr(self.inner, "_prepare"):  # of an OSS: what has thawed gets its place
             self.inner._prepare()
         shares, packed = shares_of(self.inner, self._groups, places_only=True)
@@ -205,7 +222,7 @@ class Loading:
         ]
 
     def _check(self, names: Names | None) -> None:
-        here, there = class_of(self.inner), self._told["class"]
+        here, there = self._parts.class_name, self._told["class"]
         if here != there:
             raise ValueError(
                 f"the checkpoint has the state of {there}, and the optimizer here is {here}. Build "
@@ -235,6 +252,12 @@ class Loading:
                     )
                     + ". Build the optimizer from the same groups."
                 )
+
+    def _saved_names(self, names: Names | None) -> dict[int, str]:
+        """What the parameters are called in the checkpoint: a tied one has several names."""
+        saved = {name for group in self._told["groups"] for name in group["names"]}
+        here = _by_id(self.inner, self._groups)
+        return {number: next(iter(saved & _all_of(names, name))) for number, name in here.items()}
 
     def _matched_options(self) -> list[dict[str, Any]]:
         result = []
@@ -314,8 +337,8 @@ class Loading:
             _restore_types(holder.state[params[number]], entries)
         if self.rule is not None:
             self.rule._continue_from(self._scaling)
-        if self.blocks is not None:
-            self.blocks.load_common_state(self._common)
+        if self._blocks is not None:
+            self._blocks.finish()
 
 
 def _all_of(names: Names | None, name: str) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from manyhands.checkpoint import _folder, _index, _plan
 from manyhands.checkpoint._contents import Restoring, at_rest, listed_as
 from manyhands.checkpoint._random import set_random_state
+from manyhands.checkpoint._replicas import Replica, replicas_of
 from manyhands.checkpoint._storage import Reader
 from manyhands.checkpoint._team import Team
 
@@ -24,6 +25,7 @@ def load_newest(
     """Load; should the checkpoint be removed meanwhile for a newer one, that one."""
     team = Team.of(process_group)
     at_rest(given["optimizer"], to_load=True)
+    replicas = replicas_of(listed_as(given["optimizer"]), team)
     before, problem = None, None
     while True:
         found = team.together(lambda: _folder.newest(path) if team.rank == 0 else None)
@@ -32,13 +34,17 @@ def load_newest(
             assert problem is not None
             raise problem
         try:
-            return _loaded(checkpoint, team, given, values)
+            return _loaded(checkpoint, team, given, values, replicas)
         except FileNotFoundError as error:
             before, problem = checkpoint, error
 
 
 def _loaded(
-    checkpoint: Path, team: Team, given: Mapping[str, Any], values: Mapping[str, Any]
+    checkpoint: Path,
+    team: Team,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    replicas: Sequence[Replica],
 ) -> dict[str, Any]:
     with ExitStack() as stack:
         index, total = team.together(lambda: _opened(checkpoint, stack))
@@ -50,7 +56,7 @@ def _loaded(
             )
         reader = stack.enter_context(Reader(checkpoint, index))
         restoring, plan, planner, random = team.together(
-            lambda: _compared(reader, given, values, team)
+            lambda: _compared(reader, given, values, team, replicas)
         )
 
         def commit() -> None:
@@ -74,11 +80,15 @@ def _opened(checkpoint: Path, stack: ExitStack) -> tuple[_index.Index, int]:
 
 
 def _compared(
-    reader: Reader, given: Mapping[str, Any], values: Mapping[str, Any], team: Team
+    reader: Reader,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    team: Team,
+    replicas: Sequence[Replica],
 ) -> tuple[Restoring, LoadPlan, _plan.LoadPlanner, dict[str, Tensor]]:
     """All that can be wrong is found here, and nothing is changed."""
     index = reader.index
-    restoring = Restoring(index, reader.whole, **given, values=values)
+    restoring = Restoring(index, reader.whole, **given, values=values, replicas=replicas)
     planner = _plan.LoadPlanner(restoring.targets, reader.read_metadata())
     plan = planner.create_local_plan()
     _check_covered(plan, restoring.targets)

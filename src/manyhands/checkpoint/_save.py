@@ -101,7 +101,8 @@ def save(
     Args:
         path: a folder that all workers share; each save makes a folder in it.
         model: the model, wrapped or not.
-        optimizer: a torch optimizer, an `OSS`, a scaling rule around one; or a list of them.
+        optimizer: a torch optimizer, an `OSS`, a scaling rule or blocks around one; or a list of
+            them. Blocks are saved at a sync round: call their `meet()` first.
         scheduler: a learning rate scheduler, or a list.
         step: how far the run is; part of the checkpoint's name, and `load` returns it.
         keep: how many checkpoints to leave there, this one included; None: all.

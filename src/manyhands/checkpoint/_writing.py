@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from manyhands.checkpoint import _folder, _index, _plan, _storage
-from manyhands.checkpoint._contents import Contents, at_rest, collect
+from manyhands.checkpoint._contents import Contents, at_rest, collect, listed_as
+from manyhands.checkpoint._replicas import Replica, joined, replicas_of
 from manyhands.checkpoint._safetensors import check_can_hold
 from manyhands.checkpoint._team import Team
 
@@ -39,7 +40,8 @@ def begin_save(
     """
     team = Team.of(process_group)
     at_rest(given["optimizer"], to_load=False)
-    contents = team.together(lambda: _collected(given, values, team.rank))
+    replicas = replicas_of(listed_as(given["optimizer"]), team)
+    contents = team.together(lambda: _collected(given, values, team.rank, replicas))
     facts = {
         "step": step,
         "keep": keep,
@@ -50,23 +52,21 @@ def begin_save(
         "values": sorted(values),
     }
     planner = _plan.SavePlanner(contents.tensors)
-    states = [told["state"] for told in contents.optimizers]
     plan = _plan.as_text(planner.create_local_plan())
-    everyone = [json.loads(text) for text in team.gather(json.dumps([facts, plan, states]))]
+    mine = json.dumps([facts, plan, contents.optimizers])
+    everyone = [json.loads(text) for text in team.gather(mine)]
     _check_facts([each[0] for each in everyone])
     plans, metadata = _plan.agreed([each[1] for each in everyone])
-    for number, told in enumerate(contents.optimizers):
-        for _, _, others in everyone:
-            _join(told["state"], others[number])
+    contents.optimizers = joined([each[2] for each in everyone])
 
     token = team.tell(uuid.uuid4().hex)
     begun = team.together(lambda: _folder.begin(path, step, token) if team.rank == 0 else None)
     hidden, name = json.loads(team.tell(json.dumps(begun)))
     partial = path / hidden
-    mine = plans[team.rank]
+    to_write = plans[team.rank]
     try:
         team.together(lambda: _folder.check_shared(partial, token))
-        source: Any = planner if wait else team.together(lambda: Staged(mine, planner))
+        source: Any = planner if wait else team.together(lambda: Staged(to_write, planner))
     except BaseException:
         _drop(partial, team)
         raise
@@ -74,7 +74,7 @@ def begin_save(
     def work() -> None:
         try:
             writer = _storage.Writer(partial, team.rank)
-            written = team.together(lambda: _written(writer, mine, source))
+            written = team.together(lambda: _written(writer, to_write, source))
             texts = team.gather(json.dumps(written))
             team.together(
                 lambda: (
@@ -105,8 +105,13 @@ class Staged:
         return self._copies.pop(item.index)
 
 
-def _collected(given: Mapping[str, Any], values: Mapping[str, Any], rank: int) -> Contents:
-    contents = collect(given["model"], given["optimizer"], given["scheduler"], values, rank)
+def _collected(
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    rank: int,
+    replicas: Sequence[Replica],
+) -> Contents:
+    contents = collect(**given, values=values, rank=rank, replicas=replicas)
     for key, tensor in contents.tensors.items():
         check_can_hold(key, tensor.dtype)
     return contents
@@ -121,14 +126,6 @@ def _check_facts(everyone: Sequence[Mapping[str, Any]]) -> None:
                 f"workers call mh.save with different {name}: {told}. Call it on every worker "
                 "alike."
             )
-
-
-def _join(state: dict[str, dict[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> None:
-    """What other workers know of an optimizer's state."""
-    for name, entries in other.items():
-        state.setdefault(name, {}).update(
-            {k: v for k, v in entries.items() if k not in state.get(name, {})}
-        )
 
 
 def _written(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:

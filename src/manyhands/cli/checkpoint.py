@@ -107,7 +107,11 @@ def _facts(index: Index) -> list[str]:
     ]
     for told in index.optimizers:
         rule = "" if told["rule"] is None else f" under {told['rule']['class']}"
-        lines.append(f"optimizer {told['class']}{rule}, {len(told['groups'])} parameter group(s)")
+        blocks = ""
+        if told.get("blocks") is not None:
+            blocks = f" in blocks, {1 + len(told['replicas'])} replica(s)"
+        groups = f"{len(told['groups'])} parameter group(s)"
+        lines.append(f"optimizer {told['class']}{rule}{blocks}, {groups}")
     lines += [f"scheduler {told['class']}" for told in index.schedulers]
     if index.values:
         lines.append(f"values: {', '.join(sorted(index.values))}")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from manyhands import _amp
 from manyhands._agreement import check_same_tensors
-from manyhands._around import SHARED, AroundOptimizer, Shared, YieldingProperty
+from manyhands._around import SHARED, AroundOptimizer, Shared, YieldingProperty, unwrapped
 from manyhands._comm import Workers
 from manyhands._dtensors import workers_of
 from manyhands.scaling._average import Debiased, PaperAverage, converted
@@ -136,16 +136,17 @@ class BoundOptimizer(AroundOptimizer):
 
     def _bind(self, optimizer: Optimizer) -> None:
         rule = type(self).__name__
-        if isinstance(optimizer, BoundOptimizer):
-            raise TypeError(
-                f"{rule} got an optimizer that {type(optimizer).__name__} wraps already. One rule "
-                "decides the learning rate: wrap the bare optimizer once."
-            )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
                 f"{rule}(SGD(parameters, lr=...))."
             )
+        for each in unwrapped(optimizer):
+            if isinstance(each, BoundOptimizer):
+                raise TypeError(
+                    f"{rule} got an optimizer that {type(each).__name__} wraps already. One rule "
+                    "decides the learning rate: wrap the bare optimizer once."
+                )
         other = vars(optimizer).get("_manyhands_rule", lambda: None)()
         if other is not None:
             raise RuntimeError(

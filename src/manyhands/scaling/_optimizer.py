@@ -131,7 +131,10 @@ class ScalingRuleBase(BoundOptimizer):
         return self._meter.current
 
     def snapshot(self) -> dict[str, Any]:
-        """The state of the scaling in plain numbers, for logs and `Record`."""
+        """The state of the scaling in plain numbers, for logs and `Record`.
+
+        Of blocks inside as well: "step" and "workers" are then theirs.
+        """
         noise, groups = self._meter.average, range(len(self.param_groups))
         return {
             "step": self._steps,
@@ -147,6 +150,7 @@ class ScalingRuleBase(BoundOptimizer):
             "noise_scale": [noise.noise_scale(i) for i in groups],
             "skipped": self._skipped,
             "nonfinite": self._meter.nonfinite,
+            **(self.optimizer.snapshot() if hasattr(self.optimizer, "snapshot") else {}),
         }
 
     # -- the optimizer's methods -------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._around import unwrapped
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._options import OptionChange, Options, with_found
 from manyhands.scaling._statistics import NoiseAverage
@@ -39,10 +40,11 @@ class ScalingState:
 
 def identity(gradients: str, optimizer: Optimizer) -> dict[str, Any]:
     """What a state dict says of where it comes from; `gradients` says which were measured."""
+    inner = unwrapped(optimizer)[-1]  # in blocks or not
     return {
         "version": VERSION,
         "gradients": gradients,
-        "optimizer": type(getattr(optimizer, "optim", optimizer)).__name__,  # sharded or not
+        "optimizer": type(getattr(inner, "optim", inner)).__name__,  # sharded or not
         "group_sizes": [len(group["params"]) for group in optimizer.param_groups],
     }
 
