@@ -110,7 +110,7 @@ class Run:
 
         def ruled(optimizer):
             more = {"world_size": 1} if groups.inside == 1 else {"process_group": inside}
-            return MEASURED[inner](optimizer, scale=2.0, **more)
+            return MEASURED[inner](optimizer, **more)
 
         optimizer = ruled(self.inner) if rule == "inside" else self.inner
         optimizer = self.blocks = BLOCKS[blocks](optimizer, **given)

@@ -470,6 +470,7 @@ def test_an_optimizer_may_be_given_in_many_ways():
         made,
         [made],
         mh.AdamScale(adam(model.parameters())),
+        mh.LocalSGD(adam(model.parameters())),
         mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-2, amsgrad=True),
     ):
         assert costs(mh.plan(model, way, 4)) == [(r.total, r.sent, r.collectives) for r in rows]

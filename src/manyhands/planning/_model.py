@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from manyhands._around import unwrapped
 from manyhands._comm import LARGE
 from manyhands.planning._costs import Job, Part, Unit, Weight
 from manyhands.planning._state import States
-from manyhands.scaling._binding import BoundOptimizer
 from manyhands.sharding._ddp import ShardedDataParallel
 from manyhands.sharding._elementwise import chosen_layout
 from manyhands.sharding._oss import OSS
@@ -130,11 +130,10 @@ def _check_options(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
 
 
 def _existing(optimizer: Any) -> Chosen:
-    """One that was made already, perhaps as an OSS or inside of a scaling rule."""
+    """One that was made already, perhaps as an OSS or inside of a scaling rule or blocks."""
     groups = [({k: v for k, v in g.items() if k not in ("params", "param_names")}, g["params"])
               for g in optimizer.param_groups]  # fmt: skip
-    while isinstance(optimizer, BoundOptimizer):
-        optimizer = optimizer._inner_optimizer
+    optimizer = unwrapped(optimizer)[-1]
     if isinstance(optimizer, OSS):
         return Chosen(optimizer._kind, dict(optimizer._given), groups, made=True)
     taken = inspect.signature(type(optimizer)).parameters
