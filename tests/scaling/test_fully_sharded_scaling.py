@@ -274,8 +274,18 @@ def test_modules_run_several_times_and_in_checkpoints(how, reentrant, passes):
     def body():
         return Repeated(reentrant)
 
-    # (nested and reentrant, torch's own gradients are wrong)
+    # (nested and reentrant, torch's own gradients are wrong: the next test)
     check_equal_to_ddp(2, how, body=body, shard=shard_within, passes=passes, sync_all=False)
+
+
+def test_torchs_wrong_gradient_of_a_module_repeated_in_reentrant_checkpoints_is_an_error():
+    def run():
+        model = shard_within(Model(lambda: Repeated(True)), NESTED)
+        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1))
+        model(torch.randn(4, 7)).square().mean().backward()
+        optimizer.step()
+
+    raises_on_ranks(2, RuntimeError, run, match=r"reentrant checkpoints.*use_reentrant=False")
 
 
 class Checkpointed(nn.Sequential):

@@ -315,6 +315,13 @@ class GradientTap:
                 "averaged. Was that pass inside no_sync(), or after "
                 "set_requires_gradient_sync(False)? Only the passes before it may be."
             )
+        elif any(maker.grad is not None for maker in self._unsharded.values()):
+            self.problem = (
+                "the step's last backward() has left gradients that fully_shard has not averaged: "
+                "a module that it was called on ran several times under reentrant checkpoints, "
+                "which torch's fully_shard does not follow. Pass use_reentrant=False to "
+                "torch.utils.checkpoint.checkpoint, or wrap the module with mh.FSDP."
+            )
         by_user = declared is not None and self.accumulation.loss_is_divided
         self.sample = self.mean.sample(
             self._squares,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Engine:
             mp_policy=MixedPrecisionPolicy(precision.compute, precision.reduce),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
         )
+        module.register_forward_pre_hook(_begin_another_run, prepend=True)  # before the engine's
         self.overlap = overlap
         if not overlap:
             # The engine gathers whom it is told to, else the next; itself it has gathered already.
@@ -120,13 +121,32 @@ class Engine:
 
     def clear_unaveraged(self) -> None:
         """Drop the whole gradients that passes without averaging have left."""
-        state = self.module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.13 has one
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            for each in group.fsdp_params if group is not None else ():
-                each.unsharded_accumulated_grad = None
-                if hasattr(each, "_unsharded_param"):
-                    each._unsharded_param.grad = None
+        for each in self._engine_params():
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+
+    def check_all_reduced(self) -> None:
+        """Raise where a backward pass that reduces gradients has left one behind."""
+        if not all(group.reduce_grads for group in _groups(self.module)):
+            return  # in no_sync()
+        for each in self._engine_params():
+            whole = getattr(each, "_unsharded_param", None)
+            if each.unsharded_accumulated_grad is not None or (
+                whole is not None and whole.grad is not None
+            ):
+                raise RuntimeError(
+                    f"the backward pass has left a gradient of {each._param_fqn} unreduced: its "
+                    "wrap ran several times under reentrant checkpoints, and this torch's "
+                    "fully_shard does not follow. The step would be wrong. Pass "
+                    "use_reentrant=False to torch.utils.checkpoint.checkpoint (for "
+                    "checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)."
+                )
+
+    def _engine_params(self) -> Iterator[Any]:
+        """The engine's own record of each parameter."""
+        for group in _groups(self.module):
+            yield from group.fsdp_params
 
     @property
     def in_backward(self) -> bool:
@@ -137,6 +157,33 @@ class Engine:
         """Begin anew after an error in a forward or backward. (On a root.)"""
         if hasattr(self.module, "reset_iter_state"):  # torch 2.13
             self.module.reset_iter_state()
+
+
+@eager
+def _begin_another_run(module: Any, _: Any) -> None:
+    """Let a wrap that runs anew in a backward be gathered and reduced anew.
+
+    A wrap that runs in a backward is recomputed by a checkpoint. The engine takes it for recomputed
+    in the middle of its own backward, whose hooks will reduce the gradients, and adds none. That
+    holds under checkpoints that are not reentrant. A reentrant one recomputes each run of a wrap
+    before that run's backward: the second finds the engine where the first run's backward has
+    left it, reduced already, and its gradients would stay unreduced until the next step.
+    """
+    if current_task() == -1:
+        return
+    groups = _groups(module)
+    if groups and all(group._training_state.name == "POST_BACKWARD" for group in groups):
+        state = module._get_fsdp_state()
+        state._training_state = type(state._training_state).IDLE
+
+
+def _groups(module: Any) -> list[Any]:
+    """What the engine reduces together of one wrap: one group, or none without parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.13 has at most one
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def of(reference: Callable[[], Engine | None]) -> Engine:

@@ -25,8 +25,13 @@ class Team:
         def params() -> list[Tensor]:
             return [param for member in members for param in of(member).params]
 
-        self.used = Used(workers, params)
-        self.averaging = Averaging(workers, self.used.begin, self.used.end)
+        def end() -> None:
+            used.end()
+            for member in members:
+                of(member).check_all_reduced()
+
+        self.used = used = Used(workers, params)
+        self.averaging = Averaging(workers, used.begin, end)
         self._ahead = Ahead()
         # Without gloo the engine has streams.
         self._gathers_ahead = all(engine.on_gloo and engine.overlap for engine in engines)
