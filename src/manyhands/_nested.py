@@ -1,36 +1,130 @@
-"""Tensors in nested lists, tuples, dicts and dataclasses: what modules take and give."""
+"""Tensors in nested containers: what modules take and give, and what optimizers keep.
+
+A container is a list, tuple, set, dict or dataclass, one of a class derived from these, any other
+mutable mapping, or an instance of a class that is registered with torch.utils._pytree.
+
+What comes back is what went in: where no tensor changed, the same object, else a shallow copy of
+the same class, with all that it has besides. The constructor of a class of somebody's own is not
+called, as nobody knows its arguments: a `defaultdict` takes a factory first, a `ModelOutput` of
+transformers forbids `update`, a frozen dataclass may check what it gets. A tensor that is at
+several places is changed once and is one tensor afterwards.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree
 
 
-def changed(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The like, with each tensor changed; what is of another kind stays as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        result = copy.copy(value)  # of its class, with what it has besides items
-        result.update((k, changed(v, change)) for k, v in value.items())
+def tree_map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply `fn` to every tensor in a nested structure; what is not a container stays as it is."""
+    return _Map(fn, lambda other: None)(tree)
+
+
+def tensors_in(tree: Any, others: Callable[[Any], None] = lambda other: None) -> list[Tensor]:
+    """The tensors in a nested structure, each once; `others` is called with all other leaves."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _Map(note, others)(tree)
+    return found
+
+
+def as_type(dtype: torch.dtype, tree: Any) -> Any:
+    """Convert the floating-point tensors in a nested structure."""
+    return tree_map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+class _Map:
+    """One walk over a tree."""
+
+    def __init__(self, fn: Callable[[Tensor], Any], others: Callable[[Any], None]) -> None:
+        self._fn = fn
+        self._others = others
+        # What was met already, by its id, with the object itself so that its id stays its own.
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if value is None or isinstance(value, str | bytes | int | float | nn.Module):
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if isinstance(value, Tensor):
+            result = self._fn(value)
+        else:
+            self._done[id(value)] = value, value  # for one that contains itself
+            result = self._container(value)
+        self._done[id(value)] = value, result
+        # Where a container has the tensor as an item and as an attribute, setting one set both.
+        self._done.setdefault(id(result), (result, result))
         return result
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(changed(v, change) for v in value))
-    if type(value) in (list, tuple):
-        return type(value)(changed(v, change) for v in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        other = copy.copy(value)
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return self._rebuilt(value, value, _tuple_like)
+        if isinstance(value, set | frozenset):
+            return self._rebuilt(value, value, lambda old, items: type(old)(items))
+        if isinstance(value, list | deque | UserList):
+            return self._with_items(value, enumerate(value))
+        is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if isinstance(value, dict | UserDict):
+            result = self._with_items(value, value.items())
+            return self._with_fields(result) if is_dataclass else result
+        if is_dataclass:
+            return self._with_fields(value)
+        node = _pytree.SUPPORTED_NODES.get(type(value))
+        if node is not None:
+            children, context = node.flatten_fn(value)
+            return self._rebuilt(value, children, lambda _, new: node.unflatten_fn(new, context))
+        if isinstance(value, MutableMapping):
+            return self._with_items(value, value.items())
+        self._others(value)
+        return value
+
+    def _rebuilt(
+        self, value: Any, items: Iterable[Any], build: Callable[[Any, list[Any]], Any]
+    ) -> Any:
+        before = list(items)
+        after = [self(item) for item in before]
+        same = all(new is old for old, new in zip(before, after, strict=True))
+        return value if same else build(value, after)
+
+    def _with_items(self, value: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+        changed = [(key, new) for key, old in list(items) if (new := self(old)) is not old]
+        if changed:
+            value = copy.copy(value)
+            for key, new in changed:
+                value[key] = new
+        return value
+
+    def _with_fields(self, value: Any) -> Any:
+        changed = []
         for field in dataclasses.fields(value):
-            object.__setattr__(other, field.name, changed(getattr(value, field.name), change))
-        return other
-    return value
+            old = getattr(value, field.name, None)
+            if (new := self(old)) is not old:
+                changed.append((field.name, new))
+        if changed:
+            value = copy.copy(value)
+            for name, new in changed:
+                object.__setattr__(value, name, new)  # of a frozen one, too
+        return value
 
 
-def as_type(dtype: torch.dtype, value: Any) -> Any:
-    """The like, with floating-point tensors of this type."""
-    return changed(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+def _tuple_like(old: Any, items: list[Any]) -> Any:
+    """A tuple of the old one's class: plain, named, or torch's (as `max` returns one)."""
+    if hasattr(type(old), "n_sequence_fields"):
+        return type(old)(items)
+    new = tuple.__new__(type(old), items)
+    if hasattr(old, "__dict__"):
+        new.__dict__.update(old.__dict__)
+    return new

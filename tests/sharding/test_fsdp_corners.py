@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import AdamW
 
 import manyhands as mh
-from manyhands._nested import changed
 from manyhands.sharding._agreement import all_here
 from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import assert_same, copied, make_batches, make_model
@@ -225,18 +224,6 @@ def test_an_output_whose_tensors_are_out_of_sight_is_an_error():
 
     texts = raises_on_ranks(2, TypeError, mistake)
     assert all("is a Box, and its tensor 'tensor' would not be seen" in text for text in texts)
-
-
-class Output(dict):  # as those of transformers
-    pass
-
-
-def test_tensors_in_dicts_of_other_classes_are_changed():
-    before = Output(x=torch.ones(1))
-    before.note = "kept"
-    after = changed(before, lambda tensor: tensor * 2)
-    assert type(after) is Output and after.note == "kept"
-    assert after["x"].item() == 2 and before["x"].item() == 1
 
 
 def test_missing_keys_have_the_plain_models_names():

@@ -14,7 +14,12 @@ from manyhands._comm import Workers
 from manyhands._passes import current_task
 from manyhands.sharding._fsdp_comm import Average, Averaging, Gather
 from manyhands.sharding._fsdp_options import Precision
-from manyhands.sharding._fsdp_outputs import no_views, visible
+from manyhands.sharding._fsdp_outputs import (
+    flatten_inputs,
+    flatten_output,
+    nest_inputs,
+    nest_output,
+)
 from manyhands.sharding._fsdp_used import Place, Used
 
 eager: Any = torch._compile._disable_dynamo  # what sends is not to be compiled
@@ -44,8 +49,9 @@ class Engine:
             fully_shard,
         )
 
-        module.register_forward_hook(visible)  # before the engine's own
-        module.register_forward_hook(no_views)
+        # The engine's hooks come between these: its own goes before all others.
+        module.register_forward_pre_hook(eager(nest_inputs), prepend=True, with_kwargs=True)
+        module.register_forward_hook(eager(flatten_output))
         pinned = offload and torch.accelerator.is_available()
         self.module: Any = fully_shard(
             module,
@@ -54,7 +60,9 @@ class Engine:
             mp_policy=MixedPrecisionPolicy(precision.compute, precision.reduce),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
         )
-        module.register_forward_pre_hook(_begin_another_run, prepend=True)  # before the engine's
+        module.register_forward_pre_hook(eager(flatten_inputs), prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(_begin_another_run, prepend=True)
+        module.register_forward_hook(eager(nest_output))
         self.overlap = overlap
         if not overlap:
             # The engine gathers whom it is told to, else the next; itself it has gathered already.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._dtensors import is_dtensor
-from manyhands._nested import changed
+from manyhands._nested import tree_map_tensors
 from manyhands.sharding._fsdp_used import Place
 
 
@@ -159,11 +159,12 @@ def full_optimizer_state(
 
     `names` are those of parameters, by id.
     """
-    state = changed(
-        optimizer.state_dict(), lambda tensor: _to_cpu(whole(tensor.detach()), here=here)
+    state = tree_map_tensors(
+        lambda tensor: _to_cpu(whole(tensor.detach()), here=here), optimizer.state_dict()
     )
     if not here:
         return None
+    state["state"] = {index: dict(each) for index, each in state["state"].items()}  # not its own
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state["param_id_map"] = {names[id(p)]: i for i, p in enumerate(params) if id(p) in names}
     return state
@@ -205,4 +206,4 @@ def _sliced_state(index: int, state: Mapping[str, Any], param: Tensor) -> dict[s
             )
         return tensor.clone()
 
-    return {name: changed(value, change) for name, value in state.items()}
+    return {name: tree_map_tensors(change, value) for name, value in state.items()}
