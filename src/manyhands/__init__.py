@@ -20,6 +20,7 @@ from manyhands.scaling._scales import AdamScale, AdaScale, LEGWScale, LinearScal
 from manyhands.sharding._ddp import ShardedDataParallel
 from manyhands.sharding._dummy_group import DummyProcessGroup
 from manyhands.sharding._fsdp import FullyShardedDataParallel
+from manyhands.sharding._fsdp_training_state import TrainingState
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding._oss import OSS
 from manyhands.sharding._policies import config_auto_wrap_policy, default_auto_wrap_policy
@@ -58,6 +59,7 @@ __all__ = [
     "SlowMo",
     "SqrtScale",
     "TorchftCrew",
+    "TrainingState",
     "auto_wrap",
     "auto_wrap_bn",
     "config_auto_wrap_policy",

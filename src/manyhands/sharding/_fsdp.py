@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from manyhands._passes import current_task
 from manyhands.sharding._agreement import all_here
 from manyhands.sharding._as_wrapped import INNER, AsWrapped, plain
 from manyhands.sharding._clip import length_of, norm_of
-from manyhands.sharding._fsdp_alone import cast_in_forward
+from manyhands.sharding._fsdp_alone import GradientDivision, cast_in_forward
 from manyhands.sharding._fsdp_checks import (
     begin_alike,
     check_inside,
@@ -41,6 +42,7 @@ from manyhands.sharding._fsdp_checks import (
     check_root,
     check_same_model,
     contiguous,
+    distinct,
     held,
     own_buffers,
     places_of,
@@ -53,9 +55,18 @@ from manyhands.sharding._fsdp_full import (
     whole_parameters,
 )
 from manyhands.sharding._fsdp_optimizers import replaced
-from manyhands.sharding._fsdp_options import Precision, check_offload, device_of, workers_of
+from manyhands.sharding._fsdp_options import (
+    Precision,
+    check_offload,
+    device_of,
+    group_of,
+    workers_of,
+)
 from manyhands.sharding._fsdp_state import after_load, from_plain, to_plain, with_our_versions
 from manyhands.sharding._fsdp_team import Team
+from manyhands.sharding._fsdp_training_state import OF_ENGINE, TrainingState, check_state
+
+_wrapped: WeakSet[nn.Module] = WeakSet()  # what is in a wrap, which a second one would not shard
 
 
 class FullyShardedDataParallel(AsWrapped):
@@ -84,7 +95,8 @@ class FullyShardedDataParallel(AsWrapped):
 
     Args:
         module: to be sharded, in place.
-        process_group: the workers; by default all.
+        process_group: the workers; by default all. A group of one inside a wrap of several keeps
+            what is in it whole and a worker's own, as an expert of a mixture has to be.
         process_group_reduce_scatter: has no effect; gradients travel apart anyway.
         reshard_after_forward: let the whole parameters go after each forward, to be gathered
             again in backward. Less memory, half as many bytes more.
@@ -99,7 +111,7 @@ class FullyShardedDataParallel(AsWrapped):
         move_grads_to_cpu: as `move_params_to_cpu`, whose value it must have.
         bucket_cap_mb: has no effect.
         compute_device: by default the parameters', or the group's accelerator.
-        no_broadcast_optim_state: has no effect.
+        no_broadcast_optim_state: has no effect; the state of a group of one stays its worker's.
         state_dict_device: where `state_dict()` puts whole parameters.
         clear_autocast_cache: clear autocast's cache of casts after each forward.
         force_input_to_fp32: give inputs as float32 to a module without mixed precision.
@@ -144,7 +156,7 @@ class FullyShardedDataParallel(AsWrapped):
         overlap: bool = True,
     ) -> None:
         super().__init__()
-        check_module(module, FullyShardedDataParallel)
+        check_module(module, FullyShardedDataParallel, _wrapped)
         self._workers = workers_of(process_group)
         check_inside(self._workers, [wrap._workers for wrap in _wraps_in(module)])
         self._precision = Precision.of(
@@ -157,7 +169,7 @@ class FullyShardedDataParallel(AsWrapped):
             raise ValueError(
                 f"gradient_predivide_factor must be positive, got {gradient_predivide_factor}."
             )
-        self.process_group = process_group
+        self.process_group = group_of(process_group)
         self.process_group_reduce_scatter = process_group_reduce_scatter
         self.rank, self.world_size = self._workers.rank, self._workers.size
         self.reshard_after_forward = reshard_after_forward
@@ -176,7 +188,9 @@ class FullyShardedDataParallel(AsWrapped):
         self.force_input_to_fp32 = force_input_to_fp32
         self.verbose = verbose
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
-        self.gradient_predivide_factor = gradient_predivide_factor
+        self._divide: tuple[float, float] | None = None
+        if gradient_predivide_factor is not None:
+            self._divide = gradient_predivide_factor, self.world_size / gradient_predivide_factor
         self.allow_reset_parameters = allow_reset_parameters
         self.sync_module_states = sync_module_states
         self.overlap = overlap
@@ -184,12 +198,15 @@ class FullyShardedDataParallel(AsWrapped):
         self._whole = False  # while summon_full_params is open
         self._local = False  # while local_state_dict or load_local_state_dict run
         self._asked = False  # while state_dict of a wrap around this one runs
+        self._running = 0  # forwards that are going on
         self._is_root: bool | None = None
         self._team: Team | None = None
         self._places = places_of(module, FullyShardedDataParallel)
         check_parameters(self._places, self._workers)
         self._buffer_dtypes = self._cast_buffers(module)
+        self._division = GradientDivision(distinct(self._places))
         self._engine = self._shard(module, offload, sync_module_states)
+        _wrapped.add(module)
         self.register_module(INNER, module)
         self._register_state_dict_hook(to_plain)
         self._register_load_state_dict_pre_hook(from_plain, with_module=True)
@@ -202,13 +219,17 @@ class FullyShardedDataParallel(AsWrapped):
                 cast_in_forward(module, list(self._places.values()), compute)
             return None
         contiguous(self._places)
+        own = {
+            each for wrap in _wraps_in(module) if wrap.world_size == 1 for each in wrap.modules()
+        }
         once = {id(m._parameters[name]): (m, name) for m, name in self._places.values()}
         before = [param for _, param in held(self._places)]
+        shared = {name: each for name, each in module.named_modules() if each not in own}
         check_same_model(
-            self._workers, [(self._places, self._options())], self.compute_device, module
+            self._workers, [(self._places, self._options())], self.compute_device, shared
         )
         if sync:
-            begin_alike(module, self._workers, self.compute_device)
+            begin_alike(shared.values(), self._workers, self.compute_device)
         root_keeps = self.disable_reshard_on_root and self.reshard_after_forward
         engine = Engine(
             module,
@@ -219,11 +240,10 @@ class FullyShardedDataParallel(AsWrapped):
             reshard_after_forward=None if root_keeps else self.reshard_after_forward,
             offload=offload,
             overlap=self.overlap,
+            ignored={param for each in own for param in each.parameters(recurse=False)},
         )
         replaced(before, engine.params)
-        if self.gradient_predivide_factor is not None:
-            pre = self.gradient_predivide_factor
-            engine.divide = pre, self.world_size / pre
+        engine.divide = self._divide
         return engine
 
     def _cast_buffers(self, module: nn.Module) -> dict[str, torch.dtype]:
@@ -250,6 +270,7 @@ class FullyShardedDataParallel(AsWrapped):
             self._team.start_forward()
         if self.force_input_to_fp32 and self._precision.compute is None:
             args, kwargs = as_type(torch.float32, args), as_type(torch.float32, kwargs)
+        self._running += 1
         try:
             with self._outside_inference():
                 result = self.module(*args, **kwargs)
@@ -259,6 +280,8 @@ class FullyShardedDataParallel(AsWrapped):
                 with suppress(RuntimeError):
                     self._team.recover()
             raise
+        finally:
+            self._running -= 1
         if self._team is not None and current_task() == -1:
             self._team.end_forward()
         if self._team is not None and not torch.is_grad_enabled():
@@ -278,11 +301,11 @@ class FullyShardedDataParallel(AsWrapped):
 
     def _become_root(self) -> None:
         """The first wrap that runs has all others inside, and all that they do together."""
-        wraps = self._wraps()
+        wraps = [wrap for wrap in self._wraps() if wrap.world_size > 1 or wrap is self]
         check_inside(self._workers, [wrap._workers for wrap in wraps])
         check_root(self._workers, [wrap._is_root for wrap in wraps])
         self._is_root = True
-        for wrap in wraps:
+        for wrap in self._wraps():
             if wrap is not self:
                 wrap._is_root = False
         if self._engine is not None:
@@ -337,9 +360,51 @@ class FullyShardedDataParallel(AsWrapped):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by `pre` before they are summed over the workers, by `post` after."""
         for wrap in self._wraps() if recursive else [self]:
-            wrap.gradient_predivide_factor = pre
+            wrap._divide = pre, post
             if wrap._engine is not None:
                 wrap._engine.divide = pre, post
+            else:
+                wrap._division.by(pre * post)
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed over the workers."""
+        return self._divide[0] if self._divide is not None else 1.0
+
+    @gradient_predivide_factor.setter
+    def gradient_predivide_factor(self, pre: float) -> None:
+        self.set_gradient_divide_factors(pre, self.gradient_postdivide_factor, recursive=False)
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """What gradients are divided by after they were summed over the workers."""
+        return self._divide[1] if self._divide is not None else float(self.world_size)
+
+    @gradient_postdivide_factor.setter
+    def gradient_postdivide_factor(self, post: float) -> None:
+        self.set_gradient_divide_factors(self.gradient_predivide_factor, post, recursive=False)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this wrap is doing."""
+        if self._whole:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if self._engine is not None:
+            return OF_ENGINE[self._engine.state]
+        if self._running:
+            return TrainingState.FORWARD
+        return TrainingState.IDLE if current_task() == -1 else TrainingState.BACKWARD_PRE
+
+    def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        """Raise a ValueError if this wrap is not in the state, or in one of them."""
+        check_state(self.training_state, state)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This wrap's own parameters, without those of wraps inside; each once."""
+        if self._engine is not None and not self._whole:
+            return list(self._engine.params)  # type: ignore[arg-type]
+        return distinct(self._places)
 
     @property
     def cpu_offload(self) -> bool:
@@ -424,25 +489,25 @@ class FullyShardedDataParallel(AsWrapped):
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This worker's slices, by the plain model's names. Nothing is sent."""
-        with self._throughout("_local"):
-            return self.state_dict(*args, **kwargs)
+        with self._throughout("_local"):  # whatever a subclass calls by the name of the other
+            return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what `local_state_dict()` gave on this worker, of as many workers."""
         with self._throughout("_local"):
-            return self.load_state_dict(state_dict, strict=strict)
+            return FullyShardedDataParallel.load_state_dict(self, state_dict, strict=strict)
 
     @contextmanager
     def _throughout(self, flag: str) -> Iterator[None]:
         """Inside, this attribute of all wraps is True."""
-        wraps = self._wraps()
+        before = [(wrap, getattr(wrap, flag)) for wrap in self._wraps()]
         try:
-            for wrap in wraps:
+            for wrap, _ in before:
                 setattr(wrap, flag, True)
             yield
         finally:
-            for wrap in wraps:
-                setattr(wrap, flag, False)
+            for wrap, value in before:
+                setattr(wrap, flag, value)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What `consolidate_shard_weights` has to know about this worker's slices."""
@@ -476,15 +541,31 @@ class FullyShardedDataParallel(AsWrapped):
     def gather_full_optim_state_dict(
         self, optim: Optimizer, **ignored: Any
     ) -> dict[str, Any] | None:
-        """The plain optimizer's state dict, on rank 0; None on others. Call it on every worker."""
+        """The plain optimizer's state dict, on rank 0; None on others. Call it on every worker.
+
+        Of parameters in a group of one, whose numbers are its `uncollected_local_ids`, it is rank
+        0's own: other workers have to save theirs.
+        """
         self._reshard()
         names = {id(param): name for name, param in self.named_parameters()}
-        return full_optimizer_state(optim, names, here=self.rank == 0)
+        own = self._own_parameters()
+        return full_optimizer_state(optim, names, own, here=self.rank == 0)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> Any:
-        """This worker's part of the plain optimizer's state, for `optim.load_state_dict`."""
+        """This worker's part of the plain optimizer's state, for `optim.load_state_dict`.
+
+        What rank 0 has for itself (in a group of one) is left out on other workers.
+        """
         self._reshard()
-        return sharded_optimizer_state(full_optim_state_dict, dict(self.named_parameters()))
+        own = set() if self.rank == 0 else self._own_parameters()
+        params = dict(self.named_parameters())
+        return sharded_optimizer_state(full_optim_state_dict, params, own)
+
+    def _own_parameters(self) -> set[int]:
+        """Ids of parameters that each worker has for itself, in groups of one inside."""
+        if self.world_size == 1:
+            return set()
+        return {id(p) for wrap in self._wraps() if wrap.world_size == 1 for p in wrap.params}
 
     # -- as the wrapped module -----------------------------------------------------------------
 

@@ -9,6 +9,9 @@ recomputation of a checkpointed one, long after the wrap's forward, sees the cas
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +19,27 @@ from torch import Tensor, nn
 
 from manyhands._nested import as_type
 from manyhands.sharding._fsdp_used import Place
+
+
+class GradientDivision:
+    """Divides the gradients of parameters that are not sharded, once it is told by what."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = [weakref.ref(param) for param in params]
+        self._divisor: list[float] = []  # shared with the hooks, which do not hold this
+
+    def by(self, divisor: float) -> None:
+        """Divide by this from now on."""
+        if not self._divisor and divisor != 1:
+            params = [param for reference in self._params if (param := reference()) is not None]
+            for param in params:
+                if param.requires_grad:
+                    param.register_hook(partial(_divided, self._divisor))
+        self._divisor[:] = [divisor] if self._divisor or divisor != 1 else []
+
+
+def _divided(divisor: list[float], grad: Tensor) -> Tensor:
+    return grad / divisor[0]
 
 
 def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:

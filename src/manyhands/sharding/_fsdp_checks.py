@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,8 +63,13 @@ def own_buffers(
         yield from own_buffers(child, wrapper, f"{prefix}{name}.")
 
 
-def check_module(module: Any, wrapper: type[nn.Module]) -> None:
-    """Raise where a module cannot be wrapped."""
+def distinct(places: Places) -> list[nn.Parameter]:
+    """The parameters at these places, a tied one once."""
+    return list({id(param): param for _, param in held(places)}.values())
+
+
+def check_module(module: Any, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()) -> None:
+    """Raise where a module cannot be wrapped. `wrapped` are those that are in a wrap already."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"FullyShardedDataParallel needs a torch.nn.Module, got {type(module).__name__}."
@@ -76,6 +82,12 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
             )
     if isinstance(module, wrapper):
         raise TypeError("the module is wrapped already; wrap it once, or a larger one around it.")
+    if module in wrapped:
+        raise TypeError(
+            f"this {type(module).__name__} is in a FullyShardedDataParallel already, and is "
+            "sharded in place: a second wrap around it would not shard it anew. Use the first one, "
+            "wrap a larger module around that, or build the module again."
+        )
     if type(module).forward is nn.Module.forward:  # as a ModuleList's
         raise TypeError(
             f"a {type(module).__name__} has no forward in which its parameters could be gathered. "
@@ -87,6 +99,11 @@ def check_parameters(places: Places, workers: Workers) -> None:
     """Raise where parameters cannot be sharded together."""
     trained: dict[torch.dtype, str] = {}
     for name, param in held(places):
+        if is_dtensor(param):
+            raise ValueError(
+                f"parameter {name} is sharded already (a DTensor, as fully_shard or tensor "
+                "parallelism makes them). Wrap the plain module."
+            )
         if getattr(param, REPLACED, False):
             raise ValueError(
                 f"parameter {name} is tied to one that a wrap inside has sharded already, and the "
@@ -110,9 +127,10 @@ def check_parameters(places: Places, workers: Workers) -> None:
         )
 
 
-def begin_alike(module: nn.Module, workers: Workers, device: torch.device) -> None:
-    """Take rank 0's values of what is not sharded yet."""
-    tensors = [*module.parameters(), *module.buffers()]
+def begin_alike(modules: Iterable[nn.Module], workers: Workers, device: torch.device) -> None:
+    """Take rank 0's values of what these modules have and is not sharded yet."""
+    found = [t for m in modules for t in [*m._parameters.values(), *m._buffers.values()]]
+    tensors = list({id(t): t for t in found if t is not None}.values())
     if any(tensor.is_meta for tensor in tensors):
         return
     moved = [(t, t.detach().to(device)) for t in tensors if not is_dtensor(t)]
@@ -124,13 +142,14 @@ def begin_alike(module: nn.Module, workers: Workers, device: torch.device) -> No
 
 
 def check_inside(workers: Workers, inside: Sequence[Workers]) -> None:
-    """Raise where wraps inside another have other workers."""
+    """Raise where wraps inside another have other workers, and not only each its own."""
     mine = _ranks(workers)
     for each in inside:
-        if _ranks(each) != mine:
+        if each.size > 1 and _ranks(each) != mine:
             raise ValueError(
                 f"a wrap inside has {_named(each)}, and the one around it {_named(workers)}. "
-                "Give all wraps of a model the same process_group."
+                "Give all wraps of a model the same process_group; only a group of one may be "
+                "inside another, for what each worker has for itself."
             )
 
 
@@ -165,13 +184,18 @@ def check_same_model(
     workers: Workers,
     facts: Sequence[tuple[Places, Mapping[str, Any]]],
     device: torch.device,
-    module: nn.Module | None = None,
+    modules: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> None:
     """Raise on every worker where models or options are not the same; `facts` are each wrap's.
 
-    With `module`, its buffers and what is without memory must be the same, too.
+    The buffers of `modules` must be the same, too.
     """
-    buffers = dict(module.named_buffers()) if module is not None else {}
+    buffers = {
+        plain(f"{path}.{name}" if path else name): buffer
+        for path, module in modules.items()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
     text = json.dumps(
         [
             [

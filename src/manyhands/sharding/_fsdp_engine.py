@@ -41,6 +41,7 @@ class Engine:
         reshard_after_forward: bool | None,
         offload: bool,
         overlap: bool,
+        ignored: set[nn.Parameter],
     ) -> None:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -59,6 +60,7 @@ class Engine:
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(precision.compute, precision.reduce),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+            ignored_params=ignored or None,
         )
         module.register_forward_pre_hook(eager(flatten_inputs), prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
@@ -155,6 +157,13 @@ class Engine:
         """The engine's own record of each parameter."""
         for group in _groups(self.module):
             yield from group.fsdp_params
+
+    @property
+    def state(self) -> str:
+        """What the engine is doing with this wrap, in its own words."""
+        groups = _groups(self.module) or [self.module._get_fsdp_state()]
+        name: str = groups[0]._training_state.name
+        return name
 
     @property
     def in_backward(self) -> bool:

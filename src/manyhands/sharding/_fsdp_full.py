@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from manyhands._dtensors import is_dtensor
 from manyhands._nested import tree_map_tensors
+from manyhands.sharding._fsdp_fairscale import from_fairscale
 from manyhands.sharding._fsdp_used import Place
 
 
@@ -122,6 +123,8 @@ def consolidated(
             f"{len(weights)} dict(s) of weights and {len(metadata)} of metadata came. Give each "
             "worker's, in rank order."
         )
+    if isinstance(metadata[0].get("param_metadata"), list):
+        return from_fairscale(weights, metadata, with_buffers, strict)
     result: dict[str, Tensor] = {}
     for name, facts in metadata[0]["param_metadata"].items():
         if missing := [rank for rank, each in enumerate(weights) if name not in each]:
@@ -143,9 +146,7 @@ def consolidated(
             )
         result[name] = tensor
     if with_buffers:
-        for name in metadata[0]["buffer_names"]:
-            if name in weights[0]:
-                result[name] = weights[0][name]
+        result.update({n: weights[0][n] for n in metadata[0]["buffer_names"] if n in weights[0]})
     return result
 
 
@@ -153,11 +154,11 @@ def consolidated(
 
 
 def full_optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], *, here: bool
+    optimizer: Optimizer, names: Mapping[int, str], own: set[int], *, here: bool
 ) -> dict[str, Any] | None:
     """The plain optimizer's state dict, whole and on the CPU; on workers that are not `here`, None.
 
-    `names` are those of parameters, by id.
+    `names` are those of parameters, by id; `own` are ids of those that each worker has for itself.
     """
     state = tree_map_tensors(
         lambda tensor: _to_cpu(whole(tensor.detach()), here=here), optimizer.state_dict()
@@ -167,6 +168,8 @@ def full_optimizer_state(
     state["state"] = {index: dict(each) for index, each in state["state"].items()}  # not its own
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state["param_id_map"] = {names[id(p)]: i for i, p in enumerate(params) if id(p) in names}
+    if own:
+        state["uncollected_local_ids"] = [i for i, p in enumerate(params) if id(p) in own]
     return state
 
 
@@ -175,11 +178,12 @@ def _to_cpu(tensor: Tensor, *, here: bool) -> Tensor | None:
 
 
 def sharded_optimizer_state(
-    state: Mapping[str, Any], params: Mapping[str, Tensor]
+    state: Mapping[str, Any], params: Mapping[str, Tensor], left_out: set[int]
 ) -> dict[str, Any]:
-    """The like, with this worker's slices: what `optimizer.load_state_dict` is to be given.
+    """This worker's slices of the state, which `optimizer.load_state_dict` is to be given.
 
-    `params` are the model's by name, in their order, which a state without names has, too.
+    `params` are the model's by name, in their order, which a state without names has, too;
+    `left_out` are ids of those whose state is not this worker's.
     """
     named = state.get("param_id_map") or {name: i for i, name in enumerate(params)}
     of = {index: params[name] for name, index in named.items() if name in params}
@@ -189,9 +193,14 @@ def sharded_optimizer_state(
             f"the optimizer's state has {len(known)} parameters and the model {len(params)}; "
             f"there is none for number {missing[0]}. Give the state of the same model."
         )
-    result = {k: v for k, v in state.items() if k not in ("param_id_map", "state")}
+    ours = ("param_id_map", "uncollected_local_ids", "state")
+    result = {k: v for k, v in state.items() if k not in ours}
     result["param_groups"] = copy.deepcopy(state["param_groups"])
-    result["state"] = {i: _sliced_state(i, s, of[i]) for i, s in state["state"].items()}
+    result["state"] = {
+        i: _sliced_state(i, s, of[i])
+        for i, s in state["state"].items()
+        if id(of[i]) not in left_out
+    }
     return result
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands._comm import Workers
+from manyhands.sharding._dummy_group import DummyProcessGroup
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ def workers_of(process_group: Any) -> Workers:
             "anything. Make a group with torch.distributed.new_group, or a stand-in of size 1."
         )
     return Workers()
+
+
+def group_of(process_group: Any) -> Any:
+    """The group that a wrap shows: the given one, else that of all workers, or a stand-in."""
+    if process_group is not None:
+        return process_group
+    return dist.group.WORLD if dist.is_initialized() else DummyProcessGroup(rank=0, size=1)
 
 
 def device_of(

@@ -1,0 +1,50 @@
+"""What a wrap is doing: idle, in a forward, in a backward, or showing whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any
+
+
+class TrainingState(Enum):
+    """What a `FullyShardedDataParallel` is doing, as its `training_state` says.
+
+    >>> import torch, manyhands as mh
+    >>> model = mh.FSDP(torch.nn.Linear(2, 2))
+    >>> model.assert_state(mh.TrainingState.IDLE)
+    >>> with model.summon_full_params():
+    ...     print(model.training_state.name)
+    SUMMON_FULL_PARAMS
+
+    On one worker, where nothing is sent, a backward is `BACKWARD_PRE` throughout.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()  # its parameters are gathered for a backward
+    BACKWARD_POST = auto()  # its gradients are on their way
+    SUMMON_FULL_PARAMS = auto()
+
+
+OF_ENGINE = {
+    "IDLE": TrainingState.IDLE,
+    "FORWARD": TrainingState.FORWARD,
+    "PRE_BACKWARD": TrainingState.BACKWARD_PRE,
+    "POST_BACKWARD": TrainingState.BACKWARD_POST,
+}
+
+
+def check_state(now: TrainingState, wanted: Any) -> None:
+    """Raise where `now` is not what is wanted: a state or several, of this or a like-named enum."""
+    states = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    names = [getattr(state, "name", state) for state in states]
+    if unknown := [name for name in names if name not in TrainingState.__members__]:
+        raise ValueError(
+            f"a state must be one of {', '.join(TrainingState.__members__)}, got {unknown}."
+        )
+    if now.name not in names:
+        raise ValueError(
+            f"this FullyShardedDataParallel is in state {now.name}, and {' or '.join(names)} was "
+            "asserted."
+        )
