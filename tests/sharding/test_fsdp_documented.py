@@ -319,6 +319,27 @@ def test_workers_may_have_experts_of_different_sizes_and_a_stand_in_for_the_grou
     assert [shapes[0] for shapes in run_ranks(2, run)] == [[3, 4], [4, 4]]
 
 
+@pytest.mark.parametrize("what", [mh.save, mh.load])
+def test_a_checkpoint_that_would_hold_one_workers_expert_is_an_error(what, tmp_path):
+    def run():
+        if what is mh.load:
+            mh.save(tmp_path / "checkpoint", model=Mixture(5))
+        what(tmp_path / "checkpoint", model=wrapped_mixture(dist.get_rank()))
+
+    raises_on_ranks(2, ValueError, run, match="process group of one")
+
+
+def test_a_scaling_rule_over_experts_is_an_error_before_its_first_step():
+    def run():
+        rank = dist.get_rank()
+        model = wrapped_mixture(rank)
+        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1))
+        model(batch_of(0, rank)).square().mean().backward()
+        optimizer.step()
+
+    raises_on_ranks(2, RuntimeError, run, match="gradients still differ")
+
+
 def test_another_group_of_several_inside_is_still_an_error():
     def run():
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

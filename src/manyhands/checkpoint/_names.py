@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.scaling._adaptive import AdaptiveDataParallel
 from manyhands.sharding._as_wrapped import CHECKPOINTED, INNER
 from manyhands.sharding._ddp import ShardedDataParallel
+from manyhands.sharding._fsdp import FullyShardedDataParallel
 
 BETWEEN = {"_orig_mod", INNER, CHECKPOINTED}
 AROUND = (
@@ -53,6 +54,7 @@ def names_of(model: nn.Module) -> Names:
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
             'Several go in as one: nn.ModuleDict({"generator": g, "critic": c}).'
         )
+    _check_shared(model)
     _reshard(model)
     names = Names()
     for prefix, module in _plain(model, ""):
@@ -90,6 +92,20 @@ def _plain(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             continue
         between = name in BETWEEN or (name == "module" and isinstance(module, AROUND))
         yield from _plain(child, prefix if between else f"{prefix}{name}.")
+
+
+def _check_shared(model: nn.Module) -> None:
+    """Raise where workers have parameters of their own: a checkpoint holds one of each name."""
+    wraps = [each for each in model.modules() if isinstance(each, FullyShardedDataParallel)]
+    if any(wrap.world_size > 1 for wrap in wraps):
+        for wrap in wraps:
+            if wrap.world_size == 1 and wrap.params:
+                raise ValueError(
+                    f"a wrap of {type(wrap.module).__name__} is in a process group of one, inside "
+                    "one of several workers: each worker has its own parameters there, and a "
+                    "checkpoint would hold those of one. Save each worker's model.state_dict() and "
+                    "optimizer.state_dict() in a file of its own."
+                )
 
 
 def _reshard(model: nn.Module) -> None:
