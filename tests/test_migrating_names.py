@@ -48,10 +48,6 @@ FUNCTIONS_ELSEWHERE = {  # and these functions
     "no_pre_load_state_dict_hook": "fairscale.nn.data_parallel.no_pre_load_state_dict_hook",
 }
 FSDP = "fairscale.nn.FullyShardedDataParallel"
-SOON = {  # under way elsewhere: all of them are offered, or none yet
-    *(f"{FSDP}.params", f"{FSDP}.gradient_postdivide_factor", f"{FSDP}.training_state"),
-    "fairscale.nn.data_parallel.no_pre_load_state_dict_hook",
-}
 NOWHERE = ("none", "—")
 
 
@@ -158,8 +154,7 @@ def test_no_public_member_of_theirs_is_missing(name):
         elif given is not None:
             absent = set(plain_arguments(given)) - ARGUMENTS[dotted]
             assert not absent, f"{dotted}({', '.join(absent)}) is not in {PAGE.name}"
-    soon = {each for each in SOON if each.startswith(f"{short}.")}
-    assert missing in (set(), soon), f"{missing} not in {PAGE.name}"
+    assert not missing, f"{missing} not in {PAGE.name}"
 
 
 MEMBERS_OF_CONFIG = {  # a dataclass, whose fields are its arguments
@@ -172,16 +167,12 @@ MEMBERS_OF_CONFIG = {  # a dataclass, whose fields are its arguments
 @pytest.mark.parametrize(("package", "module", "name"), EXPORTS)
 def test_no_export_of_theirs_is_missing(package, module, name):
     named = [e for e in ARGUMENTS if e.startswith(f"{package}.") and e.endswith(f".{name}")]
-    if not named and any(each.endswith(f".{name}") for each in SOON):
-        pytest.skip("under way elsewhere")
     assert named, f"{module}.{name} is not in {PAGE.name}"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_argument_of_a_function_of_theirs_is_missing(name):
     short = in_page(name)
-    if short in SOON and short not in ARGUMENTS:
-        pytest.skip("under way elsewhere")
     given = {argument.lstrip("*") for argument in FUNCTIONS[name].split(", ") if argument}
     assert given <= ARGUMENTS[short]
 
