@@ -362,3 +362,12 @@ def test_an_option_that_makes_no_sense_in_a_state_dict_changes_nothing():
     with pytest.raises(ValueError, match=r"damaged.*var_floor must not be negative"):
         rule.load_state_dict(state)
     assert rule.snapshot() == before
+
+
+def test_options_that_are_loaded_reach_a_proxy_made_before():
+    """Lightning's optimizer is of a derived class, with a copy of the attributes."""
+    rule = rule_after(0)
+    proxy = object.__new__(type("Proxy", (type(rule),), {}))
+    proxy.__dict__.update(vars(rule))
+    rule.load_state_dict(copy.deepcopy(rule_after(0, var_floor=0.0).state_dict()))
+    assert proxy.state_dict()["manyhands"]["options"]["var_floor"] == 0.0

@@ -410,7 +410,7 @@ class ScalingRuleBase(BoundOptimizer):
 
     def _continue_from(self, state: _state.ScalingState) -> None:
         vars(self._batch).update(vars(state.batch))
-        self._options = state.options
+        self._options.update(state.options)  # in place: a trainer's proxy has the same dict
         self._use_options()
         self._meter.load(
             self._started(state.average),
