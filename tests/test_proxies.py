@@ -194,7 +194,7 @@ def test_a_checkpoint_takes_a_proxy_for_its_optimizer(proxy, tmp_path):
     _, other, other_used = train(WRAPPERS["AdamScale"], PROXIES[proxy], steps=1)
     mh.load(tmp_path / "saved", model=model_of(other), optimizer=other_used)
     assert other.progress == rule.progress
-    torch.testing.assert_close(other.state_dict(), rule.state_dict(), rtol=0, atol=0)
+    assert str(other.state_dict()) == str(rule.state_dict())
 
 
 OURS = [
