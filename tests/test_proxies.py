@@ -126,11 +126,16 @@ def test_what_is_set_on_a_proxy_is_set_on_the_optimizer(proxy):
     assert len(rule.factors) == len(used.factors) == 2
 
 
+def without_clock(state):
+    state.get("blocks", {}).pop("clock", None)  # it goes on from one call to the next
+    return str(state)
+
+
 @pytest.mark.parametrize("proxy", PROXIES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_proxy_knows_and_saves_what_the_optimizer_does(wrapper, proxy):
     _, made, used = train(WRAPPERS[wrapper], PROXIES[proxy])
-    assert str(used.state_dict()) == str(made.state_dict())
+    assert without_clock(used.state_dict()) == without_clock(made.state_dict())
     if hasattr(made, "snapshot"):
         assert used.snapshot() == made.snapshot()
 
@@ -159,7 +164,7 @@ def test_no_attribute_of_a_wrapper_is_bound_anew_while_it_is_used(wrapper):
         made.consolidate_state_dict()
     if isinstance(made, mh.Blocks):
         made.meet()
-        made.average_params()
+        made.average_parameters()
     after = {name: id(value) for name, value in vars(made).items()}
     assert {name for name in after if after[name] != before.get(name)} <= {"_opt_called"}
 

@@ -38,6 +38,7 @@ class BoundOptimizer(AroundOptimizer):
     _skipped = Shared[int]()
     _factors = Shared[tuple[float, ...]]()
     _patch = Shared[OptimizerPatch | None]()
+    _options = Shared[Options]()
     _smallest_scale = 0.0
     _gradients = "plain"
 
@@ -66,7 +67,7 @@ class BoundOptimizer(AroundOptimizer):
         self._grad_scaler = grad_scaler
         self._model = model
         self._delayed = delayed
-        self._options: Options = {
+        self._options = {
             "debias_ewma": Option(True, debias_ewma, check=bool),
             "floor_each_step": Option(False, floor_each_step, check=bool),
             "var_floor": Option(VAR_FLOOR, var_floor, check=checked_var_floor),

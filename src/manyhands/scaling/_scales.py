@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from manyhands._around import YieldingProperty
 from manyhands.scaling._measures import Norms
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._options import Option, Options, RuleOptions
@@ -140,7 +141,7 @@ class SqrtScale(ScalingRuleBase):
     def _own_options(self) -> Options:
         return {"rescale_adam": Option(False, self._rescale_adam, check=bool)}
 
-    @property
+    @YieldingProperty
     def _rescales_adam(self) -> bool:
         return bool(self._options["rescale_adam"].value)
 
