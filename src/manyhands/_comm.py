@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -366,6 +367,15 @@ class Combination:
     @property
     def done(self) -> bool:
         return self.work is None or self.work.is_completed()
+
+    def done_within(self, seconds: float) -> bool:
+        """Wait for the other ranks, but not longer; whether all of them have sent theirs."""
+        deadline = time.monotonic() + seconds
+        while not self.done:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        return True
 
     def read(self) -> list[float]:
         """The result as numbers on the host."""

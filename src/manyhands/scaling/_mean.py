@@ -22,6 +22,7 @@ from manyhands._comm import Combination, Workers, precise
 from manyhands._dtensors import Share, is_dtensor, local
 from manyhands._norms import flattened
 from manyhands.scaling._difference import Difference
+from manyhands.scaling._doubt import are_the_same
 from manyhands.scaling._measures import Norms, Piece
 from manyhands.scaling._sample import Beliefs, Sample
 from manyhands.sharding._gradient import ShardedGradient
@@ -74,6 +75,7 @@ class MeanGradient:
         self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         self._groups = len(param_groups)
         self._device = self._params[0].device
+        self.not_averaged = False  # whether the last mean looks like one pass of this rank alone
         self.on_host = all(param.device.type == "cpu" for param in self._params)
         self._shares = {i: Share.of(p) for i, p in enumerate(self._params) if is_dtensor(p)}
         self._short, self._mine = _shares(self._params, self.workers)
@@ -161,6 +163,9 @@ class MeanGradient:
         start = len(local)
         compared = squares[start : start + len(witnesses)]
         witness = sum(compared, 0.0) if isinstance(compared, list) else compared.sum()
+        self.not_averaged = isinstance(compared, list) and are_the_same(
+            compared, [float(local.get(i, -1.0)) for i in witnesses]
+        )
         return self._binned(squares, bins, uncounted + 1)[:uncounted], witness
 
     def _with_gradient(self, indices: Sequence[int]) -> dict[int, Tensor]:
@@ -203,10 +208,10 @@ class MeanGradient:
         """Raise where the others did not announce the same. Waits for them, but not longer."""
         deadline = time.monotonic() + patience
         while self.announced:
-            while not self.announced[0].done and patience < math.inf:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.001)
+            if patience < math.inf and not self.announced[0].done_within(
+                deadline - time.monotonic()
+            ):
+                return
             Beliefs.check(Beliefs.table(self.announced.pop(0).read()[2 * self._groups :]))
 
     def _tensor(self, numbers: Numbers) -> Tensor:

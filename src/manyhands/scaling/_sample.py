@@ -14,7 +14,7 @@ same error: no further collective in which one of them could be left waiting.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -100,6 +100,7 @@ class Sample:
     unit: str = "plain"
     micro_batch: float = 0.0  # samples: this rank's, and after `read` the mean over the ranks
     nobody_ready: bool = False
+    wait: Callable[[], None] = lambda: None  # for the other ranks, as long as it makes sense
     seen: float = 0.0  # passes of the rank that has seen the most, after `read`
     _host: Tensor | None = None
     _copied: torch.cuda.Event | None = None
@@ -107,6 +108,7 @@ class Sample:
 
     def start_copy(self, extras: Sequence[Tensor] = ()) -> None:
         """Begin to bring the numbers and the one-element `extras` to the host, without waiting."""
+        self.wait()
         numbers = self._with(extras)
         self._sent_along = len(extras)
         if numbers.device.type != "cuda":
@@ -124,6 +126,7 @@ class Sample:
                 self._copied.synchronize()
             numbers = self._host.tolist()
         else:
+            self.wait()
             numbers = self._with(extras).tolist() if extras else self.combination.read()
         groups, end = self.groups, len(numbers) - (self._sent_along or len(extras))
         if self.workers > 1:

@@ -30,6 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from manyhands._comm import Workers
 from manyhands._dtensors import local
 from manyhands._passes import BackwardPasses, current_task
+from manyhands.scaling._doubt import NO_BACKWARD, NOT_AVERAGED, Doubt, wait_in, without_gradient
 from manyhands.scaling._mark import Mark, has_values
 from manyhands.scaling._mean import Length, MeanGradient, StepFacts
 from manyhands.scaling._measures import Norms
@@ -119,6 +120,7 @@ class GradientTap:
                 node = _accumulator(param)
                 handle = node.register_prehook(partial(_deliver, listener, index))
                 self._hooks.append((handle, node))
+        self._expected = [i for i, maker in enumerate(self._makers) if maker.requires_grad]
         self.clear()
 
     def unhook(self) -> None:
@@ -338,10 +340,27 @@ class GradientTap:
                 usable=self._usable,
             ),
         )
+        doubt = self._doubt()
+        if doubt is not None:
+            workers = self.mean.workers
+            self.sample.wait = partial(
+                wait_in, doubt, self.sample.combination, workers.rank, self._params
+            )
         if declared is None and passes > 1:
             self.multiply_gradients(1 / passes)
             self._divided_by = passes
         self._on_sample(self.sample)
+
+    def _doubt(self) -> Doubt | None:
+        """What is odd in this rank's gradients, if DDP was to average them."""
+        workers = self.mean.workers
+        if workers.size == 1 or not workers.own_group or self._unsharded:
+            return None
+        if self.passes == 0:
+            return None if any(p.grad is not None for p in self._params) else NO_BACKWARD
+        alone = self.passes == 1 and self.mean.not_averaged
+        doubt = without_gradient(self._expected, self._lengths, may_be_meant=not alone)
+        return doubt or (NOT_AVERAGED if alone else None)
 
     def complete_now(self) -> Sample:
         """Send what there is: `step` was called although this worker has not seen all passes.
