@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from checkpoint_oracle import Setup, assert_equal
 from manyhands.checkpoint import _folder, _ranges, _safetensors, _values
+from manyhands.checkpoint._consolidate import consolidate
 from ranks import run_ranks
 
 
@@ -429,3 +430,135 @@ def test_state_in_another_type_than_the_parameter_keeps_it(tmp_path):
     other, twin = build()
     mh.load(tmp_path, model=other, optimizer=twin)
     assert torch.equal(twin.state[other.weight]["wide"], torch.full((2, 2), 1 / 3))
+
+
+# -- views of numbers, and names -------------------------------------------------------------------
+
+
+def views():
+    """Numbers which are not those that stand in memory."""
+    spectrum = torch.fft.rfft(torch.arange(10.0).view(2, 5))
+    return {
+        "conjugate": spectrum.conj(),
+        "negative": spectrum.conj().imag,
+        "number": spectrum[1, 1].conj(),
+        "turned": spectrum.conj().t(),
+    }
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_conjugate_and_negative_views_are_saved_and_loaded_as_what_they_are(wait, tmp_path):
+    class Filter(nn.Module):
+        def __init__(self, tensors):
+            super().__init__()
+            for name, tensor in tensors.items():
+                self.register_buffer(name, tensor)
+
+    expected = {name: tensor.resolve_conj().resolve_neg() for name, tensor in views().items()}
+    assert views()["conjugate"].is_conj() and views()["negative"].is_neg()
+    mh.save(tmp_path / "run", model=Filter(views()), wait=wait, values=views()).wait()
+    plain = Filter({name: torch.zeros_like(tensor) for name, tensor in expected.items()})
+    view = Filter(views())  # loads into views as well
+    with torch.no_grad():
+        for tensor in view.buffers():
+            tensor.zero_()
+    for model in (plain, view):
+        values = mh.load(tmp_path / "run", model=model)["values"]
+        for name, tensor in expected.items():
+            assert torch.equal(model.get_buffer(name), tensor), name
+            assert torch.equal(values[name], tensor), name
+    consolidate(tmp_path / "run", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+COLLIDING = {
+    "dicts": {"a": {"encoder": {"mean": 1}, "encoder.mean": 2, "encoder%2Emean": 3}},
+    "values": {"a": {"b": 1}, "a.b": 2, "a/b": 3, "a%2Eb": 4},
+    "lists": {"a": [1, [2]], "a.1": [3], "a.1.0": 4},
+    "keys": {"a": {(1, "x"): 1, (1, "y"): 2, "x": 3, 0: 4}},
+}
+
+
+@pytest.mark.parametrize("name", COLLIDING)
+def test_tensors_whose_names_are_alike_are_kept_apart(name, tmp_path):
+    def tensors(value):
+        if isinstance(value, dict):
+            return {key: tensors(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [tensors(each) for each in value]
+        return torch.full((3,), float(value))
+
+    values = tensors(COLLIDING[name])
+    mh.save(tmp_path, **values)
+    torch.testing.assert_close(mh.load(tmp_path), values, rtol=0, atol=0)
+
+
+def test_tensors_as_keys_of_a_dict_are_kept_apart(tmp_path):
+    mh.save(tmp_path, value={torch.tensor(1.0): 1, torch.tensor(2.0): 2})
+    assert sorted((float(k), v) for k, v in mh.load(tmp_path)["value"].items()) == [(1, 1), (2, 2)]
+
+
+def test_tensors_as_options_of_several_groups_are_kept_apart(tmp_path):
+    def build(*rates):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        groups = [
+            {"params": layer.parameters(), "lr": torch.tensor(rate)}
+            for layer, rate in zip(model, rates, strict=True)
+        ]
+        return model, torch.optim.SGD(groups)
+
+    model, optimizer = build(0.25, 0.5)
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    model, optimizer = build(1.0, 1.0)
+    mh.load(tmp_path, model=model, optimizer=optimizer)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.5]
+
+
+def test_a_module_and_a_tensor_of_the_same_name_are_kept_apart(tmp_path):
+    layer = nn.Linear(2, 2)
+    mh.save(tmp_path, **{"a": layer, "a/weight": torch.zeros(2)})
+    again = mh.load(tmp_path)
+    assert torch.equal(again["a"]["weight"], layer.weight) and again["a/weight"].tolist() == [0, 0]
+
+
+def test_a_name_like_that_of_a_part_is_kept_apart(tmp_path):
+    def go():
+        class Odd(nn.Module):
+            def __init__(self):
+                super().__init__()
+                for name, width in (("w@0,0", 2), ("w", 6), ("w@@0,0", 1)):
+                    self.register_parameter(name, nn.Parameter(torch.randn(8, width)))
+
+        def train(seed):
+            torch.manual_seed(seed)
+            model = Odd()
+            optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW)
+            sum(p.square().sum() for p in model.parameters()).backward()
+            optimizer.step()
+            return model, optimizer
+
+        model, optimizer = train(0)
+        mh.save(tmp_path, model=model, optimizer=optimizer)
+        other, twin = train(1)
+        mh.load(tmp_path, model=other, optimizer=twin)
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, two)
+
+    run_ranks(2, go)
+
+
+def test_names_that_are_one_after_all_are_an_error(tmp_path):
+    model = nn.Module()
+    model.register_parameter("_extra_state", nn.Parameter(torch.ones(2)))
+
+    class WithState(nn.Module):
+        def get_extra_state(self):
+            return torch.zeros(2)
+
+        def set_extra_state(self, state): ...
+
+    model.__class__ = type("Both", (WithState,), {})
+    with pytest.raises(ValueError, match="'model/_extra_state'"):
+        mh.save(tmp_path, model=model)

@@ -145,7 +145,7 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(_safetensors, "_write_all", fail)
+        patch.setattr(_safetensors, "write_all", fail)
         saving = mh.save(tmp_path, model=model, wait=False)
         while not saving.done:
             pass

@@ -9,6 +9,7 @@ memory shows, so that the model never has to fit.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -80,11 +81,11 @@ def _tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
     if told.nbytes < LARGE:
         return reader.whole(key)
     for chunk in told.chunks:
-        reader.check(chunk)
+        reader.check(chunk, told.torch_dtype)
     descriptor, name = tempfile.mkstemp(dir=scratch)
     try:
         os.ftruncate(descriptor, told.nbytes)
-        elements = torch.Size(told.shape).numel()
+        elements = math.prod(told.shape)
         flat = torch.from_file(name, shared=True, size=elements, dtype=told.torch_dtype)
     finally:
         os.close(descriptor)
@@ -140,8 +141,8 @@ def verify(
         for told in index.tensors.values():
             for chunk in told.chunks:
                 try:
-                    reader.check(chunk)
+                    reader.check(chunk, told.torch_dtype)
                 except (ValueError, OSError) as error:
                     problems[str(error)] = None
-                tell(torch.Size(chunk.sizes).numel() * told.torch_dtype.itemsize)
+                tell(math.prod(chunk.sizes) * told.torch_dtype.itemsize)
     return list(problems)

@@ -1,12 +1,6 @@
 """All that goes into a checkpoint: collected on one side, and checked against on the other.
 
-The keys of tensors
-    model/NAME                     a parameter or buffer
-    optimizer.0/ENTRY/NAME         an entry of a parameter's state
-    optimizer.0/rule/...           a tensor of the scaling rule's state
-    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks.py`, `_replicas.py`
-    value/NAME...                  of the user's own values
-    random/RANK/GENERATOR          of each worker
+`_keys.py` says what the tensors are called.
 """
 
 from __future__ import annotations
@@ -19,13 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._dtensors import is_dtensor
-from manyhands.checkpoint import _index
+from manyhands.checkpoint import _index, _kinds
+from manyhands.checkpoint._keys import escaped, put_new
 from manyhands.checkpoint._model import ModelLoading, is_module, returned, saved_model
 from manyhands.checkpoint._names import Names, listed, names_of
 from manyhands.checkpoint._optimizer import Loading, collected
 from manyhands.checkpoint._random import random_state
 from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._shares import part_to_save
+from manyhands.checkpoint._undo import Before, Other, Others, has_own_loading
 from manyhands.checkpoint._unwrap import Parts
 from manyhands.checkpoint._values import decoded, encoded, has_state
 
@@ -41,6 +37,10 @@ class Contents:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     schedulers: list[dict[str, Any]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, tensors: Mapping[str, Any]) -> None:
+        for key, tensor in tensors.items():
+            put_new(self.tensors, key, tensor)
 
 
 def listed_as(given: Any) -> list[Any]:
@@ -64,15 +64,15 @@ def collect(
     if model is not None:
         names = names_of(model)
         contents.model, tensors = saved_model(names, "model", rank)
-        contents.tensors |= tensors
+        contents.add(tensors)
     for number, (each, replica) in enumerate(zip(listed_as(optimizer), replicas, strict=True)):
         saved = collected(each, names, number, replica)
         contents.optimizers.append(saved.told)
-        contents.tensors |= saved.tensors
+        contents.add(saved.tensors)
 
     def put(path: str, tensor: Tensor) -> str:
         if rank == 0 or is_dtensor(tensor):
-            contents.tensors[path] = part_to_save(tensor)
+            contents.add({path: part_to_save(tensor)})
         return path
 
     for number, each in enumerate(listed_as(scheduler)):
@@ -82,13 +82,13 @@ def collect(
     for name, value in values.items():
         check_value(name, value)
         if is_module(value):
-            told, tensors = saved_model(names_of(value), f"value/{name}", rank)
+            told, tensors = saved_model(names_of(value), f"value/{escaped(name)}", rank)
             contents.values[name] = {"$": "module", "value": told}
-            contents.tensors |= tensors
+            contents.add(tensors)
         else:
-            contents.values[name] = encoded(value, f"value/{name}", put)
+            contents.values[name] = encoded(value, f"value/{escaped(name)}", put)
     for generator, state in random_state().items():
-        contents.tensors[f"random/{rank}/{generator}"] = part_to_save(state)
+        contents.add({f"random/{rank}/{generator}": part_to_save(state)})
     return contents
 
 
@@ -112,8 +112,8 @@ def check_value(name: str, value: Any) -> None:
 class Restoring:
     """A checkpoint on its way into memory.
 
-    Making it compares everything with the index and reads small values, and changes nothing;
-    `targets` are then to be filled, and `finish` does the rest.
+    Making it compares everything with the index and reads small values, and changes nothing. Then
+    come `ask_others`, the `targets` to be filled, and `finish`; `undo`, if one of them fails.
     """
 
     def __init__(
@@ -128,19 +128,24 @@ class Restoring:
     ) -> None:
         self.targets: dict[str, Any] = {}
         self.result: dict[str, Any] = {} if index.step is None else {"step": index.step}
-        self._finish: list[Callable[[], None]] = []
+        self._others = Others()
+        self._models: list[ModelLoading] = []
+        self._optimizers: list[Loading] = []
+        self._before: Before | None = None
         tensors, names = index.tensors, None
         if model is not None:
             names = names_of(model)
             if index.model is None:
                 raise ValueError("the checkpoint has no model: it was saved without model=.")
-            self._take(ModelLoading(names, index.model, "model", tensors, get))
+            self._take_model(ModelLoading(names, index.model, "model", tensors, get))
         optimizers = listed_as(optimizer)
         if optimizers:
             _check_number("optimizer", len(optimizers), len(index.optimizers))
         for number, (each, replica) in enumerate(zip(optimizers, replicas, strict=True)):
             told = index.optimizers[number]
-            self._take(Loading(each, told, names, tensors, get, number, replica))
+            loading = Loading(each, told, names, tensors, get, number, replica)
+            self.targets |= loading.targets
+            self._optimizers.append(loading)
         self._take_schedulers(listed_as(scheduler), index.schedulers, get)
         lacking = sorted(set(values) - set(index.values))
         if lacking:
@@ -151,9 +156,10 @@ class Restoring:
         for name, told in index.values.items():
             self._take_value(name, told, values.get(name), tensors, get)
 
-    def _take(self, loading: ModelLoading | Loading) -> None:
+    def _take_model(self, loading: ModelLoading) -> None:
         self.targets |= loading.targets
-        self._finish.append(loading.finish)
+        self._models.append(loading)
+        self._others.add(*loading.others)
 
     def _take_schedulers(
         self, here: Sequence[Any], there: Sequence[Mapping[str, Any]], get: Callable[[str], Tensor]
@@ -167,7 +173,10 @@ class Restoring:
                     f"the checkpoint has the state of a {told['class']}, and the scheduler here is "
                     f"a {type(each).__name__}. Build the one that was saved, or leave it out."
                 )
-            self._restore(each, decoded(told["state"], get))
+            state = decoded(told["state"], get)
+            if _kinds.is_torchs(each):
+                _kinds.check_attributes(each, each.state_dict(), state)
+            self._others.add(Other("the scheduler", each.state_dict, each.load_state_dict, state))
 
     def _take_value(
         self,
@@ -182,25 +191,48 @@ class Restoring:
             check_has_state(f"{name}=", given)
         if isinstance(told, Mapping) and told.get("$") == "module":
             if given is None:
-                self.result[name] = returned(told["value"], f"value/{name}", get)
+                self.result[name] = returned(told["value"], f"value/{escaped(name)}", get)
                 return
-            names = names_of(given)
-            self._take(ModelLoading(names, told["value"], f"value/{name}", tensors, get, what=name))
+            prefix = f"value/{escaped(name)}"
+            loading = ModelLoading(names_of(given), told["value"], prefix, tensors, get, what=name)
+            self._take_model(loading)
             self.result[name] = given
             return
         value = decoded(told, get)
         if given is None:
             self.result[name] = value
             return
-        self._restore(given, value)
+        if _kinds.is_torchs(given):
+            _kinds.check_kinds(given.state_dict(), value, f"{name}=")
+        self._others.add(Other(f"{name}=", given.state_dict, given.load_state_dict, value))
         self.result[name] = given
 
-    def _restore(self, target: Any, state: Any) -> None:
-        self._finish.append(lambda: target.load_state_dict(state))
+    def ask_others(self) -> None:
+        """Give code that is not ours what it is to take, as long as nothing else has changed."""
+        self._others.apply()
+        if any(has_own_loading(each.inner) for each in self._optimizers):
+            inner = [each.inner for each in self._optimizers]
+            self._before = Before(inner, self.targets.values())
 
     def finish(self) -> None:
-        for finish in self._finish:
-            finish()
+        """The targets are filled. First what may be the user's code, then ours alone."""
+        for loading in self._optimizers:
+            loading.load()
+        for model in self._models:
+            model.finish()
+        for loading in self._optimizers:
+            loading.finish()
+
+    def undo(self) -> None:
+        """Some worker could not load: be as before, as far as that is known."""
+        if self._before is not None:
+            self._before.restore()
+        failed = self._others.undo()
+        if failed:
+            raise RuntimeError(
+                f"the checkpoint could not be loaded, and {', '.join(failed)} did not take its own "
+                "earlier state back. Make it anew."
+            )
 
 
 def _check_number(what: str, here: int, there: int) -> None:

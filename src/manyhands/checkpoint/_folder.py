@@ -15,13 +15,12 @@ import errno
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from manyhands.checkpoint import _index
+from manyhands.checkpoint import _files, _index
 
 try:
     import fcntl
@@ -37,11 +36,16 @@ _held: dict[Path, int] = {}  # descriptors
 
 
 def is_checkpoint(path: Path) -> bool:
-    return (path / _index.NAME).is_file()
+    return os.path.lexists(path / _index.NAME)
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
+    """The complete checkpoints in a folder, oldest first; those that are there, not links."""
+    return [path for path in _named(folder) if _files.is_folder(path)]
+
+
+def _named(folder: Path) -> list[Path]:
+    """What is in a folder under the names of complete checkpoints, oldest first."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -50,11 +54,21 @@ def complete(folder: Path) -> list[Path]:
     return [folder / name for _, name in sorted(numbered) if is_checkpoint(folder / name)]
 
 
+def itself(path: Path) -> Path:
+    """A checkpoint that the user names, which may be a link; what is found in it may not."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
 def newest(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest complete one in it."""
     if is_checkpoint(path):
-        return path
-    found = complete(path)
+        return itself(path)
+    found = _named(path)
+    if found and not _files.is_folder(found[-1]):
+        raise ValueError(
+            f"the newest checkpoint in {path}, {found[-1].name}, is a link, and a checkpoint that "
+            "is not named is not followed elsewhere. Give its own path."
+        )
     if found:
         return found[-1]
     if not path.exists():
@@ -84,13 +98,18 @@ def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
     last = 0
     for name in os.listdir(folder):
         if name.startswith((PARTIAL, PRUNED)):
-            shutil.rmtree(folder / name, ignore_errors=True)
+            _files.remove(folder / name)
         elif found := PATTERN.fullmatch(name):
             last = max(last, int(found[1]))
     name = f"{last + 1:06d}" + ("" if step is None else f"-step-{step}")
     partial = folder / f"{PARTIAL}{last + 1:06d}"
-    partial.mkdir()
-    (partial / TOKEN).write_text(token)
+    try:
+        partial.mkdir()
+        with _files.writer(partial / TOKEN) as file:
+            file.write(token.encode())
+    except BaseException:
+        _files.remove(partial)
+        raise
     return partial.name, name
 
 
@@ -99,8 +118,9 @@ def check_shared(partial: Path, token: str) -> None:
     deadline = time.monotonic() + PATIENCE  # a network file system may take a moment
     while True:
         try:
-            if (partial / TOKEN).read_text() == token:
-                return
+            with _files.reader(partial / TOKEN) as file:
+                if file.read(len(token) + 1) == token.encode():
+                    return
         except OSError:
             pass
         if time.monotonic() > deadline:
@@ -117,7 +137,7 @@ def publish(partial: Path, name: str) -> Path:
     final = partial.parent / name
     (partial / TOKEN).unlink(missing_ok=True)
     sync(partial)
-    if final.exists():
+    if os.path.lexists(final):
         raise OSError(
             f"{final} has been made meanwhile: another job saves to {final.parent}, too. Give "
             "each job a path of its own."
@@ -130,16 +150,16 @@ def publish(partial: Path, name: str) -> Path:
 def prune(folder: Path, keep: int | None) -> None:
     """Remove all but the newest, except what is being read."""
     for old in complete(folder)[: -keep if keep else 0]:
-        with contextlib.suppress(OSError), _not_read(old):
+        with contextlib.suppress(OSError, ValueError), _not_read(old):
             gone = folder / (PRUNED + old.name)
             old.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            _files.remove(gone)
 
 
 def sync(folder: Path) -> None:
     """Wait until the disk has the folder's entries."""
     if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -155,7 +175,7 @@ def sync(folder: Path) -> None:
 @contextlib.contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
     """While it is open, `prune` leaves the checkpoint (where the file system has locks)."""
-    with (checkpoint / _index.NAME).open("rb") as file:
+    with _files.reader(checkpoint / _index.NAME) as file:
         if fcntl is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -165,7 +185,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _not_read(checkpoint: Path) -> Iterator[None]:
     """An OSError where somebody reads it."""
-    with (checkpoint / _index.NAME).open("rb") as file:
+    with _files.reader(checkpoint / _index.NAME) as file:
         if fcntl is not None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +204,7 @@ def take_lock(folder: Path) -> None:
     held = _held.get(path)
     if fcntl is None or (held is not None and _is_at(held, path)):
         return
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    file = _open_lock(path)
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -204,6 +224,18 @@ def take_lock(folder: Path) -> None:
     _held[path] = file
 
 
+def _open_lock(path: Path) -> int:
+    """The lock's file, which is written to: so it may have no second name elsewhere, either."""
+    file = _files.open_file(path, os.O_RDWR | os.O_CREAT)
+    if os.fstat(file).st_nlink > 1:
+        os.close(file)
+        raise ValueError(
+            f"{path} is also another file, outside of this folder perhaps (a hard link), and is "
+            "not written to. Remove it."
+        )
+    return file
+
+
 def release_locks() -> None:
     """Let other processes save where this one has."""
     while _held:
@@ -213,7 +245,7 @@ def release_locks() -> None:
 def _is_at(file: int, path: Path) -> bool:
     """Whether a lock's file is still the one in the folder, and this process (no fork) has it."""
     try:
-        here = os.stat(path)
+        here = os.lstat(path)
     except FileNotFoundError:
         return False
     mine = os.fstat(file)

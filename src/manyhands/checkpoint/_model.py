@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from manyhands._dtensors import is_dtensor
 from manyhands.checkpoint import _index
+from manyhands.checkpoint._keys import put_new
 from manyhands.checkpoint._names import Names, listed
 from manyhands.checkpoint._shares import part_to_save
+from manyhands.checkpoint._undo import Other
 from manyhands.checkpoint._values import decoded, encoded
 
 
@@ -24,7 +26,7 @@ def saved_model(names: Names, prefix: str, rank: int) -> tuple[dict[str, Any], d
     tensors: dict[str, Any] = {}
 
     def put(path: str, tensor: Tensor) -> str:
-        tensors[path] = part_to_save(tensor)
+        put_new(tensors, path, part_to_save(tensor))
         return path
 
     for name, tensor in names.params.items():
@@ -58,7 +60,6 @@ class ModelLoading:
         what: str = "model",
     ) -> None:
         self.targets: dict[str, Any] = {}
-        self._names = names
         saved = {name: name for name in (*told["params"], *told["buffers"])} | told["aliases"]
         missing, wrong = [], []
         first: dict[str, Tensor] = {}
@@ -93,15 +94,17 @@ class ModelLoading:
                 f"the checkpoint's {what} is another one: {'; '.join(problems)}. Build the model "
                 "that was saved."
             )
-        self._extras = {name: decoded(state, get) for name, state in told["extras"].items()}
+        self.others = [
+            Other(name, module.get_extra_state, module.set_extra_state, decoded(state, get))
+            for name, state in told["extras"].items()
+            for module in [names.extras[name]]
+        ]
 
     def finish(self) -> None:
-        """The targets are filled, which are the model's own tensors; the rest follows."""
+        """The targets are filled, which are the model's own tensors; those tied there follow."""
         with torch.no_grad():
             for tensor, first in self._twins:
                 tensor.copy_(first)
-        for name, module in self._names.extras.items():
-            module.set_extra_state(self._extras[name])
 
 
 def _converts(there: torch.dtype, here: torch.dtype) -> bool:

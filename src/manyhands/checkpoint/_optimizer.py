@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.checkpoint import _index
+from manyhands.checkpoint import _index, _kinds
 from manyhands.checkpoint._blocks import BlocksLoading, saved_blocks
+from manyhands.checkpoint._keys import put_new, state_key
 from manyhands.checkpoint._names import Names, listed
 from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._shares import (
@@ -87,14 +88,14 @@ def collected(optimizer: Any, names: Names | None, number: int, replica: Replica
     saved = Saved({"replica": replica.number, "state": {}})
 
     def put(path: str, tensor: Tensor) -> str:
-        saved.tensors[path] = part_to_save(tensor)
+        put_new(saved.tensors, path, part_to_save(tensor))
         return path
 
     shares, packed = shares_of(inner, groups)
     for share in shares:
         told = saved.told["state"].setdefault(share.name, {})
         for entry, value in share.entries.items():
-            key = f"{prefix}/{entry}/{share.name}"
+            key = state_key(prefix, entry, share.name)
             if not isinstance(value, Tensor):
                 told[entry] = encoded(value, key, put)
                 continue
@@ -114,8 +115,8 @@ def collected(optimizer: Any, names: Names | None, number: int, replica: Replica
     saved.told |= {
         "class": parts.class_name,
         "groups": [
-            {"names": members, "options": encoded(given, f"{prefix}/options", put)}
-            for members, given in zip(groups, options, strict=True)
+            {"names": members, "options": encoded(given, f"{prefix}/options.{i}", put)}
+            for i, (members, given) in enumerate(zip(groups, options, strict=True))
         ],
         "other": encoded(_other(packed, parts), f"{prefix}/other", put),
         "rule": None if rule is None else _rule_state(rule, groups, prefix, put),
@@ -197,21 +198,27 @@ class Loading:
             for other in (names.all_of(name) if names is not None else [name])
         }
         self._state = {self._aliases.get(name, name): s for name, s in told["state"].items()}
+        self._check_entries()
         self._options = self._matched_options()
         self._other = decoded(told["other"], get)
         self._scaling: Any = None if self.rule is None else self._parsed_rule(self.rule)
         self._blocks = None
         if parts.blocks is not None:
-            self._blocks = BlocksLoading(
-                parts.blocks,
-                told.get("blocks"),
-                self._saved_names(names),
-                tensors,
-                get,
-                f"optimizer.{number}",
-                replica,
-                from_replica,
-            )
+            try:
+                self._blocks = BlocksLoading(
+                    parts.blocks,
+                    told.get("blocks"),
+                    self._saved_names(names),
+                    tensors,
+                    get,
+                    f"optimizer.{number}",
+                    replica,
+                    from_replica,
+                )
+            except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+                raise ValueError(
+                    f"the checkpoint's state of blocks is damaged: {error!r}. Load another one."
+                ) from error
             self.targets |= self._blocks.targets
         if hasattr(self.inner, "_prepare"):  # of an OSS: what has thawed gets its place
             self.inner._prepare()
@@ -253,6 +260,16 @@ class Loading:
                     + ". Build the optimizer from the same groups."
                 )
 
+    def _check_entries(self) -> None:
+        groups = zip(self.inner.param_groups, self._groups, strict=True)
+        dims = {
+            name: param.dim()
+            for group, names in groups
+            for param, name in zip(group["params"], names, strict=True)
+        }
+        plain = getattr(self.inner, "optim", self.inner)
+        _kinds.check_entries(plain, self._groups, self._state, dims.__getitem__, but=EXACT)
+
     def _saved_names(self, names: Names | None) -> dict[int, str]:
         """What the parameters are called in the checkpoint: a tied one has several names."""
         saved = {name for group in self._told["groups"] for name in group["names"]}
@@ -263,6 +280,7 @@ class Loading:
         result = []
         for group, told in zip(self.inner.param_groups, self._told["groups"], strict=True):
             here, saved = options_of(group), decoded(told["options"], self._get)
+            _kinds.check_options(self.inner, here, saved)
             ours = {name: here[name] for name in OURS if name in here}
             result.append({**here, **saved, **ours})
         return result
@@ -276,7 +294,11 @@ class Loading:
                 f"wrapping: mh.load(...), then mh.{type(rule).__name__}(optimizer)."
             )
         state = decoded(told["state"], self._get)
-        previous = state["previous"]
+        previous = state.get("previous")
+        if not isinstance(previous, dict):
+            raise ValueError(
+                "the checkpoint's scaling rule has no previous gradients. Load another."
+            )
         members = [name for group in self._groups for name in group]
         by_name = {self._aliases.get(name, name): grad for name, grad in previous.items()}
         state["previous"] = [by_name.get(name) for name in members] if previous else []
@@ -307,8 +329,8 @@ class Loading:
         before = self.targets.get(key)
         self.targets[key] = part if before is None else before.with_parts_of(part)
 
-    def finish(self) -> None:
-        """The targets are filled: let the optimizer have them."""
+    def load(self) -> None:
+        """The targets are filled: let the optimizer have them. Its class may be the user's."""
         for tensor, first in self._alike:
             tensor.copy_(first)
         state, for_later = {}, {}
@@ -335,6 +357,9 @@ class Loading:
         params = [param for group in holder.param_groups for param in group["params"]]
         for number, entries in state.items():
             _restore_types(holder.state[params[number]], entries)
+
+    def finish(self) -> None:
+        """What is ours around it goes on as well."""
         if self.rule is not None:
             self.rule._continue_from(self._scaling)
         if self._blocks is not None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from manyhands.checkpoint import _folder, _index, _plan
 from manyhands.checkpoint._contents import Restoring, at_rest, listed_as
-from manyhands.checkpoint._random import set_random_state
+from manyhands.checkpoint._random import check_random_state, set_random_state
 from manyhands.checkpoint._replicas import Replica, replicas_of
 from manyhands.checkpoint._storage import Reader
 from manyhands.checkpoint._team import Team
@@ -29,7 +29,9 @@ def load_newest(
     before, problem = None, None
     while True:
         found = team.together(lambda: _folder.newest(path) if team.rank == 0 else None)
-        checkpoint = path / team.tell("" if found is None else str(found.relative_to(path)))
+        # By its name, as this worker may have the folder elsewhere; none, if it is `path` itself.
+        name = team.tell("" if found is None or _folder.is_checkpoint(path) else found.name)
+        checkpoint = path / name if name else _folder.itself(path)
         if checkpoint == before:
             assert problem is not None
             raise problem
@@ -59,13 +61,29 @@ def _loaded(
             lambda: _compared(reader, given, values, team, replicas)
         )
 
-        def commit() -> None:
-            reader.read_data(plan, planner).wait()
+        def fill() -> None:
+            _read(reader, plan, planner)
             restoring.finish()
             set_random_state(random)
 
-        team.together(commit)
+        try:
+            team.together(restoring.ask_others)
+            team.together(fill)
+        except BaseException:
+            restoring.undo()
+            raise
         return restoring.result
+
+
+def _read(reader: Reader, plan: LoadPlan, planner: _plan.LoadPlanner) -> None:
+    """Into the model's own memory, once all of it has been read and found right."""
+    try:
+        reader.read_data(plan, planner).wait()
+    except (OSError, ValueError) as error:
+        raise RuntimeError(
+            f"{reader.folder} was read and found right, and could then not be read again: {error} "
+            "The model and the optimizer are loaded in part now. Load a checkpoint, or start anew."
+        ) from error
 
 
 def _opened(checkpoint: Path, stack: ExitStack) -> tuple[_index.Index, int]:
@@ -100,6 +118,7 @@ def _compared(
         for key in index.tensors:
             if key.startswith(prefix):
                 random[key.removeprefix(prefix)] = reader.whole(key)
+        check_random_state(random)
     return restoring, plan, planner, random
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import sys
 import zlib
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from manyhands.checkpoint import _files
 
 BLOCK = 2**24  # bytes that are copied, summed or read at once
 LARGEST_HEADER = 2**30
@@ -56,7 +59,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -103,21 +106,22 @@ def write(
     text += b" " * (-len(text) % 8)
     first = len(text).to_bytes(8, "little") + text
     sums = []
-    with path.open("xb", buffering=0) as file:
-        _write_all(file, memoryview(first))
+    with _files.writer(path) as file:
+        write_all(file, memoryview(first))
         for number in range(len(entries)):
             total = 0
             for part in _blocks(tensor(number)):
                 view = memory_of(part)
                 total = zlib.crc32(view, total)
-                _write_all(file, view)
+                write_all(file, view)
                 del view
             sums.append(total)
         os.fsync(file.fileno())
     return Written(len(first) + end, zlib.crc32(first), sums)
 
 
-def _write_all(file: Any, view: memoryview) -> None:
+def write_all(file: Any, view: memoryview) -> None:
+    """Write to a file without a buffer, which may take less at once."""
     while len(view):
         view = view[file.write(view) :]
 
@@ -127,12 +131,20 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    if tensor.dim() == 0 or (tensor.device.type == "cpu" and tensor.is_contiguous()):
-        yield tensor.cpu()
+    if tensor.dim() == 0 or (
+        tensor.device.type == "cpu" and tensor.is_contiguous() and as_in_memory(tensor)
+    ):
+        yield tensor.cpu().resolve_conj().resolve_neg()
         return
     row = tensor.itemsize * tensor.numel() // tensor.shape[0]
     for part in tensor.split(max(1, BLOCK // row)):
-        yield part.contiguous().cpu()
+        yield part.resolve_conj().resolve_neg().contiguous().cpu()
+
+
+def as_in_memory(tensor: Tensor) -> bool:
+    """Whether its numbers are those in its memory. A view may say that they are the conjugate of
+    those, or the negative, and torch reads and writes them so; whoever takes the bytes does not."""
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -140,6 +152,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return memoryview(b"")
+    assert tensor.is_contiguous() and as_in_memory(tensor)
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -148,7 +161,7 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("rb", buffering=0)
+        self._file = _files.reader(path)
         try:
             self.nbytes = os.fstat(self._file.fileno()).st_size
             length = int.from_bytes(self._read(8), "little")
@@ -189,13 +202,16 @@ class File:
             for name, told in header.items():
                 if name == "__metadata__":
                     continue
-                entry = Entry(name, DTYPES[told["dtype"]], tuple(map(int, told["shape"])))
+                entry = Entry(name, DTYPES[told["dtype"]], tuple(told["shape"]))
                 start, stop = told["data_offsets"]
-                if start != end or stop - start != entry.nbytes or min(entry.shape, default=0) < 0:
-                    raise ValueError(f"{name} is not where it should be")
+                whole = all(type(number) is int for number in (*entry.shape, start, stop))
+                if not whole or min(entry.shape, default=0) < 0:
+                    raise ValueError(f"{name!r} has no sizes that it could have")
+                if start != end or stop - start != entry.nbytes:
+                    raise ValueError(f"{name!r} is not where it should be")
                 entries[name], places[name], end = entry, start, stop
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._damaged(f"its header cannot be read ({error})") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._damaged(f"its header cannot be read ({error!r:.200})") from error
         if self._start + end != self.nbytes:
             raise self._damaged(
                 f"it has {self.nbytes:,} bytes and should have {self._start + end:,}"
@@ -229,6 +245,7 @@ class File:
             self._file.seek(self._start + self._places[name] + (offsets[0] + first) * row)
             target = to.narrow(0, first, count)
             direct = target.device.type == "cpu" and target.dtype == entry.dtype
+            direct = direct and as_in_memory(target)
             if direct and target.is_contiguous() and sizes[1:] == shape[1:]:
                 self._fill(memory_of(target))
                 continue

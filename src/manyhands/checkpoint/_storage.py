@@ -6,6 +6,7 @@ all that is going to be read is compared with its checksums, then it is read.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from manyhands.checkpoint import _index, _safetensors
+from manyhands.checkpoint import _files, _index, _safetensors
 from manyhands.checkpoint._safetensors import Entry
 
 
@@ -89,8 +90,20 @@ def _data(each: Any) -> Any:
     return each.tensor_data
 
 
+def bytes_of(plan: SavePlan) -> int:
+    """How many bytes of tensors a worker writes: of its chunks, not of the tensors they are of."""
+    return sum(
+        math.prod(_data(each).chunk.sizes) * _data(each).properties.dtype.itemsize
+        for each in plan.items
+    )
+
+
 def chunk_name(key: str, chunk: ChunkStorageMetadata, shape: Sequence[int]) -> str:
-    """What a part is called in its file: the tensor's name, and where it begins if it is cut."""
+    """What a part is called in its file: the tensor's name, and where it begins if it is cut.
+
+    An @ of the tensor's own name is doubled, so that none is taken for such a place.
+    """
+    key = key.replace("@", "@@")
     if list(chunk.sizes) == list(shape):
         return key
     return f"{key}@{','.join(map(str, chunk.offsets))}"
@@ -118,9 +131,8 @@ def tensors_of(
 
 def write_index(folder: Path, index: _index.Index) -> None:
     """The last file of a checkpoint, to the disk."""
-    with (folder / _index.NAME).open("x", encoding="utf-8") as file:
-        file.write(index.text())
-        file.flush()
+    with _files.writer(folder / _index.NAME) as file:
+        _safetensors.write_all(file, memoryview(index.text().encode()))
         os.fsync(file.fileno())
 
 
@@ -168,21 +180,24 @@ class Reader(StorageReader):
 
         With `all_of_it`, what nobody needs to read as well: each worker takes its share of it.
         """
-        chunks = {self._chunk(item.storage_index): None for item in plan.items}
+        tensors = self.index.tensors
+        needed = {
+            self._chunk(item.storage_index): tensors[item.storage_index.fqn] for item in plan.items
+        }
         if all_of_it:
-            everything = [chunk for told in self.index.tensors.values() for chunk in told.chunks]
-            chunks |= dict.fromkeys(everything[rank::workers])
-        for chunk in chunks:
-            self.check(chunk)
+            everything = [(chunk, told) for told in tensors.values() for chunk in told.chunks]
+            needed |= dict(everything[rank::workers])
+        for chunk, told in needed.items():
+            self.check(chunk, told.torch_dtype)
 
-    def check(self, chunk: _index.Chunk) -> None:
+    def check(self, chunk: _index.Chunk, dtype: torch.dtype) -> None:
         """Compare a part with its checksum."""
         file = self._opened(chunk.file)
         entry = file.entries.get(chunk.name)
-        if entry is None or entry.shape != chunk.sizes:
+        if entry is None or (entry.shape, entry.dtype) != (chunk.sizes, dtype):
             raise ValueError(
-                f"{file.path} has no {chunk.name!r} of shape {chunk.sizes}: it is not the file "
-                "that belongs to this checkpoint. Load another one."
+                f"{file.path} has no {chunk.name!r} of shape {chunk.sizes} and type {dtype}: it is "
+                "not the file that belongs to this checkpoint. Load another one."
             )
         if file.checksum(chunk.name) != chunk.crc32:
             raise ValueError(
@@ -212,7 +227,7 @@ class Reader(StorageReader):
         """A small tensor, compared with its checksums, in new memory."""
         told = self.index.tensors[key]
         for chunk in told.chunks:
-            self.check(chunk)
+            self.check(chunk, told.torch_dtype)
         result = torch.empty(told.shape, dtype=told.torch_dtype)
         self.read_into(key, result)
         return result

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.checkpoint._keys import below
+
 Put = Callable[[str, Tensor], str]  # path and tensor -> its key
 Get = Callable[[str], Tensor]
 
@@ -30,10 +32,21 @@ SEQUENCES: dict[str, Any] = {
     "torch.Size": torch.Size,
 }
 MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+NOT_FINITE = ("nan", "inf", "-inf")
+DEEPEST = 100  # containers in each other: so many always fit on the stack of Python
 
 
-def encoded(value: Any, path: str, put: Put) -> Any:
+def encoded(value: Any, path: str, put: Put, depth: int = DEEPEST) -> Any:
     """A value as JSON; `put` takes its tensors. `path` is what the value is called in errors."""
+    if depth < 0:
+        raise ValueError(
+            f"{path:.80}... is nested in more than {DEEPEST} containers, or contains itself. Save "
+            "what it is made of."
+        )
+
+    def inner(value: Any, key: object) -> Any:
+        return encoded(value, below(path, key), put, depth - 1)
+
     if isinstance(value, Tensor):
         return {"$": "tensor", "key": put(path, value)}
     kind = type(value)
@@ -42,17 +55,16 @@ def encoded(value: Any, path: str, put: Put) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "value": str(value)}
     if kind is list:
-        return [encoded(each, f"{path}.{i}", put) for i, each in enumerate(value)]
+        return [inner(each, i) for i, each in enumerate(value)]
     if kind is dict and all(type(key) is str and key != "$" for key in value):
-        return {key: encoded(each, f"{path}.{key}", put) for key, each in value.items()}
+        return {key: inner(each, key) for key, each in value.items()}
     for name, sequence in SEQUENCES.items():
         if kind is sequence:
-            items = [encoded(each, f"{path}.{i}", put) for i, each in enumerate(value)]
-            return {"$": name, "items": items}
+            return {"$": name, "items": [inner(each, i) for i, each in enumerate(value)]}
     for name, mapping in MAPPINGS.items():
         if kind is mapping or (name == "dict" and kind is defaultdict):
             pairs = enumerate(value.items())
-            items = [[encoded(k, path, put), encoded(v, f"{path}.{i}", put)] for i, (k, v) in pairs]
+            items = [[inner(k, f"{i}, the key"), inner(v, i)] for i, (k, v) in pairs]
             return {"$": name, "items": items}
     if kind is complex:
         return {"$": "complex", "value": [str(value.real), str(value.imag)]}
@@ -63,12 +75,12 @@ def encoded(value: Any, path: str, put: Put) -> Any:
     if kind is torch.device:
         return {"$": "device", "value": str(value)}
     if has_state(value):
-        return {"$": "state", "of": kind.__name__, "value": state_of(value, path, put)}
+        return {"$": "state", "of": kind.__name__, "value": state_of(value, path, put, depth)}
     for plain in (bool, int, float, str):  # such as numpy's numbers
         if isinstance(value, plain):
-            return encoded(plain(value), path, put)
+            return encoded(plain(value), path, put, depth)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return encoded(value.item(), path, put)
+        return encoded(value.item(), path, put, depth)
     raise TypeError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, and only tensors, numbers, strings, "
         "lists, tuples, sets, dicts, and what has state_dict() and load_state_dict() can be saved. "
@@ -76,9 +88,10 @@ def encoded(value: Any, path: str, put: Put) -> Any:
     )
 
 
-def state_of(value: Any, path: str, put: Put) -> Any:
+def state_of(value: Any, path: str, put: Put, depth: int) -> Any:
     state = value.state_dict()
-    return encoded(dict(state) if isinstance(state, OrderedDict) else state, path, put)
+    state = dict(state) if isinstance(state, OrderedDict) else state
+    return encoded(state, path, put, depth - 1)
 
 
 def has_state(value: Any) -> bool:
@@ -88,25 +101,36 @@ def has_state(value: Any) -> bool:
     )
 
 
-def decoded(told: Any, get: Get) -> Any:
-    """The value of such JSON; what had a state_dict comes as that."""
+def decoded(told: Any, get: Get, depth: int = DEEPEST) -> Any:
+    """The value of such JSON; what had a state_dict comes as that.
+
+    What `encoded` never writes is an error of some kind: `_schema.py` makes every value of an index
+    once, before anything else looks at it.
+    """
+    if depth < 0:
+        raise ValueError(f"nested in more than {DEEPEST} containers")
+
+    def inner(told: Any) -> Any:
+        return decoded(told, get, depth - 1)
+
     if isinstance(told, list):
-        return [decoded(each, get) for each in told]
+        return [inner(each) for each in told]
     if not isinstance(told, Mapping):
         return told
     if "$" not in told:
-        return {key: decoded(each, get) for key, each in told.items()}
+        return {key: inner(each) for key, each in told.items()}
     name = told["$"]
     if name == "tensor":
         return get(told["key"])
     if name in SEQUENCES:
-        return SEQUENCES[name](decoded(each, get) for each in told["items"])
+        return SEQUENCES[name](inner(each) for each in _list(told["items"]))
     if name in MAPPINGS:
-        return MAPPINGS[name]({decoded(k, get): decoded(v, get) for k, v in told["items"]})
+        pairs = (_list(pair) for pair in _list(told["items"]))
+        return MAPPINGS[name]({inner(k): inner(v) for k, v in pairs})
     value = told["value"]
     if name == "state":
-        return decoded(value, get)
-    if name == "float":
+        return inner(value)
+    if name == "float" and value in NOT_FINITE:
         return float(value)
     if name == "complex":
         return complex(float(value[0]), float(value[1]))
@@ -116,7 +140,13 @@ def decoded(told: Any, get: Get) -> Any:
         return getattr(torch, value)
     if name == "device":
         return torch.device(value)
-    raise ValueError(f"a value of unknown kind {name!r}: written by a newer release?")
+    raise ValueError(f"a value of unknown kind {name!r:.40}: written by a newer release?")
+
+
+def _list(told: Any) -> list[Any]:
+    if not isinstance(told, list):
+        raise ValueError(f"{told!r:.40} should be a list")
+    return told
 
 
 def keys_in(told: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import time
 import uuid
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from manyhands.checkpoint import _folder, _index, _plan, _storage
+from manyhands.checkpoint import _files, _folder, _index, _plan, _storage
 from manyhands.checkpoint._contents import Contents, at_rest, collect, listed_as
 from manyhands.checkpoint._replicas import Replica, joined, replicas_of
 from manyhands.checkpoint._safetensors import check_can_hold
@@ -60,7 +61,7 @@ def begin_save(
     contents.optimizers = joined([each[2] for each in everyone])
 
     token = team.tell(uuid.uuid4().hex)
-    begun = team.together(lambda: _folder.begin(path, step, token) if team.rank == 0 else None)
+    begun = team.together(lambda: _begun(path, step, token) if team.rank == 0 else None)
     hidden, name = json.loads(team.tell(json.dumps(begun)))
     partial = path / hidden
     to_write = plans[team.rank]
@@ -88,6 +89,15 @@ def begin_save(
             raise
 
     return path / name, work
+
+
+def _begun(path: Path, step: int | None, token: str) -> tuple[str, str]:
+    try:
+        return _folder.begin(path, step, token)
+    except OSError as error:
+        if error.errno in FULL:
+            raise OSError(_no_room(path, len(token))) from error
+        raise
 
 
 class Staged:
@@ -134,8 +144,7 @@ def _written(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:
         results = writer.write_data(plan, source).wait()
     except OSError as error:
         if error.errno in FULL:
-            needed = sum(each.tensor_storage_size() or 0 for each in plan.items)
-            raise OSError(_no_room(writer.folder, needed)) from error
+            raise OSError(_no_room(writer.folder, _storage.bytes_of(plan))) from error
         raise
     file = writer.file
     assert file is not None
@@ -146,11 +155,18 @@ def _written(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:
 
 
 def _no_room(folder: Path, needed: int) -> str:
-    free = shutil.disk_usage(folder).free
+    """`folder` is the hidden one, or the one that it should have been made in."""
+    parent = folder.parent if folder.name.startswith(_folder.PARTIAL) else folder
+    free = shutil.disk_usage(parent).free
+    why = f"this worker has {needed:,} bytes to write, and {free:,} are free"
+    if free > needed:
+        files = os.statvfs(parent).f_favail if hasattr(os, "statvfs") else 1
+        why += ", so that a limit on the size of files, or a quota, is reached"
+        if files == 0:
+            why = "the file system takes no more files (its inodes are used up)"
     return (
-        f"there is no room for the checkpoint in {folder.parent}: a worker has up to {needed:,} "
-        f"bytes to write, and {free:,} are free (or a limit on the size of files is reached). The "
-        "checkpoints that were complete are as they were. Make room, or keep fewer."
+        f"there is no room for the checkpoint in {parent}: {why}. The checkpoints that were "
+        "complete are as they were. Make room, or keep fewer."
     )
 
 
@@ -195,4 +211,4 @@ def _publish(
 
 def _drop(partial: Path, team: Team) -> None:
     if team.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        _files.remove(partial)

@@ -1,0 +1,136 @@
+"""Links, pipes and devices where a checkpoint's files should be: none is followed or opened."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.checkpoint import _files, _folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "run"
+    mh.save(path, value=torch.ones(3), step=1)
+    _folder.release_locks()
+    return path
+
+
+def test_a_link_as_the_lock_writes_nowhere_else(run, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(outside)
+    with pytest.raises(ValueError, match=r"\.lock is a link"):
+        mh.save(run, value=1)
+    assert outside.read_text() == "mine"
+    outside.unlink()  # dangling: nothing is created
+    with pytest.raises(ValueError, match=r"\.lock is a link"):
+        mh.save(run, value=1)
+    assert not outside.exists()
+
+
+def test_a_second_name_of_another_file_as_the_lock_is_not_written_to(run, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (run / ".lock").unlink()
+    os.link(outside, run / ".lock")
+    with pytest.raises(ValueError, match="hard link"):
+        mh.save(run, value=1)
+    assert outside.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["index.json", "worker-00000.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "fifo", "device", "folder", "dangling"])
+def test_what_is_no_file_is_an_error_at_once(name, kind, run, tmp_path):
+    path = run / "000001-step-1" / name
+    moved = path.rename(tmp_path / "moved")
+    if kind == "link":
+        path.symlink_to(moved)
+    elif kind == "dangling":
+        path.symlink_to(tmp_path / "nowhere")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    for where in (run, run / "000001-step-1"):
+        with pytest.raises(ValueError, match=r"is a link|not a regular file"):
+            mh.load(where)
+    mh.save(run, value=1, keep=1)  # and nothing of it hinders a save
+    assert mh.load(run) == {"value": 1}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_no_other_thing_as_the_lock_is_waited_for(kind, run):
+    (run / ".lock").unlink()
+    os.mkfifo(run / ".lock") if kind == "fifo" else (run / ".lock").mkdir()
+    with pytest.raises(ValueError, match="not a regular file"):
+        mh.save(run, value=1)
+
+
+def test_a_checkpoint_that_is_a_link_is_not_found_but_may_be_named(run, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(run / "000001-step-1", elsewhere)
+    (run / "000002-step-2").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="000002-step-2, is a link"):
+        mh.load(run)
+    assert mh.load(run / "000002-step-2")["step"] == 1  # the user says which
+    assert mh.load(elsewhere)["step"] == 1
+    mh.save(run, value=2, keep=1)
+    assert mh.load(run) == {"value": 2}
+    assert (elsewhere / "index.json").exists() and (run / "000002-step-2").is_symlink()
+
+
+def test_leftovers_that_are_links_are_removed_and_what_they_lead_to_is_not(run, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    for name in (".partial-000002", ".partial-000009", ".pruned-000001"):
+        (run / name).symlink_to(outside)
+    (run / ".partial-000003").write_text("a file")
+    mh.save(run, value=2)
+    assert (outside / "file").read_text() == "mine"
+    assert sorted(p.name for p in run.iterdir()) == [".lock", "000001-step-1", "000002"]
+
+
+def test_nothing_is_written_through_a_folder_that_was_swapped_for_a_link(
+    run, tmp_path, monkeypatch
+):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    begin = _folder.begin
+
+    def swapped(folder, *given):
+        hidden, name = begin(folder, *given)
+        shutil.copy(folder / hidden / _folder.TOKEN, outside)
+        shutil.rmtree(folder / hidden)
+        (folder / hidden).symlink_to(outside)
+        return hidden, name
+
+    monkeypatch.setattr(_folder, "begin", swapped)
+    monkeypatch.setattr(_folder, "PATIENCE", 0.1)
+    with pytest.raises(ValueError, match="is a link"):
+        mh.save(run, value=2)
+    assert [path.name for path in outside.iterdir()] == [_folder.TOKEN]
+    assert sorted(p.name for p in run.iterdir()) == [".lock", "000001-step-1"]
+
+
+def test_a_path_that_leads_over_links_is_the_users_own(run, tmp_path):
+    (tmp_path / "data").symlink_to(tmp_path)
+    (tmp_path / "latest").symlink_to(run)
+    for path in (tmp_path / "data" / "run", tmp_path / "latest", tmp_path / "data" / "latest"):
+        mh.save(path, value=3)
+        assert mh.load(path) == {"value": 3}
+
+
+def test_a_link_that_replaces_a_file_between_two_looks_is_seen(run, monkeypatch):
+    monkeypatch.setattr(_files, "is_regular", lambda path: True)
+    path = run / "000001-step-1" / "index.json"
+    path.rename(run / "moved")
+    path.symlink_to(run / "moved")
+    with pytest.raises(OSError, match="symbolic links"):
+        mh.load(run / "000001-step-1")

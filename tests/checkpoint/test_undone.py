@@ -1,0 +1,168 @@
+"""A load that fails late: where code that is not ours refuses, everything is as it was before."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import manyhands as mh
+from checkpoint_oracle import Setup, assert_equal
+from ranks import raises_on_ranks, run_ranks
+
+
+class Sampler:
+    """A user's own, which takes something of what it is given before it refuses."""
+
+    def __init__(self, epoch=0, refuses=False):
+        self.epoch, self.order, self.refuses = epoch, torch.arange(3) + epoch, refuses
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+        self.order.copy_(state["order"])
+        if self.refuses and state["epoch"] == 5:
+            raise RuntimeError("not this one")
+
+    def held(self):
+        return self.epoch, self.order.tolist()
+
+
+def scaler(enabled=True, scale=8.0):
+    made = torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
+    made.scale(torch.ones(1))
+    return made
+
+
+def state_of(setup, *others):
+    return setup.held(), setup.scheduler.state_dict(), [other.state_dict() for other in others]
+
+
+def test_a_scaler_that_refuses_leaves_all_as_it_was(tmp_path):
+    mh.save(tmp_path, **Setup("plain").train(2).given(), scaler=scaler(enabled=False))
+    setup, mine = Setup("plain", seed=3).train(1), scaler()
+    before, generator = state_of(setup, mine), torch.get_rng_state()
+    with pytest.raises((RuntimeError, ValueError)):
+        mh.load(tmp_path, **setup.given(), scaler=mine)
+    after = state_of(setup, mine)
+    assert_equal(after[0], before[0])
+    assert after[1:] == before[1:]
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_one_rank_that_refuses_undoes_it_on_all(refusing, tmp_path):
+    run_ranks(
+        2, lambda: mh.save(tmp_path, **Setup("OSS").train(2).given(), a=Sampler(5), b=1) and None
+    )
+
+    def go():
+        setup = Setup("fully_shard", seed=3).train(1)
+        sampler = Sampler(1, refuses=dist.get_rank() == refusing)
+        before = state_of(setup), sampler.held()
+        try:
+            mh.load(tmp_path, **setup.given(), a=sampler)
+        finally:
+            assert_equal(setup.held(), before[0][0])
+            assert setup.scheduler.state_dict() == before[0][1]
+            assert sampler.held() == before[1]
+
+    raises_on_ranks(2, RuntimeError, go, match="not this one")
+
+
+class Refusing(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+        if state["seen"] == 5:
+            raise RuntimeError("not this one")
+
+
+def test_a_modules_extra_state_is_given_back(tmp_path):
+    model, other = Refusing(2, 2), Refusing(2, 2)
+    model.seen, other.seen = 5, 1
+    mh.save(tmp_path, model=model)
+    before = other.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="not this one"):
+        mh.load(tmp_path, model=other)
+    assert torch.equal(other.weight, before) and other.seen == 1
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer of the user's, with a `load_state_dict` of its own."""
+
+    refuses = False
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if self.refuses:
+            raise RuntimeError("not this one")
+
+
+@pytest.mark.parametrize("way", ["plain", "OSS", "fully_shard"])
+def test_an_optimizers_own_loading_is_undone(way, tmp_path):
+    kind = (Own, {"lr": 0.02})
+
+    def go():
+        setup = Setup(way, kind, rule=mh.AdamScale).train(2)
+        mh.save(tmp_path, **setup.given(), sampler=Sampler(2))
+        other, sampler = Setup(way, kind, seed=3, rule=mh.AdamScale).train(1), Sampler(1)
+        before, progress = state_of(other), other.optimizer.progress
+        Own.refuses = True
+        try:
+            mh.load(tmp_path, **other.given(), sampler=sampler)
+        except RuntimeError as error:
+            assert "not this one" in str(error)
+        else:
+            raise AssertionError("loaded")
+        assert_equal(other.held(), before[0])
+        assert other.scheduler.state_dict() == before[1] and sampler.epoch == 1
+        assert other.optimizer.progress == progress
+        Own.refuses = False
+        mh.load(tmp_path, **other.given(), sampler=sampler)
+        assert_equal(other.held(), setup.held())
+        other.train(1, 2), setup.train(1, 2)
+        assert_equal(other.held(), setup.held())
+
+    run_ranks(2, go)
+
+
+def test_what_does_not_take_its_own_state_back_is_named(tmp_path):
+    class Once(Sampler):
+        def load_state_dict(self, state):
+            raise RuntimeError("never")
+
+    mh.save(tmp_path, sampler=Sampler(5))
+    with pytest.raises(
+        RuntimeError, match=r"sampler= .RuntimeError: never. did not take"
+    ) as raised:
+        mh.load(tmp_path, sampler=Once())
+    assert "never" in str(raised.value.__context__)
+
+
+def test_a_state_that_its_owner_goes_on_changing_is_kept(tmp_path):
+    class Growing(Sampler):
+        def __init__(self):
+            super().__init__()
+            self.all = {"list": [torch.zeros(2)], "pair": (1, {"a": torch.ones(1)})}
+
+        def state_dict(self):
+            return self.all
+
+        def load_state_dict(self, state):
+            self.all["list"][0].fill_(7)
+            self.all["pair"][1]["a"].fill_(7)
+            if "epoch" in state:
+                raise RuntimeError("no")
+            self.all = state
+
+    mh.save(tmp_path, value=Sampler(5))
+    mine = Growing()
+    with pytest.raises(RuntimeError, match="no"):
+        mh.load(tmp_path, value=mine)
+    assert mine.all["list"][0].tolist() == [0, 0] and mine.all["pair"][1]["a"].item() == 1
