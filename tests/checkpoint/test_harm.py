@@ -4,10 +4,15 @@ import errno
 import os
 import pickletools
 import random
+import re
 import resource
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +21,7 @@ import torch.distributed as dist
 import manyhands as mh
 from checkpoint_oracle import Setup, assert_equal
 from damage import damage_many, kill_while_saving
-from manyhands.checkpoint import _folder, _safetensors
+from manyhands.checkpoint import _files, _folder, _safetensors
 from pages import ROOT
 from ranks import raises_on_ranks, run_ranks
 
@@ -135,6 +140,106 @@ def test_a_full_disk_is_an_error_on_all_and_leaves_the_last(wait, tmp_path):
     raises_on_ranks(2, OSError, go, match="no room for the checkpoint .* as they were")
     assert hidden(path) == []
     assert [p.name for p in _folder.complete(path)] == ["000001-step-2"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_save_that_one_rank_calls_alone_ends_with_the_groups_timeout(before, tmp_path):
+    def go():
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+        if before:
+            mh.save(tmp_path, value=1, process_group=group)
+        begun = time.monotonic()
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"called mh\.save, and not every .* within 2 s"):
+                mh.save(tmp_path, value=2, process_group=group)
+        else:
+            time.sleep(4)
+        return time.monotonic() - begun
+
+    assert run_ranks(2, go)[0] < 8
+    assert len(_folder.complete(tmp_path)) == before and not hidden(tmp_path)
+
+
+def test_a_slow_worker_is_waited_for_longer_than_the_groups_timeout(tmp_path, monkeypatch):
+    write = _safetensors.write
+
+    def slowly(*given):
+        time.sleep(2 if dist.get_rank() else 0)
+        return write(*given)
+
+    def go():
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+        mh.save(tmp_path, model=torch.nn.Linear(2, 2), process_group=group)
+
+    monkeypatch.setattr(_safetensors, "write", slowly)
+    run_ranks(2, go)
+    assert len(_folder.complete(tmp_path)) == 1
+
+
+def test_ranks_that_call_different_functions_are_told(tmp_path):
+    mh.save(tmp_path, value=1)
+
+    def go():
+        (mh.load if dist.get_rank() else mh.save)(tmp_path)
+
+    _folder.release_locks()
+    raises_on_ranks(2, RuntimeError, go, match=r"rank 0: mh\.save, rank 1: mh\.load")
+
+
+def test_what_a_full_disk_lacks_is_what_there_is_to_write(tmp_path, monkeypatch):
+    """Half of the state on each of two ranks, and not the whole of it."""
+
+    def go():
+        setup = Setup("OSS").train(1)
+        size = sum(t.nbytes for t in setup.held().values())
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+        try:
+            mh.save(tmp_path, **setup.given())
+        except OSError as error:
+            (claimed,) = re.findall(r"has ([\d,]+) bytes to write", str(error))
+            return int(claimed.replace(",", "")), size
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    def save():
+        mh.save(tmp_path, **Setup("OSS").train(1).given())
+
+    told = run_ranks(2, go)
+    run_ranks(2, save)
+    (checkpoint,) = _folder.complete(tmp_path)
+    for rank, (claimed, _) in enumerate(told):
+        written = (checkpoint / f"worker-0000{rank}.safetensors").stat().st_size
+        assert 0.5 * written < claimed < written  # the rest is the header
+
+
+@pytest.mark.parametrize("at", ["folder", "token", "file", "index"])
+def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp_path, monkeypatch):
+    mh.save(tmp_path, value=torch.ones(3))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    names = {"token": _folder.TOKEN, "file": "worker-00000.safetensors", "index": "index.json"}
+    writer, mkdir = _files.writer, Path.mkdir
+
+    def no_writer(path):
+        if path.name == names.get(at):
+            raise full
+        return writer(path)
+
+    def no_folder(path, *given, **options):
+        if at == "folder" and path.name.startswith(_folder.PARTIAL):
+            raise full
+        mkdir(path, *given, **options)
+
+    used_up = SimpleNamespace(f_favail=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "writer", no_writer)
+        patch.setattr(Path, "mkdir", no_folder)
+        patch.setattr(os, "statvfs", lambda path: used_up)
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**9))
+        with pytest.raises(OSError, match=r"no room .*inodes are used up"):
+            mh.save(tmp_path, value=torch.zeros(3))
+    assert hidden(tmp_path) == []
+    assert mh.load(tmp_path)["value"].tolist() == [1, 1, 1]
 
 
 def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):

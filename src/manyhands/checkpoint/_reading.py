@@ -23,7 +23,7 @@ def load_newest(
     path: Path, given: Mapping[str, Any], values: Mapping[str, Any], process_group: Any
 ) -> dict[str, Any]:
     """Load; should the checkpoint be removed meanwhile for a newer one, that one."""
-    team = Team.of(process_group)
+    team = Team.of(process_group, "mh.load")
     at_rest(given["optimizer"], to_load=True)
     replicas = replicas_of(listed_as(given["optimizer"]), team)
     before, problem = None, None

@@ -2,6 +2,10 @@
 
 They have a process group of their own, on gloo, so that what is told here can never meet a
 collective of the training's: an asynchronous save tells it from another thread.
+
+Two kinds of waiting. That all call the same function is waited for as long as the training's group
+waits for anything, and then said. Once all have come, nobody is late by mistake: the slowest disk
+has hours, and a worker that dies is noticed by its connections.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from manyhands._comm import Workers
 
 Made = TypeVar("Made")
 PATIENCE = timedelta(hours=2)  # for the slowest worker's disk
+SHORT = timedelta(minutes=30)  # for all to come, where the group does not say: torch's default
 FIRST = 512  # bytes of a text that go in the first round
 KINDS = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 
@@ -37,42 +43,63 @@ class Team:
     group: Any = None
 
     @classmethod
-    def of(cls, process_group: Any = None) -> Team:
-        """Those of a process group, by default all; to be called on each of them."""
+    def of(cls, process_group: Any, what: str) -> Team:
+        """Those of a process group, by default all, once each of them has called `what`."""
         workers = Workers.of(process_group)
         if workers.size == 1:
             return cls()
+        limit = workers._timeout or SHORT
         ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-        group = _groups.get(ranks)
-        if group is None:
-            group = dist.new_group(
-                list(ranks), PATIENCE, backend="gloo", use_local_synchronization=True
+        try:
+            group = _groups.get(ranks)
+            if group is None:
+                group = dist.new_group(
+                    list(ranks), limit, backend="gloo", use_local_synchronization=True
+                )
+                _groups[ranks] = group
+            team = cls(workers.size, workers.rank, group)
+            called = team.gather(what, limit)
+        except RuntimeError as error:
+            _groups.pop(ranks, None)
+            raise RuntimeError(
+                f"rank {workers.rank} has called {what}, and not every one of the {workers.size} "
+                f"workers has within {limit.total_seconds():g} s, the process group's timeout, or "
+                f"one has ended. Call it on every worker. ({error})"
+            ) from error
+        if len(set(called)) > 1:
+            told = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(called[:8]))
+            raise RuntimeError(
+                f"workers call different functions at the same time: {told}. Call each of them on "
+                "every worker, in the same order."
             )
-            _groups[ranks] = group
-        return cls(workers.size, workers.rank, group)
+        return team
 
-    def gather(self, text: str) -> list[str]:
+    def gather(self, text: str, limit: timedelta = PATIENCE) -> list[str]:
         """Every worker's text, in rank order."""
         if self.size == 1:
             return [text]
         sent = zlib.compress(text.encode(), 1)
         # The length, and the text if it is short; else all of it in a second round.
-        rows = self._gathered(len(sent).to_bytes(8, "little") + sent, FIRST)
+        rows = self._gathered(len(sent).to_bytes(8, "little") + sent, FIRST, limit)
         sizes = [int.from_bytes(row[:8], "little") for row in rows]
         rest = max(sizes) + 8 - FIRST
         if rest > 0:
-            more = self._gathered(sent[FIRST - 8 :], rest)
+            more = self._gathered(sent[FIRST - 8 :], rest, limit)
             rows = [row + other for row, other in zip(rows, more, strict=True)]
         return [
             zlib.decompress(row[8 : 8 + size]).decode()
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def _gathered(self, sent: bytes, size: int) -> list[bytes]:
+    def _gathered(self, sent: bytes, size: int, limit: timedelta) -> list[bytes]:
         """Every worker's first `size` bytes, filled up with zeros."""
         own = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        self.group.allgather([rows], [own]).wait()  # works beside destroy_process_group, too
+        options = AllgatherOptions()
+        options.timeout = limit
+        self.group.allgather(
+            [rows], [own], options
+        ).wait()  # works beside destroy_process_group, too
         return [ctypes.string_at(row.data_ptr(), size) for row in rows]
 
     def tell(self, text: str) -> str:

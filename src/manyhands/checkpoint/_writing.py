@@ -39,7 +39,7 @@ def begin_save(
 
     Unless `wait`, what is left does not look at the model or the optimizer any more.
     """
-    team = Team.of(process_group)
+    team = Team.of(process_group, "mh.save")
     at_rest(given["optimizer"], to_load=False)
     replicas = replicas_of(listed_as(given["optimizer"]), team)
     contents = team.together(lambda: _collected(given, values, team.rank, replicas))
