@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 import manyhands as mh
 from checkpoint_oracle import Setup
+from forge import content, sign
 from manyhands.checkpoint import _consolidate, _folder
 from ranks import run_ranks
 
@@ -93,3 +94,29 @@ def test_a_mistake_is_said_and_exit_code_2(manyhands, tmp_path):
         assert result.stderr.startswith(f"manyhands checkpoint {command[0]}: ")
         assert "has no complete checkpoint" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_file_says_is_no_command_to_the_terminal(manyhands, tmp_path):
+    odd = "\x1b[31mred\x1b]8;;http://x\x07\r\x9b2J\u202ereversed [bold]"
+    mh.save(tmp_path / odd / "run", **{odd: {odd: torch.ones(2)}, "plain": 1})
+    results = [
+        manyhands("inspect", tmp_path / odd / "run", "--verify"),
+        manyhands("inspect", tmp_path / odd),
+        manyhands("consolidate", tmp_path / odd, tmp_path / "out"),
+    ]
+    assert [result.exit_code for result in results] == [0, 2, 2]
+    for result in results:
+        said = result.output + result.stderr
+        assert all(line.isprintable() for line in said.splitlines()), repr(said)
+        assert "\\x1b[31mred" in said.replace("\n", "") and "[bold]" in said.replace("\n", "")
+
+
+def test_a_forged_class_is_no_command_to_the_terminal(manyhands, tmp_path):
+    saved(tmp_path / "run")
+    (checkpoint,) = _folder.complete(tmp_path / "run")
+    told = content(checkpoint)
+    told["optimizers"][0]["class"] = "\x1b[31mAdamW"
+    sign(checkpoint, told)
+    result = manyhands("inspect", checkpoint)
+    assert result.exit_code == 2 and "cannot be printed" in result.stderr
+    assert result.stderr.strip().isprintable()

@@ -77,7 +77,7 @@ def test_a_column_of_groups_is_read_whole_or_by_group(path):
 
 def test_a_column_that_is_not_there_is_refused_with_those_that_are(path):
     write(path, 1)
-    with pytest.raises(KeyError, match=r"no column 'gian'\. It has: step, time, loss"):
+    with pytest.raises(KeyError, match=r"no column 'gian'\. It has: 'step', 'time', 'loss'"):
         read_record(path).column("gian")
 
 
@@ -227,3 +227,12 @@ def test_new_refuses_a_file_that_exists_and_overwrite_empties_it(path):
     assert (run.name, len(run.lines)) == ("second", 1)
     assert not run.header["resumed"]
     assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="not a regular file"):
+            read_record(path)
+        with pytest.raises((ValueError, OSError), match=r"not a regular file|No such device"):
+            Record(path)

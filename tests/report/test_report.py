@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -213,3 +214,102 @@ def test_values_that_are_not_finite_are_gaps_and_said_in_the_table(tmp_path):
 def test_no_run_at_all_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least one run"):
         write_report([], tmp_path / "page.html")
+
+
+# -- records that somebody has made up -------------------------------------------------------------
+
+FIRST = {"manyhands": {"version": 1, "name": "a", "date": "", "step": 0, "keys": ["progress"]}}
+LINE = {"step": 1, "time": 1.0, "progress": 1.0, "loss": 0.5, "lr": [0.1, 0.2]}
+ODD = (
+    "<a href='javascript:alert(1)'>x</a>", "\ud800", "\x1b[31m", "", None, True, -1, 2**70, 10**400,
+    -(10**400), 1e308, "nan", "inf", [], [[]], [[1], 2], {}, {"a": {}}, [10**400, "x", None],
+    [1] * 50,
+)  # fmt: skip
+
+
+def write_lines(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_what_should_be_a_number_and_is_a_word_is_nowhere_on_the_page(tmp_path):
+    word = "<a href='javascript:alert(1)'>x</a>"
+    lines = [
+        {**LINE, "step": step, "progress": word if step % 2 else 3.0, "gain": word, "lr": [word]}
+        for step in range(4)
+    ]
+    page = write_report(write_lines(tmp_path / "a", FIRST, *lines), tmp_path / "page.html")
+    assert "javascript:" not in json.dumps(Page(page).data)
+
+
+def test_progress_that_is_a_word_is_a_gap_and_not_a_place(tmp_path):
+    lines = [{**LINE, "step": step, "progress": [1.5, "x"][step % 2]} for step in range(4)]
+    page = Page(write_report(write_lines(tmp_path / "a", FIRST, *lines), tmp_path / "page.html"))
+    (trace,) = page.figures["loss"]["data"]
+    assert trace["meta"]["x"]["progress"] == [1.5, None, 1.5, None]
+
+
+@pytest.mark.parametrize(
+    "key", ["progress", "loss", "lr", "gain", "factor", "skipped", "\ud800<b>"]
+)
+def test_any_value_makes_a_page(tmp_path, key):
+    lines = [{**LINE, "step": step, key: value} for step, value in enumerate(ODD)]
+    run = write_lines(tmp_path / "a", FIRST, {**LINE, "step": 0, key: 0.5}, *lines)
+    page = Page(write_report([run, run], tmp_path / "page.html"))
+    for figure in page.figures.values():
+        for trace in figure["data"]:
+            for values in (trace["y"], *trace["meta"]["x"].values()):
+                assert all(value is None or isinstance(value, int | float) for value in values)
+
+
+@pytest.mark.parametrize("key", ["step", "time"])
+def test_a_step_that_is_no_number_is_named_by_its_line(tmp_path, key):
+    for value in ODD:
+        if type(value) in (int, float) and 0 <= value < 2**53:
+            continue
+        run = write_lines(tmp_path / "a", FIRST, LINE, {**LINE, key: value})
+        with pytest.raises(ValueError, match="line 3 is damaged"):
+            write_report(run, tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("key", ["version", "name", "keys", "step"])
+def test_a_header_of_other_kinds_is_refused(tmp_path, key):
+    for value in ODD:
+        header = {"manyhands": {**FIRST["manyhands"], key: value}}
+        run = write_lines(tmp_path / "a", header, LINE)
+        if (key, type(value)) in (("name", str), ("version", bool)) or (key, value) == ("keys", []):
+            write_report(run, tmp_path / "page.html")
+            continue
+        with pytest.raises(ValueError, match=r"not a record|format version"):
+            write_report(run, tmp_path / "page.html")
+
+
+def test_groups_that_are_sometimes_one_number_make_a_page(tmp_path):
+    lines = [{**LINE, "step": step, "lr": [0.1, [0.1, 0.2], None][step % 3]} for step in range(6)]
+    run = read_record(write_lines(tmp_path / "a", FIRST, *lines))
+    assert run.column("lr/1") == [None, 0.2, None] * 2
+    Page(write_report(run, tmp_path / "page.html"))
+
+
+def test_a_run_named_by_bytes_that_are_no_text_has_a_page(tmp_path):
+    path = tmp_path / b"caf\xe9.jsonl".decode("utf-8", "surrogateescape")
+    with Record(path) as record:
+        record.step(loss=1.0)
+    assert "caf?" in write_report(path, tmp_path / "page.html").read_text()
+
+
+def test_many_values_take_time_in_proportion(tmp_path):
+    """Processor time of choosing the figures: 600 values took 7 s, all of it in searches."""
+    from manyhands.report._panels import panels
+
+    def seconds(many):
+        lines = [
+            {"step": step, "time": 1.0, **{f"value{n}": 1.0 for n in range(many)}}
+            for step in range(3)
+        ]
+        run = read_record(write_lines(tmp_path / "a", FIRST, *lines))
+        begun = time.process_time()
+        assert len(panels([run], ["a"])) == many
+        return time.process_time() - begun
+
+    assert seconds(600) < 1.0

@@ -28,9 +28,11 @@ from torch.futures import Future
 from manyhands.checkpoint import _files, _index, _safetensors
 from manyhands.checkpoint._safetensors import Entry
 
+SUFFIX = ".safetensors"
+
 
 def file_name(rank: int) -> str:
-    return f"worker-{rank:05d}.safetensors"
+    return f"worker-{rank:05d}{SUFFIX}"
 
 
 class Writer(StorageWriter):

@@ -157,8 +157,10 @@ def _written(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:
 def _no_room(folder: Path, needed: int) -> str:
     """`folder` is the hidden one, or the one that it should have been made in."""
     parent = folder.parent if folder.name.startswith(_folder.PARTIAL) else folder
-    free = shutil.disk_usage(parent).free
-    why = f"this worker has {needed:,} bytes to write, and {free:,} are free"
+    free = shutil.disk_usage(parent).free + sum(
+        path.lstat().st_size for path in folder.glob(f"*{_storage.SUFFIX}")
+    )
+    why = f"this worker has {needed:,} bytes to write, and {free:,} were free for all workers"
     if free > needed:
         files = os.statvfs(parent).f_favail if hasattr(os, "statvfs") else 1
         why += ", so that a limit on the size of files, or a quota, is reached"

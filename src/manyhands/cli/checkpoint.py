@@ -14,6 +14,7 @@ from rich.table import Table
 
 from manyhands.checkpoint import _folder, _index
 from manyhands.checkpoint._index import Index
+from manyhands.cli._printable import printable
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
@@ -42,7 +43,7 @@ def inspect(
     except (OSError, ValueError) as error:
         _stop("inspect", str(error))
     console = Console(highlight=False)
-    table = Table(title=escape(f"{folder}"), title_justify="left")
+    table = Table(title=_shown(str(folder)), title_justify="left")
     table.add_column("name", overflow="fold")
     for name in ("shape", "type", "bytes", "parts"):
         table.add_column(name, justify="right")
@@ -52,10 +53,10 @@ def inspect(
             table.add_section()
         part = key.partition("/")[0]
         shape = " × ".join(map(str, told.shape)) or "a number"
-        table.add_row(escape(key), shape, told.dtype, f"{told.nbytes:,}", str(len(told.chunks)))
+        table.add_row(_shown(key), shape, told.dtype, f"{told.nbytes:,}", str(len(told.chunks)))
     console.print(table)
     for line in _facts(index):
-        console.print(escape(line), soft_wrap=True)
+        console.print(_shown(line), soft_wrap=True)
     if not verify:
         return
     total = sum(told.nbytes for told in index.tensors.values())
@@ -63,7 +64,7 @@ def inspect(
         task = progress.add_task("verifying", total=total)
         problems = _consolidate.verify(folder, index, lambda n: progress.advance(task, n))
     for problem in problems:
-        console.print(f"[red]{escape(problem)}[/red]", soft_wrap=True)
+        console.print(f"[red]{_shown(problem)}[/red]", soft_wrap=True)
     if problems:
         raise typer.Exit(1)
     console.print(f"[bold]all checksums are right: {total:,} bytes[/bold]")
@@ -94,7 +95,12 @@ def consolidate(
     except (OSError, ValueError, RuntimeError) as error:
         _stop("consolidate", str(error))
     for path in made:
-        console.print(f"wrote {escape(str(path))}, {path.stat().st_size:,} bytes", soft_wrap=True)
+        console.print(f"wrote {_shown(str(path))}, {path.stat().st_size:,} bytes", soft_wrap=True)
+
+
+def _shown(text: str) -> str:
+    """Text from a file, or a path, as it may go to the console."""
+    return escape(printable(text))
 
 
 def _facts(index: Index) -> list[str]:
@@ -124,5 +130,5 @@ def _progress(console: Console) -> Progress:
 
 
 def _stop(command: str, message: str) -> NoReturn:
-    typer.echo(f"manyhands checkpoint {command}: {message}", err=True)
+    typer.echo(f"manyhands checkpoint {command}: {printable(message)}", err=True)
     raise typer.Exit(2)

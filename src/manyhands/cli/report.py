@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from manyhands.cli._printable import printable
 from manyhands.record import Run, read_record
 from manyhands.report import write_report
 
@@ -26,7 +27,7 @@ def report(
         page = write_report(read, out, title=title)
     except (OSError, ImportError) as error:
         _stop(f"the page cannot be written: {error}")
-    typer.echo(f"wrote {page}")
+    typer.echo(f"wrote {printable(str(page))}")
     if show:
         webbrowser.open(page.resolve().as_uri())
 
@@ -43,5 +44,5 @@ def _read(path: Path) -> Run:
 
 
 def _stop(message: str) -> NoReturn:
-    typer.echo(f"manyhands report: {message}", err=True)
+    typer.echo(f"manyhands report: {printable(message)}", err=True)
     raise typer.Exit(2)

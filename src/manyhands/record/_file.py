@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ HEADER = "manyhands"
 
 Line = dict[str, Any]
 
+_LARGEST = 2**53  # of a step and of its seconds: whole numbers are exact up to here
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
@@ -28,22 +30,34 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if mode == "new":
         try:
-            return os.open(path, flags | os.O_EXCL, 0o666), None
+            return open_file(path, flags | os.O_EXCL), None
         except FileExistsError as error:
             raise FileExistsError(
                 f'{path} exists, and mode="new" writes to a new file only. Choose another path, '
                 'mode="continue" to go on with that run, or mode="overwrite" to drop it.'
             ) from error
     last, end = _last_line(path) if path.exists() else (None, 0)
-    file = os.open(path, flags, 0o666)
+    file = open_file(path, flags)
     os.ftruncate(file, 0 if mode == "overwrite" else end)  # also drops a line that was cut off
     return file, None if mode == "overwrite" else last
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file: a pipe would be waited for, and a device has no end.
+
+    A link is followed, as the user has named it.
+    """
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise ValueError(f"{path} is not a regular file, and a record is one. Choose another path.")
 
 
 def _last_line(path: Path) -> tuple[Line | None, int]:
     """The last complete line of a record, and where it ends."""
     last, end, number = b"", 0, 0
-    with path.open("rb") as file:
+    with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
             if number == 1 and not raw.startswith(f'{{"{HEADER}"'.encode()):
                 raise ValueError(foreign(path) + " It is left as it is: choose another path.")
@@ -91,11 +105,11 @@ def parse(raw: bytes, path: Path, number: int) -> Line:
         line: Line = json.loads(raw)
         if HEADER in line:
             version = line[HEADER]["version"]
-            complete = version != FORMAT_VERSION or {"name", "keys", "step"} <= set(line[HEADER])
+            complete = version != FORMAT_VERSION or _is_header(line[HEADER])
         else:
             version = FORMAT_VERSION
             line = {key: _unnamed(value) for key, value in line.items()}
-            complete = type(line["step"]) is int and type(line["time"]) in (int, float)
+            complete = _is_step(line["step"]) and _is_time(line["time"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         complete = False
     if not complete or (number == 1 and HEADER not in line):
@@ -107,10 +121,24 @@ def parse(raw: bytes, path: Path, number: int) -> Line:
         )
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path}, line {number}: the record has format version {version}, and this manyhands "
-            f"reads version {FORMAT_VERSION}. Read it with the version that wrote it."
+            f"{path}, line {number}: the record has format version {version!r:.40}, and this "
+            f"manyhands reads version {FORMAT_VERSION}. Read it with the version that wrote it."
         )
     return line
+
+
+def _is_header(header: dict[str, Any]) -> bool:
+    keys = header["keys"]
+    named = isinstance(header["name"], str) and isinstance(keys, list)
+    return named and all(isinstance(key, str) for key in keys) and _is_step(header["step"])
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= _LARGEST
 
 
 def _unnamed(value: Any) -> Any:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from manyhands.record._file import HEADER, Line, flat, foreign, parse
+from manyhands.record._file import HEADER, Line, flat, foreign, open_file, parse
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Run:
         """Every column there is; a list of values per parameter group gives "lr/0", "lr/1"."""
         return list(dict.fromkeys(key for line in self.lines for key, _ in flat(line)))
 
-    @property
+    @cached_property
     def own(self) -> list[str]:
         """The columns of the user's own values."""
         ours = {"step", "time", *self.header["keys"]}
@@ -39,10 +39,15 @@ class Run:
         if any(key in line for line in self.lines):
             return [line.get(key) for line in self.lines]
         if key not in self.columns:
-            raise KeyError(f"{self.path} has no column {key!r}. It has: {', '.join(self.columns)}.")
-        name, _, index = key.rpartition("/")
-        groups = [line.get(name, []) for line in self.lines]
-        return [group[int(index)] if int(index) < len(group) else None for group in groups]
+            known = ", ".join(map(repr, self.columns))
+            raise KeyError(f"{self.path} has no column {key!r}. It has: {known}.")
+        name, _, number = key.rpartition("/")
+        index = int(number)
+        groups = [line.get(name) for line in self.lines]
+        return [
+            group[index] if isinstance(group, list) and index < len(group) else None
+            for group in groups
+        ]
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a row for each line and the columns of `columns`."""
@@ -68,7 +73,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     header: dict[str, Any] = {}
     lines: list[Line] = []
     earlier, resumed = 0.0, False  # seconds before this part of the file
-    with path.open("rb") as file:
+    with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
                 break
@@ -84,4 +89,4 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             lines.append(line)
     if not header:
         raise ValueError(foreign(path))
-    return Run(path, str(header["name"]), header, lines)
+    return Run(path, header["name"], header, lines)

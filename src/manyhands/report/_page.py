@@ -47,7 +47,8 @@ def write_report(
     page = _page(read, title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    # A name taken from a path may hold bytes that are no text.
+    path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
 
@@ -60,7 +61,7 @@ def _page(runs: list[Run], title: str) -> str:
         ) from error
     shown = panels(runs, labels := _labels(runs))
     data = {
-        "figures": [json.loads(_figure(panel).to_json()) for panel in shown],
+        "figures": [json.loads(_figure(panel).to_json(engine="json")) for panel in shown],
         "axes": axes(runs),
     }
     here = files(__package__)

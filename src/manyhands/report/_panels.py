@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Any
 
 from manyhands.record import Run
@@ -28,7 +29,7 @@ class Curve:
     run: int
     label: str
     dash: str
-    x: dict[str, list[float]]
+    x: dict[str, list[float | None]]
     y: list[float]
     faint: bool = False
 
@@ -89,7 +90,7 @@ def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) 
 
 def axes(runs: Sequence[Run]) -> dict[str, str]:
     """What can stand on the horizontal axis, best first, and what to write under it."""
-    having = [any("progress" in line for line in run.lines) for run in runs if run.lines]
+    having = [_progress(run) is not None for run in runs if run.lines]
     progress = "Progress, in steps of the small batch"
     if not all(having):
         progress += " (plain steps for a run without it)"
@@ -98,9 +99,17 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def numbers(run: Run, column: str) -> list[float | None]:
-    """A column with None for all that is not a number."""
-    values: list[Any] = run.column(column)
-    return [value if isinstance(value, int | float) else None for value in values]
+    """A column with None for all that is not a number; other people's words end here."""
+    return [_number(value) for value in run.column(column)]
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else float(value)
+    except OverflowError:  # a whole number beyond all floats
+        return math.copysign(math.inf, value > 0 or -1)
 
 
 def _own_panel(key: str, runs: Sequence[Run]) -> Panel:
@@ -164,8 +173,9 @@ def _curves(key: str, index: int, run: Run, label: str, most: int) -> Iterator[C
 
 def _columns(run: Run, key: str) -> list[str]:
     """`key` itself, or one column for each parameter group."""
-    groups = [f"{key}/{index}" for index in range(len(run.columns))]
-    return [column for column in (key, *groups) if column in run.columns]
+    known = set(run.columns)
+    groups = takewhile(known.__contains__, (f"{key}/{index}" for index in count()))
+    return [*([key] if key in known else []), *groups]
 
 
 def _distinct(groups: list[list[float | None]]) -> list[list[float | None]]:
@@ -173,10 +183,20 @@ def _distinct(groups: list[list[float | None]]) -> list[list[float | None]]:
     return [group for index, group in enumerate(groups) if group not in groups[:index]]
 
 
-def _positions(run: Run) -> dict[str, list[float]]:
-    steps = run.column("step")
-    progress = run.column("progress") if "progress" in run.columns else steps
-    return {"progress": progress, "step": steps, "time": run.column("time")}
+def _positions(run: Run) -> dict[str, list[float | None]]:
+    steps = numbers(run, "step")
+    progress = _progress(run)
+    return {
+        "progress": steps if progress is None else progress,
+        "step": steps,
+        "time": numbers(run, "time"),
+    }
+
+
+def _progress(run: Run) -> list[float | None] | None:
+    """None where no line has one."""
+    values = numbers(run, "progress") if "progress" in run.columns else []
+    return values if any(value is not None for value in values) else None
 
 
 def _product(first: list[float | None], second: list[float | None]) -> list[float | None]:

@@ -55,8 +55,8 @@ def _number(value: float | None) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return NOTHING
+    if seconds is None or not math.isfinite(seconds):
+        return _number(seconds)
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
