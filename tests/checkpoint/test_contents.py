@@ -547,3 +547,11 @@ def test_names_that_are_one_after_all_are_an_error(tmp_path):
     model.__class__ = type("Both", (WithState,), {})
     with pytest.raises(ValueError, match="'model/_extra_state'"):
         mh.save(tmp_path, model=model)
+
+
+def test_a_file_cannot_have_two_tensors_of_one_name(tmp_path):
+    for names in (("a", "a"), ("__metadata__",)):
+        entries = [_safetensors.Entry(name, torch.float32, (1,)) for name in names]
+        with pytest.raises(ValueError, match="Rename it"):
+            _safetensors.write(tmp_path / "file", entries, lambda _: torch.ones(1))
+    assert not (tmp_path / "file").exists()

@@ -203,7 +203,7 @@ class Restoring:
             self.result[name] = value
             return
         if _kinds.is_torchs(given):
-            _kinds.check_kinds(given.state_dict(), value, f"{name}=")
+            _kinds.check_state(given, given.state_dict(), value, f"{name}=")
         self._others.add(Other(f"{name}=", given.state_dict, given.load_state_dict, value))
         self.result[name] = given
 

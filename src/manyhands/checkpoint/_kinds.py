@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -113,6 +114,16 @@ def check_attributes(target: Any, here: Mapping[str, Any], saved: Mapping[str, A
                 f"the checkpoint's state of the {what} has {name!r}, which is no part of it. Load "
                 "another checkpoint."
             )
+
+
+def check_state(target: Any, here: Mapping[str, Any], saved: Any, what: str) -> None:
+    """Of another one of torch's. A GradScaler asks for each of its numbers."""
+    check_kinds(here, saved, what)
+    if isinstance(target, torch.amp.GradScaler) and (missing := here.keys() - saved.keys()):
+        raise ValueError(
+            f"{what} has no {sorted(missing)[0]!r} in the checkpoint. Was it a scaler with "
+            "enabled=False? Then make this one so, or leave it out."
+        )
 
 
 def is_torchs(target: Any) -> bool:

@@ -95,6 +95,8 @@ def write(
     end = 0
     for entry in entries:
         check_can_hold(entry.name, entry.dtype)
+        if entry.name in header or entry.name == "__metadata__":
+            raise ValueError(f"a file of tensors cannot have {entry.name!r} (twice). Rename it.")
         where = [end, end := end + entry.nbytes]
         shape = list(entry.shape)
         header[entry.name] = {

@@ -107,7 +107,7 @@ def parsed(
             nonfinite_in_a_row=int(ours["nonfinite_in_a_row"]),
             norms=[[float(number) for number in entry] for entry in ours["norms"]],
         )
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"the state dict is damaged: its {KEY!r} entry, {error!r}.") from error
 
 
