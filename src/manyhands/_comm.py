@@ -53,6 +53,13 @@ class Workers:
             raise ValueError("this process is not a member of the process group that was given.")
         return cls(size, dist.get_rank(group) if ready else 0, group)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Of the workers among all processes."""
+        if self.lease is not None:  # torch has no record of our own groups
+            return list(self.lease.ranks)
+        return dist.get_process_group_ranks(self.group or dist.group.WORLD)
+
     def apart(self, device: torch.device) -> Workers:
         """The same workers, whose collectives cannot be taken for anybody else's.
 
@@ -61,9 +68,8 @@ class Workers:
         """
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
-        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         gather = partial(self.gather, device=device)
-        lease = connect(ranks, self.rank, self._timeout, gather)
+        lease = connect(self.ranks, self.rank, self._timeout, gather)
         return Workers(self.size, self.rank, lease.group, own_group=True, lease=lease)
 
     def beside_training(self, device: torch.device) -> Workers:
@@ -73,8 +79,7 @@ class Workers:
         if device.type == "cpu" and self.on_gloo(device):
             return self.apart(device)
         # torch's own: when ranks end a communicator at different moments is not ours to try.
-        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        own = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+        own = dist.new_group(self.ranks, timeout=self._timeout, use_local_synchronization=True)
         return Workers(self.size, self.rank, own, own_group=True)
 
     @property
@@ -112,7 +117,8 @@ class Workers:
     @cached_property
     def _backends(self) -> dict[str, str]:
         """By type of device. (A group may have several: "cpu:gloo,cuda:nccl".)"""
-        if isinstance(self.group, dist.ProcessGroupGloo):  # that torch has no record of
+        # (groups that torch has no record of: ours, and a crew's)
+        if self.lease is not None or isinstance(self.group, dist.ProcessGroupGloo):
             return {"cpu": "gloo"}
         pairs = dist.get_backend_config(self.group).split(",")
         return dict(pair.split(":") for pair in pairs if ":" in pair)

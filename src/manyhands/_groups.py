@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
@@ -47,8 +48,9 @@ _serials: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.W
 class Lease:
     """Keeps a group of our own alive. Whoever holds `group` for long holds the lease as well."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
         self.group = group
+        self.ranks = ranks  # among all processes
         weakref.finalize(self, endings.begin, [group], os.getpid())
 
 
@@ -69,10 +71,13 @@ def connect(
     serial = int(max(number for (number,) in newest)) + 1
     serials[members] = serial
     prefix = f"manyhands/{'_'.join(map(str, ranks))}/{serial}"
-    group = dist.ProcessGroupGloo(
-        PrefixStore(prefix, store), rank, len(ranks), timeout or default_pg_timeout
-    )
-    return Lease(group)
+    place = PrefixStore(prefix, store)
+    gloo = dist.ProcessGroupGloo(place, rank, len(ranks), timeout or default_pg_timeout)
+    # Around it what torch has around every backend, so that profilers see its collectives too.
+    group = dist.ProcessGroup(place, rank, len(ranks))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return Lease(group, members)
 
 
 class Endings:

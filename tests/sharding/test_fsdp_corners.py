@@ -307,8 +307,8 @@ def test_workers_may_have_devices_of_different_numbers():
 @pytest.mark.parametrize("later", [False, True], ids=["", "put in later"])
 def test_wraps_of_one_model_with_different_workers_are_an_error(later):
     def mistake():
-        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        inside = mh.FSDP(nn.Linear(2, 2), process_group=alone)
+        pairs = [dist.new_group([rank, rank + 1]) for rank in (0, 2)]
+        inside = mh.FSDP(nn.Linear(2, 2), process_group=pairs[dist.get_rank() // 2])
         if later:
             model = mh.FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
             model.module[0] = inside
@@ -316,7 +316,7 @@ def test_wraps_of_one_model_with_different_workers_are_an_error(later):
         else:
             mh.FSDP(nn.Sequential(inside, nn.Linear(2, 2)))
 
-    raises_on_ranks(2, ValueError, mistake, match="the same process_group")
+    raises_on_ranks(4, ValueError, mistake, match="the same process_group")
 
 
 def test_a_wrap_that_ran_before_the_one_around_it_is_an_error():

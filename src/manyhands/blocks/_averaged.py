@@ -104,5 +104,5 @@ def _overlap(group: object, workers: Workers) -> bool:
     if not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    ours = dist.get_process_group_ranks(workers.group or dist.group.WORLD)
+    ours = workers.ranks
     return len(set(ranks) & set(ours)) > 1

@@ -147,7 +147,7 @@ def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
     if workers.size == 1:
         return
     store = dist.distributed_c10d._get_default_store()
-    ranks = dist.get_process_group_ranks(workers.group or dist.group.WORLD)
+    ranks = workers.ranks
     key = f"manyhands {what} {ranks}"
     count = _calls[key] = _calls.get(key, 0) + 1
     store.set(f"{key} {count} {workers.rank}", "here")

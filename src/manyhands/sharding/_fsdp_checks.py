@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -156,7 +155,7 @@ def check_inside(workers: Workers, inside: Sequence[Workers]) -> None:
 def _ranks(workers: Workers) -> list[int] | None:
     if workers.size == 1:
         return None
-    return dist.get_process_group_ranks(workers.group or dist.group.WORLD)
+    return workers.ranks
 
 
 def _named(workers: Workers) -> str:
