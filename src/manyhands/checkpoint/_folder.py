@@ -1,9 +1,14 @@
 """A folder of checkpoints: which are complete, which is the newest, and who may write.
 
-    000007-step-1200/    the seventh that was saved, complete
-    .partial-000008/     being written, or left by a run that was killed
-    .pruned-000005/      being removed
-    .lock                held by the process that saves here, until it ends
+    000007-step-1200/        the seventh that was saved, complete
+    .partial-000008-0f3a/    being written, or left by a run that was killed
+    .pruned-000005/          being removed
+    .lock                    held by the process that saves here, until it ends
+
+A crew's worker may be stopped while it holds the lock, and another one saves in its place. So the
+lock says of which run (MANYHANDS_RUN, which `manyhands run` sets) its holder is, and a process of
+the same run takes it over, by another file under the same name. Whoever has lost it notices before
+it publishes; what it was writing is gone then, and nobody writes to the same folder.
 
 A name that begins with a point is no checkpoint, so all that counts changes by renaming.
 """
@@ -17,6 +22,7 @@ import os
 import re
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +36,7 @@ except ImportError:  # Windows: two jobs on one path are noticed only where thei
 PATTERN = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 PARTIAL, PRUNED, LOCK = ".partial-", ".pruned-", ".lock"
 TOKEN = "token"
+RUN = "MANYHANDS_RUN"  # the run whose workers save here in turn
 PATIENCE = 3.0  # seconds for another process, that is ending, to let go of the lock
 
 _held: dict[Path, int] = {}  # descriptors
@@ -94,7 +101,7 @@ def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
             "save makes a new one there."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    take_lock(folder)
+    take_lock(folder, time.time())
     last = 0
     for name in os.listdir(folder):
         if name.startswith((PARTIAL, PRUNED)):
@@ -102,7 +109,7 @@ def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
         elif found := PATTERN.fullmatch(name):
             last = max(last, int(found[1]))
     name = f"{last + 1:06d}" + ("" if step is None else f"-step-{step}")
-    partial = folder / f"{PARTIAL}{last + 1:06d}"
+    partial = folder / f"{PARTIAL}{last + 1:06d}-{token[:8]}"  # one that was stopped has another
     try:
         partial.mkdir()
         with _files.writer(partial / TOKEN) as file:
@@ -135,6 +142,7 @@ def check_shared(partial: Path, token: str) -> None:
 def publish(partial: Path, name: str) -> Path:
     """What was written becomes a checkpoint, at once."""
     final = partial.parent / name
+    check_lock(partial.parent)
     (partial / TOKEN).unlink(missing_ok=True)
     sync(partial)
     if os.path.lexists(final):
@@ -195,32 +203,43 @@ def _not_read(checkpoint: Path) -> Iterator[None]:
         yield
 
 
-def take_lock(folder: Path) -> None:
+def take_lock(folder: Path, asked: float | None = None) -> None:
     """Be the only process that saves here, until this process ends.
 
-    The system lets go of the lock of a process that is dead, so none is ever stale.
+    The system lets go of the lock of a process that is dead, so none of these is ever stale. One of
+    a process of our own run is taken over, unless that took it after we `asked`: then it was we who
+    were stopped meanwhile.
     """
     path = folder.resolve() / LOCK
     held = _held.get(path)
     if fcntl is None or (held is not None and _is_at(held, path)):
         return
-    file = _open_lock(path)
     deadline = time.monotonic() + PATIENCE
     while True:
+        file = _open_lock(path)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 break  # a file system without locks
+            text = os.read(file, 4096)
+            os.close(file)
+            if (since := _since_in_our_run(text)) is not None:
+                if asked is not None and since > asked:
+                    raise RuntimeError(_superseded(folder)) from None
+                file = _new_lock(path)
+                break
             if time.monotonic() > deadline:
-                text = os.read(file, 4096)
-                os.close(file)
                 raise RuntimeError(_taken(folder, text)) from None
-        time.sleep(0.1)
+            time.sleep(0.1)
+            continue
+        if _is_same(file, path):
+            break
+        os.close(file)  # somebody has put another one in its place
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+    run = os.environ.get(RUN)
     os.ftruncate(file, 0)
-    os.write(file, json.dumps(holder).encode())
+    os.write(file, json.dumps({**holder, "run": run} if run else holder).encode())
     _held[path] = file
 
 
@@ -236,6 +255,33 @@ def _open_lock(path: Path) -> int:
     return file
 
 
+def check_lock(folder: Path) -> None:
+    """Raise if another process of our run has taken the lock over since we took it."""
+    path = folder.resolve() / LOCK
+    held = _held.get(path)
+    if held is not None and os.path.lexists(path) and not _is_same(held, path):
+        raise RuntimeError(_superseded(folder))
+
+
+def _new_lock(path: Path) -> int:
+    """A lock in the place of the present one, whoever holds that."""
+    beside = path.with_name(f"{LOCK}-{uuid.uuid4().hex}")
+    file = _files.open_file(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    beside.rename(path)
+    return file
+
+
+def _since_in_our_run(text: bytes) -> float | None:
+    """Since when its holder has a lock, if that is a process of our own run."""
+    try:
+        holder = json.loads(text)
+        ours = bool(os.environ.get(RUN)) and holder["run"] == os.environ[RUN]
+        return float(holder["since"]) if ours else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def release_locks() -> None:
     """Let other processes save where this one has."""
     while _held:
@@ -245,15 +291,27 @@ def release_locks() -> None:
 def _is_at(file: int, path: Path) -> bool:
     """Whether a lock's file is still the one in the folder, and this process (no fork) has it."""
     try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # does nothing where we have it
+    except OSError:
+        return False
+    return _is_same(file, path)
+
+
+def _is_same(file: int, path: Path) -> bool:
+    """Whether a lock's file is still the one in the folder."""
+    try:
         here = os.lstat(path)
     except FileNotFoundError:
         return False
     mine = os.fstat(file)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # does nothing where we have it
-    except OSError:
-        return False
     return (here.st_ino, here.st_dev) == (mine.st_ino, mine.st_dev)
+
+
+def _superseded(folder: Path) -> str:
+    return (
+        f"another worker of this run saves to {folder} now: this one was stopped, and the others "
+        "have gone on without it. This checkpoint is dropped; theirs are complete."
+    )
 
 
 def _taken(folder: Path, text: bytes) -> str:

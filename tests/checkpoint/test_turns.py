@@ -1,0 +1,116 @@
+"""Workers of one run that save to one folder in turn, as when a crew's first one is stopped."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.checkpoint import _folder
+
+
+@contextlib.contextmanager
+def saver(path, run, value, before_publishing=None):
+    """A process that saves, says so, and waits for what is done to it."""
+    fork = get_context("fork")
+    ours, theirs = fork.Pipe()
+
+    def live():
+        os.environ[_folder.RUN] = run
+        publish = _folder.publish
+
+        def slow(partial, name):
+            if before_publishing is not None:
+                theirs.send("writing")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return publish(partial, name)
+
+        _folder.publish = slow
+        for _ in range(2):
+            try:
+                mh.save(path, value=torch.full((3,), float(value)), step=value)
+                theirs.send("saved")
+            except RuntimeError as error:
+                theirs.send(str(error))
+            before = theirs.recv()
+            if before == "end":
+                return
+
+    _folder.release_locks()
+    process = fork.Process(target=live)
+    process.start()
+    try:
+        yield process.pid, ours
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def hear(pipe):
+    assert pipe.poll(30.0)
+    return pipe.recv()
+
+
+@pytest.fixture
+def in_run(monkeypatch):
+    monkeypatch.setenv(_folder.RUN, "0123456789abcdef")
+    yield "0123456789abcdef"
+    _folder.release_locks()
+
+
+def test_the_lock_of_a_worker_that_is_stopped_is_taken_over_by_its_successors(tmp_path, in_run):
+    with saver(tmp_path, in_run, 1) as (first, one), saver(tmp_path, in_run, 2) as (second, two):
+        assert sorted((hear(one), hear(two))) == ["saved", "saved"]
+        for pid in (first, second):
+            os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        mh.save(tmp_path, value=torch.full((3,), 3.0), step=3)
+        assert time.monotonic() - began < _folder.PATIENCE
+        assert mh.load(tmp_path)["step"] == 3
+        os.kill(first, signal.SIGCONT)
+        one.send("again")  # the first worker is back, and it is its turn
+        assert hear(one) == "saved" and mh.load(tmp_path)["step"] == 1
+        mh.save(tmp_path, value=torch.full((3,), 4.0), step=4)
+        assert mh.load(tmp_path)["step"] == 4
+    names = sorted(os.listdir(tmp_path))
+    assert [name for name in names if name.startswith(".")] == [".lock"]
+
+
+def test_one_that_is_stopped_while_it_writes_publishes_nothing_when_it_wakes(tmp_path, in_run):
+    with saver(tmp_path, in_run, 1, before_publishing="stop") as (pid, pipe):
+        assert hear(pipe) == "writing"
+        mh.save(tmp_path, value=torch.full((3,), 2.0), step=2)
+        os.kill(pid, signal.SIGCONT)
+        assert "another worker of this run saves to" in hear(pipe)
+        found = mh.load(tmp_path)
+        assert found["step"] == 2 and found["value"].tolist() == [2.0] * 3
+        assert len(_folder.complete(tmp_path)) == 1
+
+
+def test_one_that_was_stopped_before_it_asked_for_the_lock_does_not_take_it_back(
+    tmp_path, in_run, monkeypatch
+):
+    with saver(tmp_path, in_run, 1) as (_, pipe):
+        assert hear(pipe) == "saved"
+        with pytest.raises(RuntimeError, match="another worker of this run saves to"):
+            _folder.take_lock(tmp_path, time.time() - 60)
+        _folder.take_lock(tmp_path, time.time())
+
+
+@pytest.mark.parametrize("run", ["", "fedcba9876543210"])
+def test_a_lock_of_another_job_that_lives_is_respected(tmp_path, in_run, monkeypatch, run):
+    monkeypatch.setattr(_folder, "PATIENCE", 0.3)
+    with saver(tmp_path, run, 1) as (pid, pipe):
+        assert hear(pipe) == "saved"
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match=f"another job saves to .* process {pid} on"):
+            mh.save(tmp_path, value=2)
+    mh.save(tmp_path, value=3)  # its end lets go of it
+    monkeypatch.delenv(_folder.RUN)
+    _folder.release_locks()
+    assert "run" in json.loads((tmp_path / ".lock").read_text())
