@@ -33,6 +33,10 @@ from manyhands.blocks._board import Board
 from manyhands.blocks._crew import Crew, WorkerLost
 from manyhands.blocks._line import Line, serve
 from manyhands.blocks._pulse import Pulse
+from manyhands.blocks._signer import VARIABLE, Signer
+
+SECRET = "the secret of the tests"
+os.environ[VARIABLE] = SECRET  # which the workers, and their commands, inherit
 
 
 def fork(fn: Callable[[], None], errors: Path) -> int:
@@ -213,7 +217,9 @@ class Team:
 
     def __enter__(self) -> Team:
         pulse = Pulse(self.options["stall"])
-        self.board = Board(Line(self.store.address, pulse.interval), pulse, self.parts)
+        self.board = Board(
+            Line(self.store.address, pulse.interval, Signer(SECRET)), pulse, self.parts
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

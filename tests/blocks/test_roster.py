@@ -136,11 +136,11 @@ def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed
 
 def test_silence_is_what_was_watched_and_not_what_was_slept():
     pulse = Pulse(stall=5.0)
-    pulse.look({"0.1": b"1"}, now=0.0)
-    pulse.look({"0.1": b"1"}, now=1000.0)  # we were stopped ourselves
+    pulse.look({"0.1": 1}, now=0.0)
+    pulse.look({"0.1": 1}, now=1000.0)  # we were stopped ourselves
     assert pulse.silent == NOBODY
     for second in range(1001, 1005):
-        pulse.look({"0.1": b"1"}, now=float(second))
+        pulse.look({"0.1": 1}, now=float(second))
     assert pulse.silent == {"0.1"} and not pulse.moved("0.1")
-    pulse.look({"0.1": b"2"}, now=1005.0)
+    pulse.look({"0.1": 2}, now=1005.0)
     assert pulse.silent == NOBODY and pulse.moved("0.1")

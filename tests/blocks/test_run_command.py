@@ -1,5 +1,6 @@
 """The command `manyhands run`: what it starts, passes on, starts again and returns."""
 
+import contextlib
 import os
 import re
 import signal
@@ -8,14 +9,16 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from crew_workers import Store, fork
-from manyhands.blocks import _launch
+from crew_workers import SECRET, Store, fork
+from manyhands.blocks import _launch, _line
 from manyhands.blocks._board import Board
 from manyhands.blocks._line import Line
 from manyhands.blocks._pulse import Pulse
+from manyhands.blocks._signer import Signer
 
 
 class Command:
@@ -161,18 +164,128 @@ class Others:
 
     def __init__(self, port):
         pulse = Pulse(1.0)
-        self.board = Board(Line(f"127.0.0.1:{port}", 0.2), pulse)
+        self.board = Board(Line(f"127.0.0.1:{port}", 0.2, Signer(SECRET)), pulse)
 
     def meet(self, *ids):
         for id in ids:
-            self.board.line.call("add", f"manyhands/beat/{id}", 1)
+            self.board.line.put(f"manyhands/beat/{id}", "1 0")
             self.board.change(lambda roster, id=id: roster.knock(id, 0))
         self.board.change(lambda roster: roster.next(frozenset()))
+        self.board.change(lambda roster: roster.keep(roster.generation, 0))
 
     def leave(self, id):
         self.board.look()
         self.board.change(lambda roster: roster.without(id, left=True))
         self.board.line.close()
+
+
+ERROR_IN_A_STEP = """
+    import os, time, torch
+    import manyhands as mh
+    if os.path.exists("broken"):
+        open("back", "w").close()
+    crew = mh.Crew()
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = mh.LocalSGD(torch.optim.SGD([param], lr=1.0), every=4, crew=crew)
+    print("came", crew.size, flush=True)
+    while optimizer.steps < 12:
+        if optimizer.steps == int(os.environ["BREAKS_AT"]) and crew.number == 1:
+            if not os.path.exists("broken"):
+                open("broken", "w").close()
+                raise SystemExit("no such data")
+        while crew.number == 0 and optimizer.steps == 10 and not os.path.exists("back"):
+            time.sleep(0.01)
+        param.grad = torch.ones(3)
+        optimizer.step()
+    optimizer.finish()
+"""
+
+
+def test_an_error_before_the_first_sync_round_ends_the_run(tmp_path, monkeypatch):
+    """Though the workers have found together, and have brought each other the parameters."""
+    monkeypatch.setenv("BREAKS_AT", "3")
+    with Command(tmp_path, ERROR_IN_A_STEP, "--workers", "2") as command:
+        assert command.wait(60) == 1
+    assert command.out.read_text().count("came 2") == 2
+    assert "ended (exit code 1) before the first meeting." in command.err.read_text()
+    assert "[1] no such data" in command.err.read_text()
+
+
+def test_an_error_after_the_first_sync_round_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("BREAKS_AT", "6")
+    with Command(tmp_path, ERROR_IN_A_STEP, "--workers", "2") as command:
+        assert command.wait(90) == 0
+    assert "worker 1 ended (exit code 1) and is started again." in command.err.read_text()
+
+
+REFUSED = """
+    import os, signal, time, torch
+    import manyhands as mh
+    crew = mh.Crew()
+    again = crew.number == 1 and os.path.exists("killed")
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    optimizer = mh.LocalSGD(optimizer, every=5 if again else 4, crew=crew)
+    while optimizer.steps < 40:
+        if crew.number == 1 and optimizer.steps == 8:
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if crew.number == 0 and optimizer.steps == 24:
+            while not os.path.exists("enough"):
+                time.sleep(0.01)
+        param.grad = torch.ones(3)
+        optimizer.step()
+    optimizer.finish()
+    print("done", param.tolist(), flush=True)
+"""
+
+
+def test_a_worker_that_is_refused_is_not_started_again_and_the_run_has_not_ended_well(tmp_path):
+    with Command(tmp_path, REFUSED, "--workers", "2") as command:
+        command.until("worker 1 was not let in .*: it stays away", 60)
+        (tmp_path / "enough").touch()
+        assert command.wait(60) == 1
+    assert "every: 5 here, 4 in the run" in command.err.read_text()
+    assert "[0] done [-40.0, -40.0, -40.0]" in command.out.read_text()
+    assert command.err.read_text().count("worker 1 was not let in (") == 1
+
+
+LISTENERS = """
+    import os, torch
+    import torch.distributed as dist
+    from manyhands.blocks._links import _sockets
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    found = set()
+    for end in _sockets():
+        if end.getsockopt(1, 30):  # SOL_SOCKET, SO_ACCEPTCONN
+            found.add(end.getsockname()[0])
+        end.close()
+    print("sum", int(total), "listens", sorted(found), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def test_processes_of_a_worker_listen_on_no_interface_but_one(tmp_path):
+    options = ("--workers", "1", "--processes", "2")
+    with Command(tmp_path, LISTENERS, *options) as command:
+        assert command.wait(60) == 0
+    said = command.out.read_text()
+    assert said.count("sum 2") == 2
+    assert "0.0.0.0" not in said and "'::'" not in said
+
+
+def test_hosts_need_a_secret_that_both_know(tmp_path, monkeypatch):
+    monkeypatch.delenv("MANYHANDS_SECRET")
+    script = "import os; print(len(os.environ['MANYHANDS_SECRET']))"
+    with Command(tmp_path, script, "--workers", "1") as command:
+        assert command.wait() == 0
+    assert command.out.read_text() == "[0] 64\n"
+    for options in (("--listen", "127.0.0.1:0"), ("--store", "127.0.0.1:1", "--numbers", "1")):
+        with Command(tmp_path, script, "--workers", "1", *options, name="hosts") as command:
+            assert command.wait() == 2
+        assert "set MANYHANDS_SECRET to the same" in command.err.read_text()
 
 
 def test_errors_after_the_first_meeting_are_tried_again_so_many_times(tmp_path):
@@ -240,14 +353,36 @@ def test_no_worker_outlives_the_command(tmp_path, number):
         command.until(r"\[1\] pids")
         found = re.findall(r"pids (\d+) (\d+)", command.said())
         pids = [int(pid) for pair in found for pid in pair]
-        if number == signal.SIGKILL:  # takes the workers along, not their children
-            pids, children = pids[::2], pids[1::2]
         os.kill(command.pid, number)
         assert command.wait() == (-number if number == signal.SIGKILL else 128 + number)
     assert gone(pids)
-    if number == signal.SIGKILL:
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
+
+
+def test_the_guard_is_replaced_when_somebody_kills_it(tmp_path):
+    with Command(tmp_path, SLEEPERS, "--workers", "2", "--stall", "1") as command:
+        command.until(r"\[0\] pids")
+        command.until(r"\[1\] pids")
+        found = re.findall(r"\[(.)\] pids (\d+) (\d+)", command.said())
+        first, second = (tuple(map(int, pids)) for _, *pids in sorted(found))
+        (guard,) = children_running("_guard.py", command.pid)
+        os.kill(guard, signal.SIGKILL)
+        os.kill(first[0], signal.SIGKILL)  # is started again, which a guard is told
+        command.until(r"(?s)\[0\] pids.*\[0\] pids")
+        again = re.findall(r"\[0\] pids (\d+) (\d+)", command.said())[-1]
+        os.kill(command.pid, signal.SIGKILL)
+        command.wait()
+    assert gone([*second, *map(int, again)])
+
+
+def children_running(name, parent):
+    """The processes of this parent whose command line holds a name."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().decode()
+            mine = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+            found += [int(folder.name)] if mine and name in words else []
+    return found
 
 
 CREW = """
@@ -289,6 +424,70 @@ def test_two_hosts_and_a_death(tmp_path):
     assert one.out.read_text().splitlines()[-1] == "[0] entered (0, 1) (0,)"
 
 
+TWO_HOSTS = """
+    import time, torch
+    import manyhands as mh
+    crew = mh.Crew()
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = mh.LocalSGD(torch.optim.SGD([param], lr=1.0), every=4, crew=crew)
+    while optimizer.steps < 8:
+        param.grad = torch.ones(3)
+        optimizer.step()
+    optimizer.finish()
+    time.sleep(0.5 * crew.number)  # evaluates, or saves
+"""
+
+
+def test_the_store_stays_until_the_launcher_of_another_host_has_ended(tmp_path):
+    store = f"127.0.0.1:{free_port()}"
+    first = ("--workers", "1", "--listen", store, "--expected", "2")
+    with (
+        Command(tmp_path, TWO_HOSTS, *first, name="first") as one,
+        Command(tmp_path, TWO_HOSTS, "--store", store, "--numbers", "1", name="further") as two,
+    ):
+        assert one.wait(60) == 0
+        assert two.wait(10) == 0
+    assert one.err.read_text() == two.err.read_text() == ""
+    forks = [(tmp_path / f"{name}.fork").read_text() for name in ("first", "further")]
+    assert forks == ["", ""]
+
+
+WAITS = "import time; time.sleep(100)"
+
+
+def test_a_store_that_vanishes_is_noticed_within_the_limit(tmp_path, monkeypatch):
+    """Not after twice as long: what was to connect in had been added to it."""
+    monkeypatch.setattr(_line, "LIMIT", 6.0)
+    with Store() as store:
+        options = ("--store", store.address, "--numbers", "1")
+        with Command(tmp_path, WAITS, *options) as command:
+            command.until("") and time.sleep(3.0)
+            os.kill(store.pid, signal.SIGSTOP)
+            stopped = time.monotonic()
+            command.until("is lost: no answer for 6 s", 30)
+            assert 4.0 < time.monotonic() - stopped < 6.0 + 4.0
+            os.kill(store.pid, signal.SIGCONT)
+
+
+def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(_line, "LIMIT", 8.0)
+    script = """
+        import os, time
+        while not os.path.exists("enough"):
+            time.sleep(0.01)
+    """
+    port = free_port()
+    with Command(tmp_path, script, "--workers", "1", "--listen", f"127.0.0.1:{port}") as command:
+        others = Others(port)
+        others.board.change(lambda roster: roster.with_host("host-gone"))
+        others.board.line.put("manyhands/beat/host-gone", "1 0")
+        others.board.line.close()
+        (tmp_path / "enough").touch()
+        time.sleep(2.0)
+        assert alive(command.pid)  # it may still need the store
+        assert command.wait(30) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -308,7 +507,7 @@ def test_options_that_do_not_fit_are_said_at_once(tmp_path, words, message):
 
 def test_a_further_host_waits_to_be_told_how_many_are_expected(monkeypatch):
     with Store() as store:
-        line = Line(store.address, 1.0)
+        line = Line(store.address, 1.0, Signer(SECRET))
 
         def told():
             launcher = _launch.Launcher(["true"], range(3), store.address, serving=False)
@@ -319,7 +518,7 @@ def test_a_further_host_waits_to_be_told_how_many_are_expected(monkeypatch):
         assert told() == "3"  # nobody says so in time: as many as are here
         line.call("delete_key", "manyhands/expected")
         monkeypatch.setattr(_launch, "SAID", 20.0)
-        said = threading.Timer(0.3, line.call, ("set", "manyhands/expected", "7"))
+        said = threading.Timer(0.3, line.put, ("manyhands/expected", "7"))
         said.start()
         assert told() == "7"
         said.join()

@@ -40,6 +40,7 @@ from manyhands.blocks._point import CommonPoint
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks._team import Coming, Standing
+from manyhands.blocks._terms import Terms
 
 STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
@@ -181,7 +182,9 @@ class Blocks(AroundOptimizer):
         self._known = {id(param) for param in params}
         sync.point.extend(params)
         if isinstance(sync.team, Coming):
-            sync.team.join(-1)
+            every = [param for group in self.param_groups for param in group["params"]]
+            terms = Terms.of(self._options, every, buffers, self._model.modules)
+            sync.team.join(-1, terms)
             welcome(sync)
             sync.come_together(sync.owed)
             return
@@ -392,10 +395,17 @@ class Blocks(AroundOptimizer):
                     param.copy_(value)
 
     def finish(self) -> None:
-        """Meet a last time, and leave the crew: training is over on this worker."""
-        self.meet()
+        """Meet a last time, and leave the crew: training is over on this worker.
+
+        A crew's worker that is done while others train on leaves without a meeting: they lose
+        nothing, and its steps since the last one are lost.
+        """
         if isinstance(self._sync.team, Coming):
+            with torch.no_grad():
+                self._sync.close()
             self._sync.team.leave()
+        else:
+            self.meet()
 
     # -- saving and loading --------------------------------------------------------------------
 

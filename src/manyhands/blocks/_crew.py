@@ -6,7 +6,7 @@ decision for all. After a meeting that was undone, or when somebody waits to com
 the living form the next generation.
 
     crew = Crew()
-    crew.join(version)                      version: how many meetings' results this worker holds
+    crew.join(version, terms)               version: how many meetings' results this worker holds
     while training:
         if crew.newcomers:                  they need the state, which `source` brings over `group`
             bring(crew.group, crew.source, crew.newcomers); crew.settle(True)
@@ -20,9 +20,12 @@ the living form the next generation.
             version += 1
         if crew.regroup_due:
             crew.regroup(version)
+    if crew.close(steps):                   all others are done after as many steps
+        exchange_a_last_time()
     crew.leave()
 
-What is agreed on, and how, is in _roster.py. The state itself is the caller's.
+What is agreed on, and how, is in _roster.py, and what a worker has to have like the others in
+_terms.py. The state itself is the caller's.
 """
 
 from __future__ import annotations
@@ -40,11 +43,14 @@ from manyhands._comm import Workers
 from manyhands.blocks._board import PLACE, Board
 from manyhands.blocks._line import Line, StoreLost, address
 from manyhands.blocks._links import Door
-from manyhands.blocks._members import QUICK, SLOW, Members, WorkerLost
+from manyhands.blocks._members import QUICK, SLOW, Members, Refused, WorkerLost
 from manyhands.blocks._numbers import real, whole
 from manyhands.blocks._pulse import Pulse
 from manyhands.blocks._roster import Roster, number_of
+from manyhands.blocks._signer import Signer
+from manyhands.blocks._terms import NO_TERMS, Terms
 
+AGAIN = 1.0  # seconds until a worker says again that it has arrived: a stranger may have erased it
 START = 30.0  # seconds that the first to come wait for as many as are expected
 
 
@@ -63,8 +69,10 @@ class Crew(Members):
     for `stall` seconds is lost; who does is waited for, but no longer than `patience` seconds.
     A worker may be several processes that train one model together, as under DDP or FSDP:
     `inner_group` is their process group, and the number is the same in all of them.
+    All workers sign what they write to the store with `secret`, the same text for all of them, and
+    believe nothing else that is in it.
     What is left out comes from the environment that `manyhands run` sets: MANYHANDS_STORE,
-    MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL and MANYHANDS_PATIENCE.
+    MANYHANDS_SECRET, MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL and MANYHANDS_PATIENCE.
 
     Without a store it is a crew of one: there are no threads, and every meeting is kept.
     """
@@ -78,6 +86,7 @@ class Crew(Members):
         stall: float | None = None,
         patience: float | None = None,
         inner_group: Any = None,
+        secret: str | None = None,
     ) -> None:
         super().__init__()
         self.inner = Workers() if inner_group is None else Workers.of(inner_group)
@@ -103,7 +112,10 @@ class Crew(Members):
         self._team = 0
         self._mates: frozenset[str] = frozenset()  # the worker's other processes, once known
         self._board: Board | None = None
-        self._door = None if self.store is None else Door(self.store)
+        self._door = None
+        if self.store is not None:
+            self._signer = Signer.from_environment(secret)
+            self._door = Door(self.store, self._signer)
         self._pid = 0
 
     @property
@@ -111,12 +123,19 @@ class Crew(Members):
         """Of this process."""
         return self.number * self.inner.size + self.inner.rank
 
+    @property
+    def ignored(self) -> int:
+        """Values in the store that this worker has ignored, as no member can have written them."""
+        return 0 if self.store is None else self._signer.ignored
+
     # -- coming and going ----------------------------------------------------------------------
 
-    def join(self, version: int = -1) -> None:
+    def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
         """Come in: returns when this worker is in a generation.
 
         `version` is how many meetings' results it holds, as from a checkpoint; -1 is nothing.
+        `terms` are what it has to have like the others; an error says what differs, before any of
+        the others has noticed that it is there.
         """
         if self.members or self._board is not None:
             raise RuntimeError("this worker has joined already. Call regroup() to meet anew.")
@@ -124,12 +143,13 @@ class Crew(Members):
             self._alone()
             return
         pulse = Pulse(self.stall)
-        line = Line(self.store, pulse.interval)
+        line = Line(self.store, pulse.interval, self._signer)
         try:
             self._board = Board(line, pulse, self.inner.size)
             self._pid = os.getpid()
             atexit.register(self._go)  # an end without leave(): lost, but known to be
             self._team = self._agreed_team(self._board)
+            self._agree(self._board, terms)
             self._enter(version)
         except BaseException:
             self._go()
@@ -150,13 +170,20 @@ class Crew(Members):
         """
         self._go(left=True)
 
+    def drop_out(self) -> None:
+        """Be gone, as if dead, so that nobody waits for this worker."""
+        self._go()
+
     def _go(self, left: bool = False) -> None:
         board, self._board, self.members = self._board, None, ()
         atexit.unregister(self._go)
         if board is None or self._pid != os.getpid():
             return
         try:
-            board.change(lambda roster: roster.without(self._id, left=left))
+            if left:
+                board.change(lambda roster: roster.without(self._id, left=True))
+            else:
+                board.change(lambda roster: roster.fail(self._id))
         except StoreLost:
             pass  # nobody is there to be told
         finally:
@@ -177,25 +204,59 @@ class Crew(Members):
             roster = self._board.look()
             if roster.settled(self.generation, self._meeting, self._id) is not None:
                 raise WorkerLost("another worker has given up this meeting.", self._lost(roster))
+            self._check_closing(roster)
             self._check(roster, began)
             pause = min(1.5 * pause, SLOW)
 
-    def settle(self, arrived: bool) -> bool:
-        """Whether this meeting is kept: if every member says `arrived`. The same answer for all."""
+    def close(self, steps: int) -> bool:
+        """This worker is done: whether to hold a last meeting before it leaves.
+
+        True once all others are done after as many steps. False if they go on, or have taken more
+        steps: they hold their next meeting without this worker, as if it had died.
+        """
+        if self._board is None or self.size == 1 == self.inner.size:
+            return True
+        board, generation, meeting = self._joined(), self.generation, self._meeting
+        roster = board.change(lambda roster: roster.close(self._id, generation, meeting, steps))
+        began, pause = time.monotonic(), QUICK
+        while True:
+            there = roster.closing_at(meeting).items()
+            closing = {id: at for id, at in there if id not in roster.gone}
+            if roster.generation != generation or self._id not in closing:
+                return False
+            all_known = {*closing, *roster.gone, *self._silent()} >= {*roster.ids}
+            if all_known and {*closing.values()} == {steps}:
+                return True
+            further = max(closing.values()) > steps
+            if further or roster.over or time.monotonic() - began > self.patience:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, SLOW)
+            roster = board.look()
+
+    def settle(self, arrived: bool, sync_round: bool = True) -> bool:
+        """Whether this meeting is kept: if every member says `arrived`. The same answer for all.
+
+        `sync_round` is whether there is something to lose from then on.
+        """
         if self.store is None:
             self.regroup_due = not arrived
             return arrived
         board, generation, meeting = self._joined(), self.generation, self._meeting
-        began, pause = time.monotonic(), QUICK
+        began, pause, said = time.monotonic(), QUICK, -float("inf")
         roster = board.roster
-        if arrived:
-            count = board.line.call("add", f"{PLACE}done/{generation}/{meeting}", 1)
-            if count == self.size * self.inner.size:
-                roster = board.change(lambda roster: roster.keep(generation, meeting))
         while (kept := roster.settled(generation, meeting, self._id)) is None:
+            self._check_failed(roster)
+            if arrived and time.monotonic() - said > AGAIN:
+                said = time.monotonic()
+                board.arrive(generation, meeting, self._id)
+                if board.have_arrived(generation, meeting, roster.ids):
+                    roster = board.change(lambda r: r.keep(generation, meeting, sync_round))
+                    continue
             try:
                 if not arrived:
                     raise WorkerLost("")
+                self._check_closing(roster)
                 self._check(roster, began)
             except WorkerLost:
                 roster = board.change(lambda roster: roster.undo(generation, meeting))
@@ -205,12 +266,26 @@ class Crew(Members):
             roster = board.look()
         self._meeting += 1
         self.regroup_due = roster.ends_with(generation, meeting, self._id)
-        if kept and self.rank == self.inner.rank == 0:
-            if meeting == 0:
-                board.sweep(generation, meeting)
-            else:
-                board.line.call("delete_key", f"{PLACE}done/{generation}/{meeting - 1}")
+        if kept and meeting == 0 and self.rank == self.inner.rank == 0:
+            board.sweep(generation)
         return kept
+
+    def _check_failed(self, roster: Roster) -> None:
+        """Raise if a member has ended with an error before the first sync round."""
+        if roster.failed and roster.generation == self.generation:
+            numbers = sorted({roster.worker_of(id) for id in roster.failed} - {self.number})
+            raise RuntimeError(
+                f"worker {', '.join(map(str, numbers))} has ended with an error before the first "
+                "sync round, and the run ends with it: see what it has said."
+            )
+
+    def _check_closing(self, roster: Roster) -> None:
+        """Raise WorkerLost if a member does not come to this meeting, because it is done."""
+        closing = roster.closing_at(self._meeting)
+        if closing and roster.generation == self.generation and self._id not in closing:
+            numbers = tuple(sorted({roster.worker_of(id) for id in closing}))
+            which = ", ".join(map(str, numbers))
+            raise WorkerLost(f"worker {which} is done, and leaves between meetings.", numbers)
 
     def _check(self, roster: Roster, began: float) -> None:
         """Raise WorkerLost if a member is lost, or all were waited for long enough."""
@@ -241,9 +316,10 @@ class Crew(Members):
         """The how manyth processes these are of this worker: the same in all of them."""
         if self.inner.size == 1:
             return 0
-        add = int(self.inner.rank == 0)
-        team = board.line.call("add", f"{PLACE}team/{self.number}", add)
-        told = [float(self.number), float(team)]
+        roster = board.look()
+        if self.inner.rank == 0:
+            roster = board.change(lambda roster: roster.gathers(self.number))
+        told = [float(self.number), float(dict(roster.teams).get(self.number, 0))]
         cpu = torch.device("cpu")
         device = cpu if self.inner.has_backend(cpu) else torch.device("cuda")  # (NCCL has no other)
         numbers, teams = zip(*self.inner.gather(told, device), strict=True)
@@ -254,6 +330,22 @@ class Crew(Members):
                 f"numbers: {listed}. Give all of them the same (MANYHANDS_WORKER)."
             )
         return int(teams[0])
+
+    def _agree(self, board: Board, terms: Terms) -> None:
+        """Raise if the run has other terms; the first to come says what they are."""
+        part, digest = self.inner.rank, terms.digest
+        key = f"{PLACE}terms/{part}"
+        agreed = dict(board.change(lambda roster: roster.agree(part, digest)).terms)[part]
+        told = board.line.verified(key, board.line.fetch(key))
+        if agreed == digest:
+            if told != terms.text:
+                board.line.put(key, terms.text)
+            return
+        differs = terms.differences(told, agreed)
+        if not differs:
+            return
+        board.change(lambda roster: roster.refuse(self._own_number))
+        raise Refused(self.number, differs)
 
     def _alone(self) -> None:
         self.generation += 1
@@ -288,14 +380,14 @@ class Crew(Members):
                 )
             if not self._connect(self._door, f"{PLACE}gen/{self.generation}/{self.inner.rank}"):
                 board.change(lambda roster: roster.undo(self.generation, 0))
-            elif self.inner.size == 1 or self.settle(True):  # (each part has connections to make)
-                return
+            elif self.inner.size == 1 or self.settle(True, sync_round=False):
+                return  # (each of several parts has had connections to make)
 
     def _begin_life(self) -> None:
         """Take an id that nobody has had: whoever was here before under our number is not us."""
         board = self._joined()
-        life = board.line.call("add", f"{PLACE}life/{self._own_number}", 1)
-        self._id = f"{self._own_number}.{life}"
+        roster = board.change(lambda roster: roster.born(self._own_number))
+        self._id = f"{self._own_number}.{dict(roster.lives)[self._own_number]}"
         board.line.beat(f"{PLACE}beat/{self._id}")
         board.pulse.forget()
 
@@ -308,6 +400,7 @@ class Crew(Members):
             roster = board.look()
             if self._id in roster.ids and roster.generation > before:
                 return roster
+            self._check_failed(roster)
             if roster.finished:
                 raise CrewFinished(
                     "manyhands: the run has ended: all others have left before worker "

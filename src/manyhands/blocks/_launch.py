@@ -3,8 +3,9 @@
 A worker is one process, or several that train one model together: these live and die together.
 
     an end with 0           the worker is done
-    an error                started again, `restarts` times within an hour; but before the workers
-                            have met for the first time it ends them all: there is nothing to lose
+    an error                started again, `restarts` times within an hour; but before the first
+                            sync round it ends them all: there is nothing to lose
+    refused                 it differs from the others (_terms.py): it stays away
     a crash (SIGSEGV, ...)  is an error
     another signal          somebody else's doing: always started again, with a growing pause if it
                             did not live for long
@@ -14,6 +15,12 @@ A worker that dies when the others have finished is not started again, and does 
 
 One thread does it all, between waiting for output. What the crew has to know (this one died, this
 one is done) stands in the store before a worker is started again.
+
+Each worker is a process group. However the launcher ends, no process of these is left: on Linux the
+workers get a signal when it dies, and everywhere a process beside it (_guard.py) kills the groups.
+
+A launcher that needs the store stands in the roster as a host, until it has ended. Whoever serves
+the store waits for the others.
 """
 
 from __future__ import annotations
@@ -21,20 +28,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
+from manyhands.blocks import _guard, _line
 from manyhands.blocks._board import PLACE, Board
-from manyhands.blocks._line import Line, StoreLost
+from manyhands.blocks._line import Line, StoreLost, address, serve
 from manyhands.blocks._pulse import Pulse
-from manyhands.blocks._roster import number_of
+from manyhands.blocks._roster import Roster, number_of
+from manyhands.blocks._signer import VARIABLE, Signer
 
 STOPPED = 60.0  # seconds without a beat, until a worker is killed
 SAID = 2.0  # seconds after which nobody says any more how many workers are expected
@@ -57,6 +67,7 @@ class Worker:
     code: int = 0
     errors: list[float] = field(default_factory=list)
     short: int = 0  # lives in a row
+    store: Any = None  # where its own processes find each other, if it has several
     open: dict[IO[bytes], bytes] = field(default_factory=dict)  # pipes, and a line's beginning
 
 
@@ -74,25 +85,35 @@ class Launcher:
         restarts: int = 3,
         environment: Mapping[str, str] | None = None,
         serving: bool = True,
+        secret: str | None = None,
     ) -> None:
         self.command = list(command)
         self.workers = [Worker(number) for number in numbers]
         self.processes = processes
         self.restarts = restarts
         self.serving = serving
-        self.board: Board | None = Board(Line(store, 1.0), Pulse(STOPPED), processes)
+        self.signer = Signer.from_environment(secret)
+        line = Line(store, 1.0, self.signer)
+        self.board: Board | None = Board(line, Pulse(STOPPED), processes)
+        self.host = f"host-{secrets.token_hex(4)}"
+        line.beat(f"{PLACE}beat/{self.host}")
+        self.board.change(lambda roster: roster.with_host(self.host))
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",  # or a killed worker's last lines would be lost
             **os.environ,
             **(environment or {}),
             "MANYHANDS_STORE": store,
-            "MANYHANDS_WORKERS": self._expected(self.board.line, expected),
+            "MANYHANDS_RUN": self.board.roster.run,
+            "MANYHANDS_WORKERS": self._expected(line, expected),
         }
+        if secret is not None:
+            self.environment[VARIABLE] = secret
         self._asked = 0  # by which signal we were asked to stop
         self._final: int | None = None  # the exit code, once that is settled
         self._watched = 0.0
         self._pipes = selectors.DefaultSelector()
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Until all workers have ended; gives the exit code."""
@@ -104,8 +125,16 @@ class Launcher:
                     self._linger()
             finally:
                 self._stop_all()
+                self._at_board(lambda board: board.change(lambda r: r.without_host(self.host)))
                 if self.board is not None:
                     self.board.line.close()
+                if self._guard is not None:
+                    self._guard.communicate()
+                if self.signer.ignored:
+                    _say(
+                        f"{self.signer.ignored} value(s) in the store were ignored here: they were "
+                        "not signed with the secret of this run, or not what a member writes."
+                    )
         if self._asked:
             return 128 + self._asked
         if self._final is not None:
@@ -115,15 +144,18 @@ class Launcher:
     def _expected(self, line: Line, expected: int | None) -> str:
         """For how many workers the first meeting waits: who serves the store says so there."""
 
-        def say(number: str) -> str:
-            return str(line.call("compare_set", PLACE + "expected", "", number).decode())
-
+        key = PLACE + "expected"
         until = time.monotonic() + SAID
         while expected is None and not self.serving and time.monotonic() < until:
-            if said := say(""):
+            if said := line.verified(key, line.fetch(key)):
                 return said
             time.sleep(0.05)
-        return say(str(expected or len(self.workers)))
+        mine = str(expected or len(self.workers))
+        found = line.fetch(key)
+        if said := line.verified(key, found):
+            return said
+        line.call("compare_set", key, found or "", line.signer.sign(key, mine))
+        return line.verified(key, line.fetch(key)) or mine
 
     def _living(self) -> bool:
         return any(w.processes or w.due is not None for w in self.workers)
@@ -145,7 +177,10 @@ class Launcher:
 
     def _start(self, worker: Worker) -> None:
         worker.began = time.monotonic()
-        port = _free_port() if self.processes > 1 else None
+        port = None
+        if self.processes > 1:
+            worker.store, name = serve("127.0.0.1")
+            port = address(name)[1]
         for part in range(self.processes):
             process = subprocess.Popen(
                 self.command,
@@ -157,6 +192,7 @@ class Launcher:
                 preexec_fn=_die_with_parent(),
             )
             worker.processes.append(process)
+            self._tell_guard(f"+{process.pid}")
             name = f"{worker.number}.{part}" if self.processes > 1 else f"{worker.number}"
             for pipe, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert pipe is not None
@@ -165,23 +201,24 @@ class Launcher:
                 self._pipes.register(pipe, selectors.EVENT_READ, (worker, name, to))
 
     def _told(self, worker: Worker, part: int, port: int | None) -> dict[str, str]:
-        """What a process knows of itself; with a port, of its worker's own group as well."""
+        """What a process knows of itself; with a port, of its worker's own group as well.
+
+        The store of that group is ours, as torchrun's is: one that torch's rank 0 hosts would
+        listen on all interfaces.
+        """
         told: dict[str, object] = {"MANYHANDS_WORKER": worker.number}
         if port is not None:
             here = self.workers.index(worker) * self.processes + part
             told |= {"RANK": part, "LOCAL_RANK": here, "WORLD_SIZE": self.processes}
             told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
         return {name: str(value) for name, value in told.items()}
 
     def _ended(self, worker: Worker, code: int) -> None:
         """A worker is over: tell the crew, and say when it starts again."""
         now = time.monotonic()
         self._signal(worker, signal.SIGKILL)  # its other processes, and what they left behind
-        for process in worker.processes:
-            process.wait()
-        for pipe in list(worker.open):
-            self._read(pipe, last=True)
-        worker.processes = []
+        self._reap(worker)
         self._report(worker.number, left=code == 0)
         roster = None if self.board is None else self.board.roster
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -194,13 +231,16 @@ class Launcher:
             _say(f"worker {worker.number} ended ({how}) when the others had finished.")
             return
         worker.short = worker.short + 1 if now - worker.began < SHORT else 0
+        if code > 0 and roster is not None and self._is_refused(worker, roster) and roster.begun:
+            _say(f"worker {worker.number} was not let in ({how}): it stays away.")
+            return
         if code > 0 or how in CRASHES:
             worker.errors = [t for t in worker.errors if now - t < HOUR] + [now]
             if roster is None:
                 self._final = worker.code
                 _say(f"worker {worker.number} ended ({how}), and without the store none can go on.")
                 return
-            if roster.generation == 0:
+            if not roster.begun:
                 self._final = worker.code
                 _say(f"worker {worker.number} ended ({how}) before the first meeting.")
                 return
@@ -213,6 +253,36 @@ class Launcher:
         pause = min(2.0 ** (worker.short - 2), PAUSE) if worker.short > 1 else 0.0
         worker.due = now + pause
         _say(f"worker {worker.number} ended ({how}) and is started again.")
+
+    def _is_refused(self, worker: Worker, roster: Roster) -> bool:
+        return any(number // self.processes == worker.number for number in roster.refused)
+
+    def _reap(self, worker: Worker) -> None:
+        """Wait for the end of a worker's processes, and read what they have said to the last."""
+        for process in worker.processes:
+            process.wait()
+            self._tell_guard(f"-{process.pid}")
+        for pipe in list(worker.open):
+            self._read(pipe, last=True)
+        worker.processes, worker.store = [], None
+
+    def _tell_guard(self, change: str) -> None:
+        """Say which process groups are to end with us."""
+        while True:
+            if self._guard is None or self._guard.poll() is not None:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(Path(_guard.__file__))],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # so that what kills our group leaves it
+                )
+                running = [p.pid for worker in self.workers for p in worker.processes]
+                change = "\n".join([*(f"+{pid}" for pid in running), change])
+            assert self._guard.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.stdin.write(f"{change}\n".encode())
+                self._guard.stdin.flush()
+                return
 
     def _signal(self, worker: Worker, number: int) -> None:
         """To the worker's processes and their children."""
@@ -233,10 +303,7 @@ class Launcher:
         for worker in running:
             self._signal(worker, signal.SIGKILL)
         for worker in running:
-            for process in worker.processes:
-                process.wait()
-            for pipe in list(worker.open):
-                self._read(pipe, last=True)
+            self._reap(worker)
 
     # -- the crew ------------------------------------------------------------------------------
 
@@ -249,7 +316,9 @@ class Launcher:
 
     def _kill_stopped(self) -> None:
         self._at_board(Board.look)
-        silent = set() if self.board is None else self.board.pulse.silent
+        if self.board is None:
+            return
+        silent = self.board.pulse.silent - {*self.board.roster.hosts}
         numbers = {number_of(id) // self.processes for id in silent}
         for worker in self.workers:
             if worker.number in numbers and worker.processes:
@@ -258,14 +327,14 @@ class Launcher:
                     process.kill()
 
     def _linger(self) -> None:
-        """The store is needed for as long as other hosts' workers live."""
+        """The store is needed for as long as other hosts' workers live, and their launchers."""
         while self.serving and not self._asked:
             self._at_board(Board.look)
             if self.board is None:
                 return
             roster = self.board.roster
-            out = roster.gone | self.board.pulse.silent
-            if out >= {*roster.ids, *(member.id for member in roster.waiting)}:
+            out = {*roster.gone, *self.board.pulse.silent_for(_line.LIMIT), self.host}
+            if out >= {*roster.ids, *(member.id for member in roster.waiting), *roster.hosts}:
                 return
             time.sleep(0.1)
 
@@ -340,11 +409,6 @@ def _code_of(worker: Worker) -> int | None:
     if failed:
         return min(failed)  # a signal, if there is one: others may have failed for want of it
     return 0 if codes and None not in codes else None
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -25,9 +25,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from manyhands.blocks._line import address, connect
+from manyhands.blocks._signer import UNSIGNED, Signer
 
 CONNECTING = 30.0  # seconds: if it takes longer, one that is alive has not come
 
@@ -39,8 +40,9 @@ class Door:
     at both ends, and the store answers nobody meanwhile.
     """
 
-    def __init__(self, store: str) -> None:
+    def __init__(self, store: str, signer: Signer) -> None:
         self.store = store
+        self.signer = signer
         self._client: Any = None
 
     def take(self) -> Any:
@@ -50,6 +52,44 @@ class Door:
 
     def put_back(self, client: Any) -> None:
         self._client = client
+
+
+class SignedStore(Store):
+    """A store in which gloo's members find each other's addresses, and no stranger's."""
+
+    def __init__(self, client: Any, prefix: str, signer: Signer, timeout: float) -> None:
+        super().__init__()
+        self._client, self._prefix, self._signer = client, prefix + "/", signer
+        self._timeout = timedelta(seconds=timeout)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        text = value if isinstance(value, str) else value.hex()
+        key = self._prefix + key
+        self._client.set(key, self._signer.sign(key, text))
+
+    def get(self, key: str) -> bytes:
+        return bytes.fromhex(self.text(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.text(key, timeout)
+
+    def text(self, key: str, timeout: timedelta | None = None) -> str:
+        """What a member has written under this key, once one has."""
+        key, timeout = self._prefix + key, timeout or self._timeout
+        until, wrong = time.monotonic() + timeout.total_seconds(), b""
+        while True:
+            self._client.wait([key], timeout)
+            value = self._client.get(key)
+            text = self._signer.opened(key, value)
+            if text is not None:
+                return text
+            if value != wrong:
+                wrong = value
+                self._signer.ignore(key, UNSIGNED)
+            if time.monotonic() > until:
+                raise RuntimeError(f"no member has written {key} for {timeout.total_seconds():g} s")
+            time.sleep(0.05)
 
 
 Ends = tuple[Any, Any]  # of a socket: its own address and the other one
@@ -100,7 +140,7 @@ class Links:
     def _connect(self, door: Door, prefix: str, rank: int, size: int, timeout: float) -> None:
         try:
             client = door.take()
-            place = PrefixStore(prefix, client)
+            place = SignedStore(client, prefix, door.signer, min(timeout, CONNECTING))
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timedelta(seconds=min(timeout, CONNECTING))
@@ -113,7 +153,7 @@ class Links:
             place.set(f"door/{rank}", " ".join(map(str, doors)))
             group = gloo(place, rank, size, options)
             group._set_default_timeout(timedelta(seconds=timeout))
-            told = b" ".join(place.get(f"door/{other}") for other in range(size))
+            told = " ".join(place.text(f"door/{other}") for other in range(size))
             ports = set(map(int, told.split()))
             links = (ends for ends in _connections() if ends not in others)
             self._ends = {ends for ends in links if not ports.isdisjoint((ends[0][1], ends[1][1]))}

@@ -42,7 +42,16 @@ def meet(
 
 
 class Disagreement(ValueError):
-    """Workers came to a meeting that do not belong into one."""
+    """Workers came to a meeting that do not belong into one.
+
+    `odd` are the ranks that differ from most others; where as many are like this as like that,
+    from those of the lowest rank.
+    """
+
+    def __init__(self, message: str, told: Sequence[object]) -> None:
+        super().__init__(message)
+        usual = max(told, key=told.count)  # of equally many the first
+        self.odd = frozenset(rank for rank, one in enumerate(told) if one != usual)
 
 
 class _Meeting:
@@ -122,18 +131,21 @@ def _check(notes: Sequence[Note]) -> None:
         listed = ", ".join(f"rank {rank}: {step:.0f}" for rank, step in enumerate(steps[:8]))
         raise Disagreement(
             f"workers met after different numbers of steps ({listed}). Every worker has to call "
-            "step() as often as the others: give them equally many batches, or stop together."
+            "step() as often as the others: give them equally many batches, or stop together.",
+            steps,
         )
     if len({note.options for note in notes}) > 1:
         differ = [r for r, note in enumerate(notes) if note.options != notes[0].options]
         raise Disagreement(
             f"ranks {differ[:8]} met rank 0 with other options (the interval, the codec, the outer "
             "step, ...), or with other parameters frozen. Build the same optimizer on every "
-            "worker, and change it on all at once."
+            "worker, and change it on all at once.",
+            [note.options for note in notes],
         )
     if len({note.more for note in notes if note.more > 0}) > 1:
         raise Disagreement(
             "workers have different optimizer states to average: elements "
             + ", ".join(f"rank {rank}: {note.more:.0f}" for rank, note in enumerate(notes[:8]))
-            + '. Use the same inner optimizer and model on every worker, or state="keep".'
+            + '. Use the same inner optimizer and model on every worker, or state="keep".',
+            [note.more for note in notes],
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from manyhands.blocks._links import Door, Links
@@ -16,6 +16,17 @@ class WorkerLost(RuntimeError):
     def __init__(self, message: str, numbers: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.numbers = numbers
+
+
+class Refused(ValueError):
+    """This worker trains something else than the others, and was not let in."""
+
+    def __init__(self, number: int, differs: Sequence[str]) -> None:
+        super().__init__(
+            f"worker {number} was not let in: it differs from the workers of this run in\n"
+            + "".join(f"  {line}\n" for line in differs)
+            + "Give it the options and the model that the run was begun with, or start a new run."
+        )
 
 
 class Members:
@@ -47,6 +58,14 @@ class Members:
 
         Raises WorkerLost as soon as it is known that the meeting cannot be kept any more.
         """
+        raise NotImplementedError
+
+    def close(self, steps: int) -> bool:
+        """Whether to hold a last meeting: if all others are done after as many steps, too."""
+        return True
+
+    def drop_out(self) -> None:
+        """Be gone, as if dead, so that nobody waits for this worker."""
         raise NotImplementedError
 
     def abort(self) -> None:

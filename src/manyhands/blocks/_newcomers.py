@@ -36,7 +36,7 @@ def welcome(sync: Sync) -> None:
 
     errand = Errand(bring, sync.team.workers, None)
     errand.start()
-    if sync.settle(errand) is not None and arrived:
+    if sync.settle(errand, sync_round=False) is not None and arrived:
         _unpack(sync, arrived[0])
         sync.agreed = not sync.local_warmup or sync.steps >= sync.warmup
 

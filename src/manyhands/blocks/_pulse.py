@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class _Heard:
-    value: bytes
+    count: int
     last: float  # when we looked
     silence: float = 0.0
     moved: bool = False
@@ -32,13 +32,16 @@ class Pulse:
         """Seconds between two beats, and between two looks."""
         return min(1.0, self.stall / 5)
 
-    def look(self, beats: Mapping[str, bytes], now: float) -> None:
-        """Take in the present counters of those who matter; the others are forgotten."""
+    def look(self, beats: Mapping[str, int], now: float) -> None:
+        """Take in the present counters of those who matter; the others are forgotten.
+
+        A counter that has gone down is an old one that a stranger has put back: no sign of life.
+        """
         heard = {}
-        for id, value in beats.items():
-            one = self._heard.get(id) or _Heard(value, now)
-            if value != one.value:
-                one.value, one.silence, one.moved = value, 0.0, True
+        for id, count in beats.items():
+            one = self._heard.get(id) or _Heard(count, now)
+            if count > one.count:
+                one.count, one.silence, one.moved = count, 0.0, True
             else:
                 one.silence += min(now - one.last, 2 * self.interval)
             one.last = now
@@ -47,7 +50,10 @@ class Pulse:
 
     @property
     def silent(self) -> frozenset[str]:
-        return frozenset(id for id, one in self._heard.items() if one.silence >= self.stall)
+        return self.silent_for(self.stall)
+
+    def silent_for(self, seconds: float) -> frozenset[str]:
+        return frozenset(id for id, one in self._heard.items() if one.silence >= seconds)
 
     def moved(self, id: str) -> bool:
         """Whether it was seen to count since we first looked."""

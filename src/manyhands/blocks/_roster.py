@@ -9,8 +9,18 @@
     left, dead    members that are done, and those that somebody has seen die
     missed        members that the others went on without, how many meetings were kept by then, and
                   closed: such a worker may wake up, and must still learn what became of its last
-    begun         a meeting was kept in some generation before this one
+    begun         a sync round was kept (bringing joiners the state is a meeting, but not one)
     anew          and all who had a part in them are lost, with all that they held
+    change        how many changes led here: an older text, put back by a stranger, has fewer
+    lives         how often each process has come, by its number
+    teams         how often each worker has come, by its number, if it is several processes
+    terms         what all workers must have alike, as a checksum for each part of a worker
+    failed        members that have ended with an error before the first sync round: all end
+    refused       numbers of processes that came with other terms, and are not let in
+    closing       members that are done, at which meeting and after how many steps: they hold it if
+                  all others are done after as many, and leave without it otherwise
+    hosts         launchers that need the store, beside the workers
+    run           the name of the run, drawn by the first to come
     parts         processes of a worker. With more than one, a member is a process: part p of
                   worker n has the number n * parts + p, and a worker takes part with all of its
                   processes (which know each other by their `team`) or not at all
@@ -64,6 +74,15 @@ class Roster:
     begun: bool = False
     anew: bool = False
     parts: int = 1
+    run: str = ""
+    change: int = 0
+    lives: tuple[tuple[int, int], ...] = ()
+    teams: tuple[tuple[int, int], ...] = ()
+    terms: tuple[tuple[int, str], ...] = ()
+    failed: tuple[str, ...] = ()
+    refused: tuple[int, ...] = ()
+    closing: tuple[tuple[str, int, int], ...] = ()  # id, meeting, steps
+    hosts: tuple[str, ...] = ()
 
     # -- as text -------------------------------------------------------------------------------
 
@@ -76,9 +95,10 @@ class Roster:
         told = json.loads(text)
         for name in ("members", "waiting"):
             told[name] = tuple(Member(**member) for member in told[name])
-        for name in ("left", "dead"):
+        for name in ("left", "dead", "failed", "refused", "hosts"):
             told[name] = tuple(told[name])
-        told["missed"] = tuple(tuple(entry) for entry in told["missed"])
+        for name in ("missed", "lives", "teams", "terms", "closing"):
+            told[name] = tuple(tuple(entry) for entry in told[name])
         return cls(**told)
 
     # -- what it says --------------------------------------------------------------------------
@@ -160,12 +180,13 @@ class Roster:
 
     # -- a meeting -----------------------------------------------------------------------------
 
-    def keep(self, generation: int, meeting: int) -> Roster:
+    def keep(self, generation: int, meeting: int, sync_round: bool = True) -> Roster:
         """All have arrived. With somebody to take in or to leave behind, it is the last one."""
         if self.generation != generation or self.over or self.meeting > meeting:
             return self
         last = bool(self.present(set()) or self.gone)
-        return replace(self, meeting=meeting + 1, over=last, closed=last)
+        begun = self.begun or sync_round
+        return replace(self, meeting=meeting + 1, over=last, closed=last, begun=begun)
 
     def undo(self, generation: int, meeting: int) -> Roster:
         """Somebody did not arrive. The generation ends, because its connections are of no use."""
@@ -173,7 +194,40 @@ class Roster:
             return self
         return replace(self, over=True)
 
+    def close(self, id: str, generation: int, meeting: int, steps: int) -> Roster:
+        """This member is done, after so many steps."""
+        others = tuple(entry for entry in self.closing if entry[0] != id)
+        if self.generation != generation or self.over or id not in self.ids:
+            return self
+        return replace(self, closing=(*others, (id, meeting, steps)))
+
+    def closing_at(self, meeting: int) -> dict[str, int]:
+        """The members that hold this meeting as their last or not at all, and their steps."""
+        return {id: steps for id, at, steps in self.closing if at == meeting}
+
     # -- coming and going ----------------------------------------------------------------------
+
+    def born(self, number: int) -> Roster:
+        """The process of this number begins a life."""
+        lives = dict(self.lives)
+        lives[number] = lives.get(number, 0) + 1
+        return replace(self, lives=tuple(sorted(lives.items())))
+
+    def gathers(self, worker: int) -> Roster:
+        """The processes of this worker begin a life together."""
+        teams = dict(self.teams)
+        teams[worker] = teams.get(worker, 0) + 1
+        return replace(self, teams=tuple(sorted(teams.items())))
+
+    def agree(self, part: int, terms: str) -> Roster:
+        """The first to come says what all must have alike."""
+        if part in dict(self.terms):
+            return self
+        return replace(self, terms=(*self.terms, (part, terms)))
+
+    def refuse(self, number: int) -> Roster:
+        """The process of this number may not come in as it is."""
+        return replace(self, refused=tuple(sorted({*self.refused, number})))
 
     def knock(self, id: str, version: int, team: int = 0) -> Roster:
         """Ask to be in the next generation; a member of the present one ends it thereby."""
@@ -183,6 +237,7 @@ class Roster:
             over=self.over or id in self.ids,
             waiting=(*others, Member(id, version, team)),
             missed=tuple(m for m in self.missed if number_of(m[0]) != number_of(id)),
+            refused=tuple(number for number in self.refused if number != number_of(id)),
         )
 
     def without(self, *ids: str, left: bool = False) -> Roster:
@@ -196,10 +251,24 @@ class Roster:
             missed=tuple(m for m in self.missed if m[0] not in ids),
         )
 
+    def fail(self, id: str) -> Roster:
+        """This one ends by an error of its own; before the first sync round all end with it."""
+        early = id in self.ids and not self.begun
+        failed = (*self.failed, id) if early else self.failed
+        return replace(self.without(id), failed=failed)
+
     def without_number(self, number: int, left: bool = False) -> Roster:
         """As `without`, for the process of this number, under whatever id it was here."""
         ids = (id for id in self.everyone if number_of(id) == number)
         return self.without(*ids, left=left)
+
+    def with_host(self, host: str) -> Roster:
+        """This launcher needs the store."""
+        return replace(self, hosts=(*self.hosts, host))
+
+    def without_host(self, host: str) -> Roster:
+        """This launcher has ended."""
+        return replace(self, hosts=tuple(other for other in self.hosts if other != host))
 
     # -- the next generation -------------------------------------------------------------------
 
@@ -235,16 +304,20 @@ class Roster:
         """The next generation, in the order of the workers' numbers."""
         members = tuple(self.present(silent))
         ids = {member.id for member in members}
-        begun = self.begun or self.meeting > 0
         survivors = any(member.id in self.ids or member.version >= 0 for member in members)
         asleep = [(id, self.generation, self.meeting, self.closed) for id in self.ids]
-        return Roster(
+        return replace(
+            self,
             generation=self.generation + 1,
+            meeting=0,
             over=False,
+            closed=False,
             members=members,
             waiting=tuple(m for m in self.waiting if m.id not in ids and m.id not in silent),
             missed=(*self.missed, *(m for m in asleep if m[0] not in ids | self.gone)),
-            begun=begun,
-            anew=begun and not survivors,
-            parts=self.parts,
+            left=(),
+            dead=(),
+            failed=(),
+            anew=self.begun and not survivors,
+            closing=(),
         )

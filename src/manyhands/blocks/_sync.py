@@ -170,6 +170,19 @@ class Sync:
         self._send(range(self.schedule.fragments), self.steps)
         self._merge(self.pending.popleft())
 
+    def close(self) -> None:
+        """Meet a crew's others a last time if they are done, too; leave without that if not.
+
+        Then our block is lost, as if we had died, and parameters are the last common point.
+        """
+        self.land()
+        if self.apart and self.point.segments:
+            if self.team.close(self.steps):
+                self.meet_now()
+            elif self.agreed and self.steps >= self.warmup:
+                self.point.go_back()
+                self.apart = False
+
     def land(self) -> None:
         """Merge all that is under way."""
         while self.pending:
@@ -286,10 +299,10 @@ class Sync:
             errand.run()
         return errand
 
-    def settle(self, errand: Errand) -> Outcome | None:
+    def settle(self, errand: Errand, sync_round: bool = True) -> Outcome | None:
         """Wait for a meeting, and for all to agree on it. None: it is undone."""
         begin = time.perf_counter()
-        outcome = self.team.settle(errand)
+        outcome = self.team.settle(errand, sync_round)
         self.news.waited += time.perf_counter() - begin
         return outcome
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from manyhands._comm import Workers
 from manyhands.blocks._meeting import Disagreement
 from manyhands.blocks._rows import Outcome
+from manyhands.blocks._terms import Terms
 
 PERSISTENT = 5  # failures without anybody's coming or going: it is not for want of a worker
 
@@ -73,8 +74,14 @@ class Team(Protocol):
     def regroup_due(self) -> bool:
         """Whether the workers have to find together again before they go on."""
 
-    def settle(self, errand: Errand) -> Outcome | None:
-        """Wait for a meeting, and agree that it has taken place; None: it has not, on anybody."""
+    def settle(self, errand: Errand, sync_round: bool = True) -> Outcome | None:
+        """Wait for a meeting, and agree that it has taken place; None: it has not, on anybody.
+
+        `sync_round` is whether it moves the common point, and does not only bring joiners there.
+        """
+
+    def close(self, steps: int) -> bool:
+        """Whether all others are done after as many steps, so that there is a last meeting."""
 
     def regroup(self, version: int) -> None:
         """Find together again. Afterwards the workers may be others."""
@@ -94,11 +101,14 @@ class Standing:
     def numbers(self) -> Sequence[int]:
         return range(self.workers.size)
 
-    def settle(self, errand: Errand) -> Outcome | None:
+    def settle(self, errand: Errand, sync_round: bool = True) -> Outcome | None:
         errand.finished()
         if errand.error is not None:
             raise errand.error
         return errand.outcome
+
+    def close(self, steps: int) -> bool:
+        return True
 
     def regroup(self, version: int) -> None:
         raise AssertionError("a process group is fixed")
@@ -123,15 +133,16 @@ class Coming:
     def regroup_due(self) -> bool:
         return self.crew.regroup_due
 
-    def settle(self, errand: Errand) -> Outcome | None:
+    def settle(self, errand: Errand, sync_round: bool = True) -> Outcome | None:
         try:
             self.crew.wait(errand.finished)
         except RuntimeError:  # somebody is lost: WorkerLost, or a lost store, which settle repeats
             self.crew.abort()
-        if isinstance(errand.error, Disagreement):
+        if isinstance(errand.error, Disagreement) and self.workers.rank in errand.error.odd:
+            self.crew.drop_out()  # alone: the others meet again without us
             raise errand.error
         arrived = errand.finished(0) and errand.error is None
-        kept = self.crew.settle(arrived)
+        kept = self.crew.settle(arrived, sync_round)
         self._failures = 0 if kept else self._failures + 1
         if errand.error is not None and self._is_ours(errand.error):
             raise errand.error
@@ -139,11 +150,14 @@ class Coming:
 
     def _is_ours(self, error: BaseException) -> bool:
         """Whether a failure is this worker's own, and would only repeat itself."""
-        lost_connection = isinstance(error, RuntimeError) and self.crew.size > 1
-        return not lost_connection or self._failures >= PERSISTENT
+        others = isinstance(error, RuntimeError | Disagreement) and self.crew.size > 1
+        return not others or self._failures >= PERSISTENT
 
-    def join(self, version: int) -> None:
-        self.crew.join(version)
+    def close(self, steps: int) -> bool:
+        return bool(self.crew.close(steps))
+
+    def join(self, version: int, terms: Terms) -> None:
+        self.crew.join(version, terms)
         self._take_workers()
 
     def regroup(self, version: int) -> None:

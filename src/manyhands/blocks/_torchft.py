@@ -13,6 +13,8 @@ of its own meeting in its next round, takes that for undone, and is brought the 
 
 What the lighthouse does not tell is who has fallen silent while an exchange waits for it: a death
 breaks the connections, but a stopped worker is waited for, for `patience` seconds.
+
+It believes whoever reaches it: nothing that is said in a round is signed.
 """
 
 from __future__ import annotations
@@ -27,17 +29,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from manyhands._comm import Workers
-from manyhands.blocks._line import serve
+from manyhands.blocks._line import connect, serve
 from manyhands.blocks._links import Door, own_address
-from manyhands.blocks._members import QUICK, SLOW, Members, WorkerLost
+from manyhands.blocks._members import QUICK, SLOW, Members, Refused, WorkerLost
 from manyhands.blocks._numbers import real
 from manyhands.blocks._roster import Member, Roster
+from manyhands.blocks._signer import VARIABLE, Signer
+from manyhands.blocks._terms import NO_TERMS, Terms
 
 CONNECTING = timedelta(seconds=30)
 BEAT = timedelta(seconds=2)  # in which the lighthouse answers a heartbeat, if it is there
 TWIN = 10.0  # seconds: who has a number that was taken for so long gives up
 FORM, SETTLE = "form", "settle"
+TERMS = "terms"  # under which each worker's own store has its text
 
 
 class LighthouseLost(RuntimeError):
@@ -56,6 +63,7 @@ class Told:
     version: int
     store: str  # which it serves
     name: str  # of the generation, if this worker is the first of it
+    terms: str  # a checksum of what it must have like the others
 
 
 class TorchftCrew(Members):
@@ -93,22 +101,26 @@ class TorchftCrew(Members):
                 "MANYHANDS_WORKER, or give number=."
             )
         self.number, self.patience = int(own), real("patience", patience, above=0)
+        self._signer = Signer(os.environ.get(VARIABLE, ""))  # the lighthouse believes anybody
         self._id = f"{self.number}:{uuid.uuid4()}"
         self._name = ""  # of the generation
         self._version = -1
+        self._terms = NO_TERMS
         self._client: Any = None
         self._over = threading.Event()
         self._beating: threading.Thread | None = None
 
     # -- coming and going ----------------------------------------------------------------------
 
-    def join(self, version: int = -1) -> None:
+    def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
         """Come in: returns when this worker is in a generation."""
+        self._terms = terms
         if self._client is not None:
             raise RuntimeError("this worker has joined already. Call regroup() to meet anew.")
         self._client = _client(self.lighthouse)
         where = self.lighthouse.removeprefix("http://").removeprefix("https://").rstrip("/")
         self._served, self._store = serve(own_address(where))
+        self._served.set(TERMS, terms.text)
         beat = threading.Thread(
             target=self._beat, args=(_client(self.lighthouse),), name="manyhands beat", daemon=True
         )
@@ -127,6 +139,10 @@ class TorchftCrew(Members):
 
     def leave(self) -> None:
         """This worker is done. The others miss it when its heartbeat has timed out."""
+        self.drop_out()
+
+    def drop_out(self) -> None:
+        """Be gone, as if dead."""
         self._fall_silent()
         self._drop()
         self.members = ()
@@ -147,7 +163,7 @@ class TorchftCrew(Members):
                 raise WorkerLost(f"a worker has not come for {self.patience:g} s.")
             pause = min(1.5 * pause, SLOW)
 
-    def settle(self, arrived: bool) -> bool:
+    def settle(self, arrived: bool, sync_round: bool = True) -> bool:
         """Whether this meeting is kept: if every member says `arrived`. The same answer for all."""
         if not arrived:
             self.abort()  # for those who wait for a message that does not come from the dead
@@ -172,8 +188,11 @@ class TorchftCrew(Members):
                 self._check_twin(told, time.monotonic() - began)
                 time.sleep(SLOW)
                 continue
+            if self._differs(told):
+                continue
             self._take_place(told)
-            connected = self._connect(Door(told[0].store), f"manyhands/{self._name}")
+            door = Door(told[0].store, self._signer)
+            connected = self._connect(door, f"manyhands/{self._name}")
             if self.settle(connected):
                 return
 
@@ -185,6 +204,28 @@ class TorchftCrew(Members):
                 f"two workers have the same number: {numbers}. Give each worker a number "
                 "(MANYHANDS_WORKER) of its own."
             )
+
+    def _differs(self, told: list[Told]) -> bool:
+        """Whether somebody came with other terms than those who hold the most; who did gives up."""
+        versions = [t.version for t in told]
+        first = told[versions.index(max(versions))]
+        if differs := self._differences(first):
+            self.drop_out()
+            raise Refused(self.number, differs)
+        if any(self._differences(t) for t in told if t.terms != first.terms):
+            time.sleep(SLOW)  # until it is gone
+            return True
+        return False
+
+    def _differences(self, other: Told) -> list[str]:
+        """What another worker has that we do not have alike."""
+        if other.terms == self._terms.digest:
+            return []
+        try:
+            text = bytes(connect(other.store).get(TERMS)).decode()
+        except (OSError, dist.DistError):  # it is gone
+            text = None
+        return self._terms.differences(text, other.terms)
 
     def _take_place(self, told: list[Told]) -> None:
         numbers = [t.number for t in told]
@@ -206,6 +247,7 @@ class TorchftCrew(Members):
             self._version,
             self._store,
             uuid.uuid4().hex,
+            self._terms.digest,
         )
         while (quorum := self._asked(vars(mine))) is None:
             pass

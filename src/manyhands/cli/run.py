@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -11,6 +13,7 @@ import typer
 
 from manyhands.blocks import _launch
 from manyhands.blocks._line import StoreLost, address, serve
+from manyhands.blocks._signer import VARIABLE
 
 # What follows the script is the script's.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -65,7 +68,7 @@ def run(
     """Run a script in several workers, which may die and come back.
 
     A worker that is killed by a signal is always started again. The exit code is 0 if all workers
-    ended with 0.
+    ended with 0. Several hosts need one secret, in the environment variable MANYHANDS_SECRET.
     """
     arguments = list(script or [])
     if module is None and not arguments:
@@ -78,6 +81,11 @@ def run(
         _stop("--store needs --numbers, such as 4-7: no two workers of a run may have the same.")
     if patience < stall:
         _stop(f"--patience must be at least --stall, which is {stall:g}, got {patience:g}.")
+    if (store or listen) and not os.environ.get(VARIABLE):
+        _stop(
+            f"hosts of one run need a secret that all of them know: set {VARIABLE} to the same "
+            'text on each, such as `python -c "import secrets; print(secrets.token_hex())"` prints.'
+        )
     here = _numbers(workers, numbers)
     try:
         serving = store is None
@@ -93,6 +101,7 @@ def run(
             restarts=restarts,
             environment={"MANYHANDS_STALL": f"{stall:g}", "MANYHANDS_PATIENCE": f"{patience:g}"},
             serving=serving,
+            secret=os.environ.get(VARIABLE) or secrets.token_hex(),
         )
     except (OSError, ValueError, StoreLost) as error:
         _stop(f"{error}")

@@ -1,0 +1,281 @@
+"""Who may come into a crew, and what a worker costs the others that leaves in mid-block."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import manyhands as mh
+from crew_workers import Log, Store, Team, fork
+from manyhands.blocks import _sync
+from manyhands.blocks._crew import Crew
+from manyhands.blocks._meeting import Disagreement
+from manyhands.blocks._roster import Roster
+from manyhands.blocks._terms import Terms
+
+STEPS = 300
+OPTIONS = {"every": 5, "overlap": 0, "codec": "float32"}
+
+
+class Net(nn.Module):
+    """Two weights that neither shape nor type tells apart, and one that is not square."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(3, 3))
+        self.second = nn.Parameter(torch.zeros(3, 3))
+        self.wide = nn.Parameter(torch.zeros(2, 6))
+
+
+def as_it_is(model):
+    return list(model.parameters())
+
+
+def in_float64(model):
+    return list(model.double().parameters())
+
+
+def in_another_order(model):
+    return list(model.parameters())[::-1]
+
+
+def two_exchanged(model):
+    return [model.second, model.first, model.wide]
+
+
+def transposed(model):
+    model.wide = nn.Parameter(torch.zeros(6, 2))
+    return list(model.parameters())
+
+
+class Joiners(Team):
+    """Workers that go down slopes of 1 and 2: after n steps `first` is -n, or work is lost."""
+
+    def start(self, numbers, steps=STEPS, options=OPTIONS, params=as_it_is, harm=None):
+        for number in numbers:
+            life = self.lives[number] = self.lives.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{life}.jsonl"
+
+            def live(number=number, log_file=log_file):
+                crew = Crew(self.store.address, number=number, **self.options)
+                if harm is not None:
+                    harm(number)
+                slow = self.folder / "slow"
+                train(crew, Log(log_file), steps, options, params, slow)
+
+            self.pids[number] = fork(live, self.folder / f"{number}.errors")
+
+    def step(self, number, steps):
+        """Wait until a worker has taken so many steps."""
+        self.until(lambda: (self.last(number, "step", "steps") or 0) >= steps, 30.0)
+
+
+def train(crew, log, steps, options, params, slow):
+    model = Net()
+    optimizer = mh.LocalSGD(SGD(params(model), lr=1.0), model=model, crew=crew, **options)
+    log("in", steps=optimizer.steps, size=crew.size)
+    while optimizer.steps < steps:
+        model.first.grad = torch.ones_like(model.first)
+        model.second.grad = 2 * torch.ones_like(model.second)
+        model.wide.grad = torch.ones_like(model.wide)
+        optimizer.step()
+        log("step", steps=optimizer.steps, size=crew.size)
+        time.sleep(0.1 if slow.exists() else 0.002)
+    optimizer.finish()
+    seen = optimizer.snapshot()
+    values = {
+        name: [float(p.detach().min()), float(p.detach().max())]
+        for name, p in model.named_parameters()
+    }
+    log("done", **values, undone=seen["undone"], meetings=seen["meetings"])
+
+
+@pytest.fixture
+def store():
+    with Store() as store:
+        yield store
+
+
+BAD = [
+    ({**OPTIONS, "every": 6}, as_it_is, "every: 6 here, 5 in the run"),
+    ({**OPTIONS, "overlap": 1}, as_it_is, "overlap: 1 here, 0 in the run"),
+    ({**OPTIONS, "codec": "int8"}, as_it_is, "codec: int8 here, float32 in the run"),
+    (OPTIONS, in_float64, "parameter 0: first (3, 3) float64 on cpu here"),
+    (OPTIONS, two_exchanged, "parameter 0: second (3, 3) float32 on cpu here, first (3, 3)"),
+    (OPTIONS, in_another_order, "parameter 0: wide (2, 6) float32 on cpu here, first (3, 3)"),
+    (OPTIONS, transposed, "wide (6, 2) float32 on cpu here, wide (2, 6) float32 on cpu in the run"),
+]
+
+
+def test_bad_newcomers_are_refused_alone_by_name_and_the_others_lose_nothing(store, tmp_path):
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
+        team.start(range(3))
+        team.step(0, 20)
+        team.kill(2, report=True)
+        (tmp_path / "slow").touch()
+        for options, params, message in BAD:
+            team.start([2], options=options, params=params)
+            ended = {}
+            team.until(lambda ended=ended: ended.update(team.ended()) or 2 in ended, 60.0)
+            assert ended == {2: 1}, team.story()
+            assert "worker 2 was not let in" in team.errors(2)
+            assert message in team.errors(2)
+            assert team.board.look().refused == (2,)
+        assert team.last(0, "step", "steps") < STEPS, "the others have not waited for it"
+        team.start([2])
+        (tmp_path / "slow").unlink()
+        team.finish(60.0)
+        done = [team.events(number, "done")[-1] for number in range(3)]
+        for e in done:
+            assert (e["first"], e["second"]) == ([-STEPS] * 2, [-2 * STEPS] * 2)
+        assert {e["undone"] for e in done[:2]} <= {0, 1}  # the round that the killed one missed
+        assert team.board.look().refused == ()
+
+
+def test_the_first_to_come_says_what_the_others_must_have(store, tmp_path):
+    with Joiners(store, tmp_path, expected=2, stall=5.0) as team:
+        team.start([0], options={**OPTIONS, "every": 6})
+        team.until(lambda: team.board.look().waiting != ())
+        team.start([1])
+        team.until(lambda: team.ended() == {1: 1})
+        assert "every: 5 here, 6 in the run" in team.errors(1)
+
+
+def test_names_do_not_matter_where_one_model_is_wrapped_and_do_where_they_are_moved():
+    def terms(*names, prefix=""):
+        model = nn.Module()
+        inner = nn.Module() if prefix else model
+        for name in names:
+            inner.register_parameter(name, nn.Parameter(torch.zeros(2)))
+        if prefix:
+            model.add_module(prefix, inner)
+        return Terms.of({}, list(model.parameters()), [], [model])
+
+    bare, wrapped, moved = terms("a", "b"), terms("a", "b", prefix="inside"), terms("b", "a")
+    assert bare.differences(wrapped.text, wrapped.digest) == []
+    unknown = Terms.of({}, [nn.Parameter(torch.zeros(2)) for _ in range(2)], [], [])
+    assert bare.differences(unknown.text, unknown.digest) == []
+    assert len(bare.differences(moved.text, moved.digest)) == 2
+    assert "description" in bare.differences("{}", moved.digest)[0]  # a stranger's
+
+
+def test_many_differences_are_cut_short():
+    ours = Terms.of({"every": 1}, [torch.zeros(2)] * 9, [torch.zeros(1)], [])
+    theirs = Terms.of({}, [torch.zeros(3)] * 8, [], [])
+    found = ours.differences(theirs.text, theirs.digest)
+    assert found[0] == "every: 1 here, missing in the run"
+    assert found[1] == "the number of parameters: 9 here, 8 in the run"
+    assert "and further parameters" in found and len(found) == 7
+
+
+# -- leaving in mid-block --------------------------------------------------------------------------
+
+
+def close_to(value):
+    """Least and largest: int8 rounds."""
+    return pytest.approx([value] * 2, rel=2e-3)
+
+
+LEAVING = [
+    {"every": 5},
+    {"every": 6, "codec": "int8"},
+    {"every": 6, "overlap": 2, "fragments": 3},
+]
+
+
+@pytest.mark.parametrize("options", LEAVING, ids=str)
+def test_who_leaves_in_mid_block_costs_the_others_no_more_than_a_death(store, tmp_path, options):
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
+        team.start([0, 2], options=options)
+        team.start([1], steps=27, options=options)  # of blocks of 5 and 6
+        ended = {}
+        team.until(lambda: ended.update(team.ended()) or 1 in ended, 40.0)
+        assert ended == {1: 0}, team.errors(1)
+        team.finish(60.0)
+        done = {number: team.events(number, "done")[-1] for number in range(3)}
+        for number in (0, 2):
+            assert done[number]["first"] == close_to(-STEPS)  # not a step of theirs is missing
+            assert done[number]["undone"] <= 1
+        at = done[1]["first"]
+        assert at[0] == at[1] and -27 < at[0] < 0  # the last common point
+
+
+@pytest.mark.parametrize("options", LEAVING, ids=str)
+def test_who_are_all_done_in_mid_block_hold_a_last_meeting(store, tmp_path, options):
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
+        team.start(range(3), steps=28, options=options)
+        team.finish(40.0)
+        for number in range(3):
+            e = team.events(number, "done")[-1]
+            assert e["first"] == close_to(-28) and e["undone"] == 0
+
+
+def test_of_those_that_are_done_after_different_steps_the_last_ones_meet(store, tmp_path):
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
+        team.start([0], steps=27, options={"every": 50})
+        team.start([1, 2], steps=29, options={"every": 50})
+        team.finish(40.0)
+        assert [team.events(n, "done")[-1]["first"] for n in (1, 2)] == [[-29] * 2] * 2
+
+
+def test_one_that_dies_while_all_are_done_is_not_waited_for(store, tmp_path):
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
+        team.start([0, 1], steps=28, options={"every": 50})
+        team.start([2], options={"every": 50})
+        team.until(lambda: len(team.board.look().closing) == 2)
+        team.kill(2, report=True)
+        team.finish(40.0)
+        assert [team.events(n, "done")[-1]["first"] for n in (0, 1)] == [[-28] * 2] * 2
+
+
+def test_a_generation_forgets_who_was_closing():
+    roster = Roster().knock("0.1", 1).knock("1.1", 1).next(frozenset())
+    roster = roster.close("1.1", 1, 0, 7)
+    assert roster.closing_at(0) == {"1.1": 7} and roster.closing_at(1) == {}
+    assert roster.close("2.1", 1, 0, 7) == roster  # no member
+    assert roster.undo(1, 0).close("0.1", 1, 0, 7).closing_at(0) == {"1.1": 7}
+    assert roster.undo(1, 0).knock("0.1", 2).next(frozenset({"1.1"})).closing == ()
+
+
+def test_an_error_before_the_first_sync_round_ends_all_and_a_later_one_does_not():
+    roster = Roster().knock("0.1", -1).knock("1.1", -1).next(frozenset())
+    roster = roster.keep(1, 0, sync_round=False)
+    assert roster.fail("1.1").failed == ("1.1",) and roster.fail("1.1").dead == ("1.1",)
+    assert roster.fail("2.1") == roster  # no member yet: nobody has noticed it
+    assert roster.without_number(1).failed == ()  # killed: it is started again
+    assert roster.keep(1, 1).fail("1.1").failed == ()
+    over = roster.fail("1.1").undo(1, 1).without("0.1").knock("0.2", -1)
+    assert over.next(frozenset()).failed == ()
+
+
+def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
+    """One step too many: it gets the error, and the others meet again without it."""
+
+    def skips(number):
+        if number == 1:
+            original = _sync.Sync._note
+
+            def note(self, more, brings):
+                said = original(self, more, brings)
+                return replace(said, step=said.step + (said.step >= 20))
+
+            _sync.Sync._note = note
+
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
+        team.start(range(3), harm=skips)
+        ended = {}
+        team.until(lambda: ended.update(team.ended()) or ended, 40.0)
+        assert ended == {1: 1}, team.story()
+        assert "workers met after different numbers of steps" in team.errors(1)
+        team.finish(60.0)
+        assert [team.events(n, "done")[-1]["first"] for n in (0, 2)] == [[-STEPS] * 2] * 2
+
+
+def test_the_odd_ones_are_those_that_differ_from_most():
+    assert Disagreement("", [7, 8, 7]).odd == {1}
+    assert Disagreement("", [8, 7, 7]).odd == {0}
+    assert Disagreement("", [7, 8]).odd == {1}
+    assert Disagreement("", [7, 8, 9, 9]).odd == {0, 1}

@@ -1,0 +1,323 @@
+"""What somebody can do who reaches the store of a run, and does not know its secret."""
+
+import json
+import logging
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from crew_workers import SECRET, Store, Team
+from manyhands.blocks import _board
+from manyhands.blocks._board import CREW, NEWS, Board
+from manyhands.blocks._crew import Crew
+from manyhands.blocks._line import Line, StoreLost, connect
+from manyhands.blocks._links import Door, Links, SignedStore
+from manyhands.blocks._pulse import Pulse
+from manyhands.blocks._roster import Member, Roster
+from manyhands.blocks._signer import Signer
+from test_run_command import Command, free_port
+
+OTHER = "a secret that is not the run's"
+
+
+@pytest.fixture(autouse=True)
+def heal_soon(monkeypatch):
+    monkeypatch.setattr(_board, "HEALING", 0.5)
+
+
+@pytest.fixture
+def store():
+    with Store() as store:
+        yield store
+
+
+def board(store, secret=SECRET, stall=1.0):
+    pulse = Pulse(stall)
+    return Board(Line(store.address, pulse.interval, Signer(secret)), pulse)
+
+
+# -- signatures ------------------------------------------------------------------------------------
+
+
+def test_a_value_is_verified_under_its_key_and_nowhere_else(caplog):
+    signer = Signer(SECRET)
+    value = signer.sign("manyhands/done/1/0.1", "7").encode()
+    assert signer.verified("manyhands/done/1/0.1", value) == "7" and signer.ignored == 0
+    with caplog.at_level(logging.WARNING, "manyhands"):
+        assert signer.verified("manyhands/done/2/0.1", value) is None  # another generation
+        assert signer.verified("manyhands/done/1/1.1", value) is None  # another member
+        assert signer.verified("manyhands/done/1/0.1", value[:-1] + b"8") is None
+        assert signer.verified("manyhands/done/1/0.1", b"\xff\x00") is None
+        assert signer.verified("manyhands/done/1/0.1", b"") is None
+        assert Signer(OTHER).verified("manyhands/done/1/0.1", value) is None
+    assert signer.ignored == 5
+    assert "is ignored (1 so far): 'manyhands/done/2/0.1'" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_of_many_values_that_are_ignored_few_are_logged(caplog):
+    signer = Signer(SECRET)
+    with caplog.at_level(logging.WARNING, "manyhands"):
+        for _ in range(1000):
+            signer.verified("key", b"forged")
+    assert signer.ignored == 1000 and len(caplog.records) == 10
+
+
+def test_a_secret_is_needed_and_must_be_long(monkeypatch):
+    monkeypatch.delenv("MANYHANDS_SECRET")
+    with pytest.raises(ValueError, match="Set MANYHANDS_SECRET to the same text"):
+        Crew("127.0.0.1:9", number=0)
+    assert Crew().ignored == 0  # alone
+    with pytest.raises(ValueError, match="at least 16 characters, got 5"):
+        Crew("127.0.0.1:9", number=0, secret="short")
+    assert Crew("127.0.0.1:9", number=0, secret=SECRET).number == 0
+
+
+# -- the roster ------------------------------------------------------------------------------------
+
+
+def forged_rosters():
+    """What the run's end, another member, or nonsense would look like."""
+    done = Roster(generation=1, members=(Member("0.1", 5),), left=("0.1",), change=10**6)
+    other = Signer(OTHER)
+    return {
+        "garbage": "garbage",
+        "nothing": "",
+        "not text": "\x00\x7f",
+        "a finished run, not signed": done.text,
+        "a finished run, signed by a stranger": other.sign(CREW, done.text),
+        "signed for another key": Signer(SECRET).sign(NEWS, done.text),
+        "not well-formed": Signer(SECRET).sign(CREW, "[1]"),
+        "of another version": Signer(SECRET).sign(CREW, json.dumps({"generation": 3})),
+        "large": "x" * 10**6,
+    }
+
+
+@pytest.mark.parametrize("name", forged_rosters())
+def test_a_forged_roster_is_put_right(store, name):
+    ours, theirs = board(store), connect(store.address)
+    ours.change(lambda roster: roster.knock("0.1", 3))
+    theirs.set(CREW, forged_rosters()[name])
+    theirs.check([CREW])  # its answer comes after what was set is there
+    assert [member.id for member in ours.look().waiting] == ["0.1"]
+    assert ours.line.signer.ignored == 1
+    assert ours.change(lambda roster: roster.knock("1.1", 3)).change == 2
+    assert [member.id for member in board(store).look().waiting] == ["0.1", "1.1"]
+    ours.line.close()
+
+
+def test_an_older_roster_and_a_deleted_one_are_put_right(store):
+    ours, theirs = board(store), connect(store.address)
+    ours.change(lambda roster: roster.knock("0.1", 3))
+    old = theirs.get(CREW)
+    ours.change(lambda roster: roster.knock("1.1", 3))
+    theirs.set(CREW, old)
+    theirs.check([CREW])
+    assert ours.change(lambda roster: roster.knock("2.1", 3)).change == 3
+    for key in (CREW, NEWS):
+        theirs.delete_key(key)
+    assert ours.change(lambda roster: roster.knock("3.1", 3)).change == 4
+    assert len(board(store).look().waiting) == 4 and ours.line.signer.ignored == 2
+    ours.line.close()
+
+
+def test_who_knows_less_than_somebody_alive_does_not_put_back_what_it_knows(store):
+    first, second, theirs = board(store), board(store), connect(store.address)
+    first.change(lambda roster: roster.knock("0.1", 3))
+    second.look()
+    first.line.beat("manyhands/beat/0.1")
+    first.change(lambda roster: roster.knock("1.1", 3))  # that the second has not seen
+    theirs.set(CREW, "garbage")
+    seen = []
+    looking = threading.Thread(target=lambda: seen.append(second.look()))
+    looking.start()
+    time.sleep(1.5)
+    assert seen == [] and theirs.get(CREW) == b"garbage"
+    first.look()
+    looking.join(5.0)
+    assert len(seen[0].waiting) == 2
+    for one in (first, second):
+        one.line.close()
+
+
+def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
+    monkeypatch.setattr(_board, "LIMIT", 1.0)
+    monkeypatch.setattr(_board, "HEALING", 0.1)
+    ours, theirs = board(store), connect(store.address)
+    over = threading.Event()
+
+    def overwrite():
+        while not over.wait(0.001):
+            theirs.set(CREW, "garbage")
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    try:
+        with pytest.raises(StoreLost, match="its roster stays wrong"):
+            for _ in range(1000):
+                ours.change(lambda roster: roster.knock("0.1", roster.change))
+    finally:
+        over.set()
+        thread.join()
+        ours.line.close()
+
+
+def test_a_beat_that_is_put_back_or_forged_is_no_sign_of_life(store):
+    ours, theirs = board(store, stall=1.0), connect(store.address)
+    ours.change(lambda roster: roster.knock("0.1", 3))
+    signer = Signer(SECRET)
+    for value in ("3 0", "2 0", "forged", "1 0", "2 0"):
+        signed = value if value == "forged" else signer.sign("manyhands/beat/0.1", value)
+        theirs.set("manyhands/beat/0.1", signed)
+        ours.listen()
+        time.sleep(0.35)
+    assert ours.pulse.silent == {"0.1"} and not ours.pulse.moved("0.1")
+    theirs.set("manyhands/beat/0.1", signer.sign("manyhands/beat/0.1", "4 0"))
+    ours.listen()
+    assert ours.pulse.silent == frozenset()
+    ours.line.close()
+
+
+def test_an_arrival_counts_for_its_member_its_generation_and_its_meeting(store):
+    ours, theirs = board(store), connect(store.address)
+    ours.arrive(1, 0, "0.1")
+    assert not ours.have_arrived(1, 0, ["0.1", "1.1"])
+    theirs.set("manyhands/done/1/1.1", "0")
+    theirs.set("manyhands/done/2/1.1", theirs.get("manyhands/done/1/0.1"))
+    assert not ours.have_arrived(1, 0, ["0.1", "1.1"]) and ours.line.signer.ignored == 1
+    ours.arrive(1, 0, "1.1")
+    assert ours.have_arrived(1, 0, ["0.1", "1.1"]) and not ours.have_arrived(1, 1, ["0.1"])
+    theirs.set("manyhands/gen/nonsense", "x")
+    theirs.set("manyhands/done/", "x")
+    ours.sweep(2)
+    assert not theirs.check(["manyhands/done/1/1.1"])
+    ours.line.close()
+
+
+def test_members_find_each_others_addresses_and_no_strangers(store):
+    theirs = connect(store.address)
+    for key in ("door/0", "door/1", "0/0", "0/1"):
+        theirs.set(f"here/{key}", "10.9.9.9")
+    doors = [Door(store.address, Signer(SECRET)) for _ in range(2)]
+    links = [Links(doors[rank], "here", rank, 2, timeout=30.0) for rank in range(2)]
+    assert all(link.done(40.0) and link.group is not None for link in links)
+    tensors = [torch.ones(3), torch.ones(3)]
+    for work in [link.group.allreduce([tensors[rank]]) for rank, link in enumerate(links)]:
+        work.wait()
+    assert tensors[0].tolist() == [2.0] * 3
+    for link in links:
+        link.let_go()
+
+
+def test_an_address_that_only_a_stranger_has_written_is_waited_for_in_vain(store):
+    theirs = connect(store.address)
+    theirs.set("here/door/1", "1234")
+    signer = Signer(SECRET)
+    with pytest.raises(RuntimeError, match=r"no member has written here/door/1 for 0\.3 s"):
+        SignedStore(connect(store.address), "here", signer, 0.3).get("door/1")
+    assert signer.ignored == 1
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+class Stranger:
+    """Writes to every key that it finds, again and again."""
+
+    def __init__(self, address, seed, pause):
+        self._client, self._dice, self._pause = connect(address), random.Random(seed), pause
+        self.writes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+    def _run(self):
+        values = list(forged_rosters().values())[:-1]
+        old = {}
+        while not self._over.wait(self._pause * (0.5 + self._dice.random())):
+            keys = [key for key in self._client.list_keys() if key.startswith("manyhands/")]
+            key = self._dice.choice([CREW, self._dice.choice(keys)]) if keys else CREW
+            kind = self._dice.random()
+            if kind < 0.3 and key in old:
+                self._client.set(key, old[key])
+            elif kind < 0.4:
+                self._client.delete_key(key)
+            else:
+                if self._client.check([key]):
+                    old.setdefault(key, self._client.get(key))
+                self._client.set(key, self._dice.choice(values))
+            self.writes += 1
+
+
+def test_a_crew_goes_on_whatever_a_stranger_writes(store, tmp_path):
+    with Team(store, tmp_path, expected=3, stall=2.0) as team:
+        team.start(range(3), 400, steps=0.005)
+        team.met(0, 3)
+        with Stranger(store.address, 5, 1.0) as stranger:
+            team.met(0, 60)
+            team.kill(1, report=True)
+            team.start([1], 400, steps=0.005)
+            team.met(0, 100)
+        assert stranger.writes >= 2
+        team.finish(60.0)
+        team.agreed()
+        done = [team.events(number, "done")[-1]["version"] for number in range(3)]
+        assert done == [400] * 3
+
+
+RUN = """
+    import os, time
+    from manyhands.blocks._crew import Crew
+    crew = Crew()
+    crew.join()
+    print("in", flush=True)
+    for _ in range(10**9):
+        if os.path.exists("enough"):
+            break
+        time.sleep(0.02)
+        crew.settle(True)
+        if crew.regroup_due:
+            crew.regroup(1)
+    crew.leave()
+    print("done", crew.ignored, flush=True)
+"""
+
+
+def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    with Command(tmp_path, RUN, "--workers", "2", "--listen", address) as command:
+        command.until(r"\[0\] in")
+        command.until(r"\[1\] in")
+        theirs = connect(address)
+        forged = forged_rosters()
+        for name in ("a finished run, not signed", "a finished run, signed by a stranger"):
+            theirs.set(CREW, forged[name])
+            until = time.monotonic() + 15
+            while theirs.get(CREW).decode() == forged[name]:
+                assert time.monotonic() < until, command.said()
+                time.sleep(0.05)
+        (tmp_path / "enough").touch()
+        assert command.wait(30) == 0
+    assert command.out.read_text().count("done") == 2
+    assert "value(s) in the store were ignored here" in command.err.read_text()
+
+
+def test_a_worker_with_another_secret_is_told_so_and_changes_nothing(store, monkeypatch):
+    ours = board(store)
+    ours.change(lambda roster: roster.knock("0.1", 3))
+    before = ours.line.fetch(CREW)
+    monkeypatch.setattr(_board, "LIMIT", 0.5)
+    with pytest.raises(ValueError, match=r"is of no use: it is not signed .* the same MANYHANDS_S"):
+        board(store, OTHER)
+    assert ours.line.fetch(CREW) == before
+    ours.line.close()
