@@ -6,7 +6,9 @@
 8 workers, started by `manyhands run`, train an LSTM on the characters of tinyshakespeare.txt.xz
 (which FOLDER holds) inside `mh.DiLoCo` in a `mh.Crew`, for --minutes where nothing happens. Then
 the same number of steps with a random worker killed or stopped every 30 s, and every 15 s. At last
-nothing happens again, with other batches: how far apart two runs are by themselves.
+nothing happens again, with other batches: how far apart two runs are by themselves. One more run
+has all kinds of harm, every 10 s: also bad newcomers, strangers that write to the store, workers
+that leave in mid-block, and a line between two hosts that is cut (--hostile: only this one).
 `faults/` has the rest: what a worker runs, what is done to it, how that is counted.
 """
 
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument(
         "--interval", action="append", type=float, metavar="S", help="only this; writes nothing"
     )
+    parser.add_argument("--hostile", action="store_true", help="only all kinds; writes nothing")
     parser.add_argument("--once", action="store_true", help="without the second fault-free run")
     parser.add_argument("--log", type=Path, help="keep the logs and what is printed, for a look")
     parser.add_argument("--draw", action="store_true", help="write the page of the last run again")
@@ -69,8 +72,13 @@ def main() -> None:
     intervals = args.interval or ([5.0] if args.quick else [30.0, 15.0])
     load = round(os.getloadavg()[0], 1)
     plans = {page.NONE: plan}
-    plans |= {page.every(seconds): replace(plan, interval=seconds) for seconds in intervals}
-    if not args.quick and args.interval is None and not args.once:
+    if not args.hostile:
+        plans |= {page.every(seconds): replace(plan, interval=seconds) for seconds in intervals}
+    if args.quick or args.hostile or args.interval is None:
+        every = (args.interval or [4.0 if args.quick else 10.0])[0]
+        plans[page.HOSTILE] = replace(plan, interval=every, kinds=harm.ALL, apart=2)
+    written = not (args.quick or args.hostile) and args.interval is None
+    if written and not args.once:
         plans[page.AGAIN] = replace(plan, seed=1)
     rows = measured(plans, args.data, args.log)
     print(page.table(rows))
@@ -82,7 +90,7 @@ def main() -> None:
         "plan": asdict(plan),
         "rows": rows,
     }
-    if not args.quick and args.interval is None:
+    if written:
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
         page.write(result)
     if wrong := [name for name, row in rows.items() if not page.is_sound(row)]:

@@ -1,18 +1,28 @@
 """A run of a crew, started as a user does, and what is done to its workers meanwhile.
 
-At set times a random worker of those that take part is killed (SIGKILL), or stopped (SIGSTOP) and
-woken (SIGCONT) after some seconds, as a host that hung. Where half of them are away already, that
-waits. Kills and stops are equally many, in a random order; who is hit, how, and when is drawn from
-a seed.
+At set times one of these happens; all are equally many, in a random order:
+
+    kill        a random worker of those that take part gets SIGKILL
+    stop        or SIGSTOP, and SIGCONT after some seconds, as a host that hung
+    partition   the line between the store and the host of the last workers is cut for some seconds
+    newcomer    somebody comes with other options, types or order of parameters
+    stranger    somebody who does not know the secret writes to the store
+    leave       a further worker comes, and leaves in mid-block
+
+Where half of the workers are away already, that waits. Who is hit, how, and when is drawn from a
+seed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import resource
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,11 +33,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from faults.link import Link
+from faults.strangers import BAD, GUEST, Guest, Writer
 from manyhands.blocks._launch import _die_with_parent
+from manyhands.blocks._signer import VARIABLE
 
 COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
 HANGS = 90.0  # seconds without a line in the log, after which the benchmark gives up
 ASKED = 15.0  # seconds in which a run must stop when it is told to
+ORDINARY = ("kill", "stop")
+ALL = (*ORDINARY, "partition", "newcomer", "stranger", "leave")
 Line = dict[str, Any]
 
 
@@ -44,7 +59,9 @@ class Plan:
     stall: float  # --stall of `manyhands run`
     interval: float = 0.0  # seconds from one fault to the next; 0: none
     jitter: float = 0.0  # up to so many seconds later, so that any moment of a block is hit
-    asleep: float = 10.0  # seconds for which a worker is stopped
+    asleep: float = 10.0  # seconds for which a worker is stopped, or a line is cut
+    kinds: tuple[str, ...] = ORDINARY
+    apart: int = 0  # of the workers, on a second host
     seed: int = 0
 
 
@@ -52,11 +69,12 @@ class Plan:
 class Fault:
     """What was done to whom; times are of the monotonic clock, as in the log."""
 
-    kind: str  # "kill" or "stop"
+    kind: str
     number: int
     pid: int
     time: float
     woken: float | None = None
+    outcome: str = ""  # of those that are no members
 
 
 @dataclass
@@ -95,29 +113,33 @@ class _Log:
 class _Harm:
     """Decides who is hit when, and does it."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, stage: _Stage) -> None:
+        self.plan, self.stage = plan, stage
         self.faults: list[Fault] = []
         self._dice = random.Random(1_000 * plan.seed + round(plan.interval))
-        self._kinds = self._shuffled_pairs()
+        self._kinds = self._shuffled()
+        self._bad = itertools.cycle(BAD)
+        self._guests: list[tuple[Fault, Guest]] = []
+        self._writer = Writer(stage.store, self._dice)
+        self._done = 0  # things that were done
         self._began: float | None = None
         self._due = self._next()
 
-    def _shuffled_pairs(self) -> Iterator[str]:
+    def _shuffled(self) -> Iterator[str]:
         while True:
-            pair = ["kill", "stop"]
-            self._dice.shuffle(pair)
-            yield from pair
+            kinds = list(self.plan.kinds)
+            self._dice.shuffle(kinds)
+            yield from kinds
 
     def _next(self) -> float:
         """When the next fault is due, after the first meeting."""
-        return self.plan.interval * (len(self.faults) + 1) + self._dice.uniform(0, self.plan.jitter)
+        return self.plan.interval * (self._done + 1) + self._dice.uniform(0, self.plan.jitter)
 
     def turn(self, log: Sequence[Line]) -> None:
         """Do what is due."""
         now = time.monotonic()
         for fault in self.faults:
-            asleep = fault.kind == "stop" and fault.woken is None
+            asleep = fault.kind in ("stop", "partition") and fault.woken is None
             if asleep and now - fault.time >= self.plan.asleep:
                 self.wake(fault)
         if not self.plan.interval or not log:
@@ -132,14 +154,16 @@ class _Harm:
         self._dice.shuffle(order)
         if len(here) > self.plan.workers // 2:
             victim = next(number for number in order if number in here)
-            self._hit(next(self._kinds), victim, here[victim])
+            self._do(next(self._kinds), victim, here)
+            self._done += 1
             self._due = max(self._next(), now - self._began + self.plan.interval / 2)
 
     def _here(self, log: Sequence[Line]) -> dict[int, int]:
         """The process of each worker that takes part and is awake."""
         newest = max(line["meetings"] for line in log)
         last = {line["number"]: line for line in log}
-        asleep = {f.number for f in self.faults if f.kind == "stop" and f.woken is None}
+        still = [f for f in self.faults if f.kind in ("stop", "partition") and f.woken is None]
+        asleep = {fault.number for fault in still}
         gone = {f.pid for f in self.faults if f.kind == "kill"}
         return {
             number: line["pid"]
@@ -147,50 +171,127 @@ class _Harm:
             if line["meetings"] >= newest - 1 and number not in asleep and line["pid"] not in gone
         }
 
+    def _do(self, kind: str, victim: int, here: dict[int, int]) -> None:
+        if kind in ORDINARY:
+            self._hit(kind, victim, here[victim])
+        elif kind == "partition":
+            self.stage.link.cut()
+            now, first = time.monotonic(), self.plan.workers - self.plan.apart
+            behind = [number for number in here if number >= first]
+            self.faults += [Fault(kind, number, here[number], now) for number in behind]
+            self._say(f"partition of {behind}")
+        elif kind == "stranger":
+            self.faults.append(Fault(kind, -1, -1, time.monotonic()))
+            self.faults[-1].outcome = self._writer.write()
+            self._say(f"stranger: {self.faults[-1].outcome}")
+        else:
+            block = self.plan.every
+            bad = next(self._bad)
+            leave = ["--leave-after", str(2 * block + block // 2)]
+            number = GUEST + len(self._guests)
+            guest = self.stage.guest(["--bad", bad] if kind == "newcomer" else leave, number)
+            fault = Fault(kind, number, guest.process.pid, time.monotonic())
+            self.faults.append(fault)
+            self._guests.append((fault, guest))
+            self._say(f"{kind} {number} {bad if kind == 'newcomer' else ''}")
+
+    def end(self) -> None:
+        """Hear how it went for those that are no members."""
+        for fault, guest in self._guests:
+            fault.outcome = guest.end(HANGS)
+            print(f"  {fault.kind} {fault.number}: {fault.outcome}", flush=True)
+
+    def _say(self, what: str) -> None:
+        print(f"  {time.monotonic() - (self._began or 0):6.1f} s: {what}", flush=True)
+
     def _hit(self, kind: str, number: int, pid: int) -> None:
         self.faults.append(Fault(kind, number, pid, time.monotonic()))
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        print(f"  {time.monotonic() - (self._began or 0):6.1f} s: {kind} {number}", flush=True)
+        self._say(f"{kind} {number}")
 
     def wake(self, fault: Fault) -> None:
         fault.woken = time.monotonic()
+        if fault.kind == "partition":
+            self.stage.link.mend()
+            return
         with suppress(ProcessLookupError):
             os.kill(fault.pid, signal.SIGCONT)
 
 
-def run(plan: Plan, data: Path | None) -> Trial:
-    """Until the command has ended."""
-    with tempfile.TemporaryDirectory() as name:
-        log, output = _Log(Path(name, "log.jsonl")), Path(name, "output")
-        command = [*COMMAND, "--workers", str(plan.workers), "--stall", f"{plan.stall:g}"]
-        command += ["-m", "faults.worker", "--log", str(log.path)]
-        command += ["--data", str(data.resolve())] if data else []
+class _Stage:
+    """Where a run takes place: its commands, one for each host, and the line between these."""
+
+    def __init__(self, plan: Plan, data: Path | None, folder: Path, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.store = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.link = Link(self.store)
+        self._folder = folder
+        self._told = {
+            VARIABLE: secrets.token_hex(),
+            "MANYHANDS_STORE": self.store,
+            "MANYHANDS_WORKERS": str(plan.workers),
+            "MANYHANDS_STALL": f"{plan.stall:g}",
+        }
+        self._arguments = ["faults.worker", "--log", str(log)]
+        self._arguments += ["--data", str(data.resolve())] if data else []
         options = asdict(plan)
         for option in ("steps", "every", "batch", "pace", "lr", "seed"):
-            command += [f"--{option}", str(options[option])]
-        harm, began, cpu = _Harm(plan), time.monotonic(), _cpu_of_children()
+            self._arguments += [f"--{option}", str(options[option])]
+        self._stall = f"{plan.stall:g}"
+        first = plan.workers - plan.apart
+        words = ["--workers", str(first), "--listen", self.store, "--expected", str(plan.workers)]
+        self.outputs = [folder / "output"]
+        self.commands = [self._command(words, self.outputs[0])]
+        if plan.apart:
+            words = ["--store", self.link.address, "--numbers", f"{first}-{plan.workers - 1}"]
+            self.outputs.append(folder / "output-2")
+            self.commands.append(self._command(words, self.outputs[1]))
+
+    def _command(self, words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
         with output.open("wb") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, preexec_fn=_die_with_parent()
+            return subprocess.Popen(
+                [*COMMAND, *words, "--stall", self._stall, "-m", *self._arguments],
+                stdout=file,
+                stderr=file,
+                env={**os.environ, VARIABLE: self._told[VARIABLE]},
+                preexec_fn=_die_with_parent(),
             )
-            try:
-                _watch(process, log, harm)
-            except BaseException:
-                print(_tail(output))
-                raise
-            finally:
+
+    def guest(self, extra: Sequence[str], number: int) -> Guest:
+        return Guest(self._arguments, extra, number, self._told, self._folder)
+
+    def said(self) -> str:
+        return "\n".join(output.read_text(errors="replace") for output in self.outputs)
+
+
+def run(plan: Plan, data: Path | None) -> Trial:
+    """Until the commands have ended."""
+    with tempfile.TemporaryDirectory() as name:
+        log = _Log(Path(name, "log.jsonl"))
+        began, cpu = time.monotonic(), _cpu_of_children()
+        stage = _Stage(plan, data, Path(name), log.path)
+        harm = _Harm(plan, stage)
+        try:
+            _watch(stage.commands, log, harm)
+            harm.end()
+        except BaseException:
+            print("\n".join(stage.said().splitlines()[-40:]))
+            raise
+        finally:
+            for process in stage.commands:
                 _stop(process)
+            stage.link.close()
         log.look()
         seconds = time.monotonic() - began
         cpu = _cpu_of_children() - cpu
-        said = output.read_text(errors="replace")
-        return Trial(plan, log.lines, harm.faults, process.returncode, cpu, seconds, said)
+        code = next((p.returncode for p in stage.commands if p.returncode), 0)
+        return Trial(plan, log.lines, harm.faults, code, cpu, seconds, stage.said())
 
 
-def _watch(process: subprocess.Popen[bytes], log: _Log, harm: _Harm) -> None:
+def _watch(processes: Sequence[subprocess.Popen[bytes]], log: _Log, harm: _Harm) -> None:
     heard = time.monotonic()
-    while process.poll() is None:
+    while any(process.poll() is None for process in processes):
         if log.look():
             heard = time.monotonic()
         if time.monotonic() - heard > HANGS:
@@ -208,10 +309,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()  # its workers die with it
             process.wait()
-
-
-def _tail(output: Path) -> str:
-    return "\n".join(output.read_text(errors="replace").splitlines()[-40:])
 
 
 def _cpu_of_children() -> float:

@@ -8,6 +8,9 @@ from typing import Any
 
 PAGE_AT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "blocks-faults.md"
 NONE, AGAIN = "no faults", "no faults, other batches"
+HOSTILE = "all kinds"
+OTHERS = ("partition", "stranger", "newcomer", "leave")
+FINE = {"refused", "left", "late"}  # outcomes of those that are no members
 AIM, AIM_AT = 0.90, 30.0  # of the throughput, with a fault every so many seconds
 Row = dict[str, Any]
 
@@ -20,18 +23,31 @@ def is_sound(row: Row) -> bool:
     """Whether nobody differs, no survivor has lost anything, and the run has ended well."""
     agree = row["differing"] == 0 and row["finals"] == 1
     nothing_lost = row["missing"]["survivors"] == 0 and row["thrown_away"] == 0
-    return agree and nothing_lost and row["code"] == 0 and row["loss"] is not None
+    outcomes = {one for kind in OTHERS for one in row.get(kind, {}).get("outcomes", {})}
+    ended = row["code"] == 0 and row["loss"] is not None
+    return agree and nothing_lost and ended and outcomes <= FINE
 
 
 def summary(row: Row) -> str:
     """For the terminal."""
     return (
         f"{row['seconds']:.1f} s, {row['meetings']} meetings, {row['rate']:.1f} steps/s, "
-        f"{row['kill']['count']} kills, {row['stop']['count']} stops, missing {row['missing']}, "
+        f"{row['kill']['count']} kills, {row['stop']['count']} stops, {_others(row)}, "
+        f"missing {row['missing']}, "
         f"thrown away {row['thrown_away']}, differing {row['differing']} of {row['compared']} "
         f"states, {row['finished']} finished with {row['finals']} result(s), loss {row['loss']}, "
         f"{row['cores']:.2f} cores, {row['tracebacks']} tracebacks, exit code {row['code']}"
     )
+
+
+def _others(row: Row) -> str:
+    """How often what is done to no single worker was done, and what came of it."""
+    told = []
+    for kind in OTHERS:
+        found = row.get(kind, {"count": 0, "outcomes": {}})
+        outcomes = ", ".join(f"{n} {outcome}" for outcome, n in found["outcomes"].items())
+        told.append(f"{kind} {found['count']}" + (f" ({outcomes})" if outcomes else ""))
+    return "; ".join(told)
 
 
 def kept(rows: dict[str, Row], name: str) -> float:
@@ -54,6 +70,7 @@ def table(rows: dict[str, Row]) -> str:
             line("", names),
             "|---|" + "--:|" * len(names),
             each("killed, stopped", lambda r: f"{r['kill']['count']}, {r['stop']['count']}"),
+            each("partitions, strangers, newcomers, leaves", _others),
             each("seconds", lambda r: f"{r['seconds']:.1f}"),
             each("worker-steps that count, a second", lambda r: f"{r['rate']:.1f}"),
             line("throughput kept, %", [f"{100 * kept(rows, name):.1f}" for name in names]),
@@ -92,7 +109,7 @@ def verdict(rows: dict[str, Row]) -> str:
     """Each claim, and whether it holds."""
     faulty = [name for name in rows if rows[name]["interval"]]
     lines = []
-    for name in faulty:
+    for name in [name for name in faulty if name != HOSTILE]:
         share = kept(rows, name)
         aim = ""
         if rows[name]["interval"] == AIM_AT:
@@ -101,6 +118,14 @@ def verdict(rows: dict[str, Row]) -> str:
             f"- **A fault {name}:** {100 * share:.1f} % of the throughput is kept, with "
             f"{rows[name]['kill']['count']} kills and {rows[name]['stop']['count']} stops in "
             f"{rows[name]['seconds']:.0f} s.{aim}"
+        )
+    if HOSTILE in rows:
+        row = rows[HOSTILE]
+        lines.append(
+            f"- **All kinds, one every {row['interval']:g} s:** {100 * kept(rows, HOSTILE):.1f} % of "
+            f"the throughput is kept, with {row['kill']['count']} kills, {row['stop']['count']} "
+            f"stops, {_others(row)}. Nothing lost, nothing differs, all newcomers refused and the "
+            f"exit code right: {_yes(is_sound(row))}."
         )
     differing = sum(row["differing"] for row in rows.values())
     compared = sum(row["compared"] for row in rows.values())
@@ -140,8 +165,11 @@ AdamW inside `mh.DiLoCo` (H = {every}, int8) in a `mh.Crew`, started by `manyhan
 {workers} --stall {stall:g}`. A block takes {usual:.2f} s where nothing happens. At set times a
 random worker is killed (SIGKILL) or stopped (SIGSTOP), the one as often as the other. Who is killed
 is started again by `manyhands run`; who is stopped is woken after {asleep:g} s, as a host that hung
-would be. Each run is of {steps:,} steps, which take {minutes:.1f} minutes without faults. Measured
-on {machine}, with {versions}. The load average when the run began was {load}.
+would be. In the column "{hostile}" four further things happen as often: the line between the store
+and the host of the last two workers is cut for {asleep:g} s; somebody comes with another interval,
+overlap, codec, type or order of parameters; somebody without the run's secret overwrites, replays
+or deletes a key of the store; a further worker comes, and leaves in mid-block. Each run is of
+{steps:,} steps, which take {minutes:.1f} minutes without faults. Measured on {machine}, with {versions}. The load average when the run began was {load}.
 
 ```bash
 python benchmarks/blocks_faults.py --data FOLDER
@@ -197,5 +225,6 @@ def write(result: dict[str, Any]) -> None:
         verdict=verdict(rows),
         table=table(rows),
         again=AGAIN,
+        hostile=HOSTILE,
     )
     PAGE_AT.write_text(page)

@@ -12,13 +12,15 @@ back            of a fault: until the worker's block counts again
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from faults.harm import Fault, Line, Trial
+from faults.harm import ALL, Fault, Line, Trial
+
+GUESTS = ("newcomer", "leave")
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,13 @@ def usual_block(held: list[Meeting], every: int) -> float:
 
 def tally(trial: Trial, usual: float) -> dict[str, Any]:
     """The figures of a run; `usual` is the time of a block where nothing happens."""
-    plan, log = trial.plan, trial.log
+    plan = trial.plan
+    log = [line for line in trial.log if line["number"] < plan.workers]
     held = meetings(log)
     seconds = held[-1].time - held[0].time
     work = sum(m.length * len(m.counted) for m in held[1:])
     victims, survivors = missing(held, trial.faults, plan.workers)
-    states = differing(log)
+    states = differing([line for line in trial.log if line["event"] != "gone"])
     left = [line for line in log if line["event"] == "left"]
     result: dict[str, Any] = {
         "interval": plan.interval,
@@ -71,7 +74,7 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
         "rate": work / seconds,
         "missing": {"victims": victims, "survivors": survivors},
         "thrown_away": thrown_away(log, trial.faults),
-        "compared": sum(line["event"] != "loss" for line in log),
+        "compared": sum(line["event"] not in ("loss", "gone") for line in trial.log),
         "differing": states,
         "finished": len({line["number"] for line in left}),
         "finals": len({line["final"] for line in left}),
@@ -81,10 +84,11 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
         "tracebacks": trial.output.count("Traceback (most recent"),
         "cores": trial.cpu / trial.seconds,
     }
-    for kind in ("kill", "stop"):
+    for kind in ALL:
         faults = [fault for fault in trial.faults if fault.kind == kind]
         result[kind] = {
-            "count": len(faults),
+            "count": len({fault.time for fault in faults}),
+            "outcomes": dict(Counter(fault.outcome for fault in faults if kind in GUESTS)),
             "delays": _known([delay(fault, held, usual) for fault in faults]),
             "back": _known([back(fault, held) for fault in faults]),
             "asleep": [f.woken - f.time for f in faults if f.woken],

@@ -7,6 +7,7 @@ One line of JSON is appended to the log, at once, for each of
     in     it has come in, or has been given the others' state after it was away
     met    a meeting that was kept, with the steps of its own that it brought
     left   it is done
+    gone   it was asked to leave after so many steps of its own, in mid-block
     loss   by who is done first: of the final parameters, on text that was not trained on
 
 "state" is the SHA-1 of the common point and the outer momentum, "final" that of the parameters.
@@ -30,6 +31,7 @@ from quality.workloads import Text, loss_of, shakespeare
 from torch import Tensor
 
 import manyhands as mh
+from faults.strangers import BAD
 
 BEGAN = time.monotonic()
 
@@ -44,19 +46,32 @@ def main() -> None:
     parser.add_argument("--pace", type=float, required=True, help="seconds that a step takes")
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--bad", choices=BAD, help="come with something else than the others")
+    parser.add_argument("--leave-after", type=int, help="steps of its own")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = shakespeare(args.data) if args.data else python_source()
     torch.manual_seed(args.seed)
     model = data.model()
     crew = mh.Crew()
-    inner = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    optimizer = mh.DiLoCo(inner, every=args.every, codec="int8", crew=crew)
+    params = list(model.double().parameters() if args.bad == "float64" else model.parameters())
+    if args.bad == "order":
+        params.reverse()
+    inner = torch.optim.AdamW(params, lr=args.lr, betas=(0.9, 0.95))
+    optimizer = mh.DiLoCo(
+        inner,
+        every=args.every + (args.bad == "every"),
+        overlap=int(args.bad == "overlap"),
+        codec="bfloat16" if args.bad == "codec" else "int8",
+        crew=crew,
+    )
     diary = Diary(args.log, crew, optimizer)
     diary.note("in")
     seed = 1_000_000 * args.seed + 1_000 * optimizer.steps + crew.number
     batches = data.batches(seed, args.batch)
-    while optimizer.steps < args.steps:
+    own = 0
+    while optimizer.steps < args.steps and own != args.leave_after:
+        own += 1
         begin = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_at(optimizer.steps, args.steps)
@@ -66,6 +81,9 @@ def main() -> None:
         diary.after_step()
         time.sleep(max(0.0, begin + args.pace - time.monotonic()))
     optimizer.finish()
+    if args.leave_after is not None:
+        diary.note("gone")
+        return
     diary.note("left", final=sha1(model.parameters()))
     if _is_first(args.log.with_suffix(".first")):
         diary.note("loss", loss=data.score(model) * math.log(2.0))

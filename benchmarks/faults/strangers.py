@@ -1,0 +1,90 @@
+"""Those who are no members: they write to the store, or want to come in with something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from manyhands.blocks._board import CREW
+from manyhands.blocks._launch import _die_with_parent
+from manyhands.blocks._line import connect
+from manyhands.blocks._signer import Signer
+
+BAD = ("every", "overlap", "codec", "float64", "order")  # what a bad newcomer has otherwise
+GUEST = 100  # the first number of those that `manyhands run` does not start
+
+
+class Writer:
+    """Who reaches the store and does not know the secret."""
+
+    def __init__(self, address: str, dice: random.Random) -> None:
+        self._address, self._dice = address, dice
+        self._old: dict[str, bytes] = {}
+
+    def write(self) -> str:
+        """Do one thing to one key; says what."""
+        client = connect(self._address)
+        keys = sorted(key for key in client.list_keys() if key.startswith("manyhands/"))
+        for key in keys:
+            if client.check([key]):
+                self._old.setdefault(key, client.get(key))
+        key = CREW if self._dice.random() < 0.5 else self._dice.choice(keys)
+        kind = self._dice.choice(["nonsense", "an end", "an old value", "nothing"])
+        if kind == "nothing":
+            client.delete_key(key)
+        elif kind == "an old value" and key in self._old:
+            client.set(key, self._old[key])
+        elif kind == "an end":
+            end = {"generation": 1, "members": [], "left": ["0.1"], "change": 10**9}
+            client.set(key, Signer("the secret of a stranger").sign(key, json.dumps(end)))
+        else:
+            client.set(key, "nonsense")
+        client.check([key])
+        return f"{kind} to {key}"
+
+
+class Guest:
+    """A worker that nobody expects: a bad newcomer, or one that leaves in mid-block."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        extra: Sequence[str],
+        number: int,
+        told: Mapping[str, str],
+        folder: Path,
+    ) -> None:
+        self.number, self.bad = number, "--bad" in extra
+        self._output = folder / f"guest-{number}"
+        environment = {**os.environ, **told, "MANYHANDS_WORKER": str(number)}
+        with self._output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *arguments, *extra],
+                stdout=file,
+                stderr=file,
+                env=environment,
+                preexec_fn=_die_with_parent(),
+            )
+
+    def end(self, seconds: float) -> str:
+        """Wait for its end; says how it went."""
+        until = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+            return "hung"
+        said = self._output.read_text(errors="replace")
+        if "the run has ended" in said or "is lost" in said:
+            return "late"
+        if self.bad:
+            refused = self.process.returncode != 0 and "was not let in" in said
+            return "refused" if refused else "let in"
+        return "left" if self.process.returncode == 0 else f"failed: {said[-500:]}"
