@@ -122,8 +122,8 @@ def verdict(rows: dict[str, Row]) -> str:
     if HOSTILE in rows:
         row = rows[HOSTILE]
         lines.append(
-            f"- **All kinds, one every {row['interval']:g} s:** {100 * kept(rows, HOSTILE):.1f} % of "
-            f"the throughput is kept, with {row['kill']['count']} kills, {row['stop']['count']} "
+            f"- **All kinds, one every {row['interval']:g} s:** {100 * kept(rows, HOSTILE):.1f} % "
+            f"of the throughput is kept, with {row['kill']['count']} kills, {row['stop']['count']} "
             f"stops, {_others(row)}. Nothing lost, nothing differs, all newcomers refused and the "
             f"exit code right: {_yes(is_sound(row))}."
         )
@@ -169,7 +169,8 @@ would be. In the column "{hostile}" four further things happen as often: the lin
 and the host of the last two workers is cut for {asleep:g} s; somebody comes with another interval,
 overlap, codec, type or order of parameters; somebody without the run's secret overwrites, replays
 or deletes a key of the store; a further worker comes, and leaves in mid-block. Each run is of
-{steps:,} steps, which take {minutes:.1f} minutes without faults. Measured on {machine}, with {versions}. The load average when the run began was {load}.
+{steps:,} steps, which take {minutes:.1f} minutes without faults. Measured on {machine}, with
+{versions}. The load average when the run began was {load}.
 
 ```bash
 python benchmarks/blocks_faults.py --data FOLDER

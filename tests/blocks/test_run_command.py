@@ -428,10 +428,11 @@ TWO_HOSTS = """
     import time, torch
     import manyhands as mh
     crew = mh.Crew()
+    torch.manual_seed(crew.number)
     param = torch.nn.Parameter(torch.zeros(3))
     optimizer = mh.LocalSGD(torch.optim.SGD([param], lr=1.0), every=4, crew=crew)
     while optimizer.steps < 8:
-        param.grad = torch.ones(3)
+        param.grad = torch.randn(3)
         optimizer.step()
     optimizer.finish()
     time.sleep(0.5 * crew.number)  # evaluates, or saves

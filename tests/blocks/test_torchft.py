@@ -119,6 +119,20 @@ def test_workers_train_and_one_comes_late(lighthouse, tmp_path):
 
 
 @needs_torchft
+def test_who_comes_with_other_options_is_refused_and_the_others_lose_nothing(lighthouse, tmp_path):
+    with TorchftTeam(lighthouse, tmp_path, expected=2) as team:
+        team.start([0, 1], 600, {"every": 5})
+        team.met(0, 2)
+        team.start([2], 600, {"every": 6})
+        ended = {}
+        team.until(lambda: ended.update(team.ended()) or 2 in ended, 30.0)
+        assert ended == {2: 1}, team.story()
+        assert "every: 6 here, 5 in the run" in team.errors(2)
+        team.finish(60.0)
+        assert {team.events(n, "done")[-1]["value"] for n in (0, 1)} <= {-600.0, -599.0}
+
+
+@needs_torchft
 def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse, tmp_path):
     with TorchftTeam(lighthouse, tmp_path, expected=3) as team:
         team.start_with_0(250, {"every": 5, "codec": "int8"})
