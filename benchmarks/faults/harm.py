@@ -186,14 +186,14 @@ class _Harm:
             self._say(f"stranger: {self.faults[-1].outcome}")
         else:
             block = self.plan.every
-            bad = next(self._bad)
+            bad = next(self._bad) if kind == "newcomer" else ""
             leave = ["--leave-after", str(2 * block + block // 2)]
             number = GUEST + len(self._guests)
             guest = self.stage.guest(["--bad", bad] if kind == "newcomer" else leave, number)
             fault = Fault(kind, number, guest.process.pid, time.monotonic())
             self.faults.append(fault)
             self._guests.append((fault, guest))
-            self._say(f"{kind} {number} {bad if kind == 'newcomer' else ''}")
+            self._say(f"{kind} {number} {bad}")
 
     def end(self) -> None:
         """Hear how it went for those that are no members."""
