@@ -7,7 +7,8 @@ a few descriptors and three threads.
 
     connect   all ranks agree on a serial number, in one small collective, and connect
     Lease     what users of the group hold; the group ends when nobody holds the lease any more
-    end       in a thread, because the end of a gloo group waits for what is under way in it
+    end       in a thread, because the end of a gloo group waits for what is under way in it (a
+              crew's groups end the same way)
 
 Two objects never share a group: ranks may issue the collectives of two rules in different orders
 (the hooks of two optimizers on one model fire in the order in which they were made).

@@ -12,11 +12,8 @@ group. The end of the group waits for the thread. So a group ends in a thread of
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from manyhands._groups import endings
 from manyhands.blocks._line import address, connect
 from manyhands.blocks._signer import UNSIGNED, Signer
 
@@ -135,7 +133,7 @@ class Links:
         with self._lock:
             held, self.group = [self.group], None
         if held[0] is not None:
-            _ends.begin(held)
+            endings.begin(held, os.getpid())
 
     def _connect(self, door: Door, prefix: str, rank: int, size: int, timeout: float) -> None:
         try:
@@ -164,50 +162,6 @@ class Links:
                 self.let_go()
         except Exception as error:
             self.error = error
-
-
-class _Ends:
-    """Groups on their way out, each in a thread of its own.
-
-    A thread that comes back from C++ when Python goes aborts the process: so none begins to end
-    then, and those in the middle of it are waited for, if it does not take long. What is left,
-    the system ends.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._under_way: set[threading.Thread] = set()
-        self._closed = False
-
-    def begin(self, held: list[Any]) -> None:
-        """Drop the object in this list, and nowhere else, once nobody else has it."""
-        thread = threading.Thread(target=self._end, args=(held,), name="manyhands end", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # Python is going, and (from 3.12 on) starts no more
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
-
-    def _end(self, held: list[Any]) -> None:
-        while sys.getrefcount(held[0]) > 2 or not self._enter():  # the list, and the call itself
-            time.sleep(1.0)
-        held.clear()
-        self._under_way.discard(threading.current_thread())
-
-    def _enter(self) -> bool:
-        with self._lock:
-            if not self._closed:
-                self._under_way.add(threading.current_thread())
-            return not self._closed
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        for thread in list(self._under_way):
-            thread.join(1.0)  # longer: it waits for a message that does not come
-
-
-_ends = _Ends()
-atexit.register(_ends.close)
 
 
 def own_address(store: str) -> str:
