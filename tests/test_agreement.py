@@ -148,7 +148,7 @@ def test_the_device_counts_by_its_type_and_by_who_shares_it():
     here, nowhere = torch.ones(2), torch.ones(2, device="meta")
     assert descriptions([here, nowhere]) == ["(2,) float32 on cpu", "(2,) float32 on meta"]
     sparse = torch.eye(2).to_sparse()
-    assert descriptions([sparse]) == ["(2, 2) float32 sparse_coo on cpu"]
+    assert descriptions([sparse]) == ["(2, 2) float32 on cpu as sparse_coo"]
 
 
 def test_numbers_of_tensors_that_differ():

@@ -60,28 +60,42 @@ def check_same_tensors(
 
 
 def descriptions(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
-    """What ranks must have alike in each tensor, in words."""
-    devices: dict[str, list[torch.device]] = {}
-    found = []
-    for tensor in tensors:
-        here, device = local(tensor), tensor.device
-        same_type = devices.setdefault(device.type, [])
-        if device not in same_type:
-            same_type.append(device)
-        which = same_type.index(device)
-        parts = [str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+    """What ranks must have alike in each tensor, in words; `frozen`: also whether it is trained."""
+    describer = Describer()
+    return [describer.describe(tensor, frozen=frozen) for tensor in tensors]
+
+
+class Describer:
+    """Puts what ranks must have alike in a tensor into words.
+
+    A device is named by its number among those of its type that this describer has met.
+    """
+
+    def __init__(self) -> None:
+        self._devices: dict[str, list[torch.device]] = {}
+
+    def describe(self, tensor: Tensor, name: str = "", *, frozen: bool = False) -> str:
+        """Such as "encoder.weight (4, 3) float32 on cpu"; `frozen`: also whether it is trained."""
+        here = local(tensor)
+        words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+        words.append(f"on {tensor.device.type}{self._which(tensor.device)}")
         if is_dtensor(tensor):
             mesh = tuple(tensor.device_mesh.shape)  # type: ignore[attr-defined]
-            parts.append(f"placed {tensor.placements} on a mesh of {mesh}")  # type: ignore[attr-defined]
+            words.append(f"placed {tensor.placements} on a mesh of {mesh}")  # type: ignore[attr-defined]
         if here.layout is not torch.strided:
-            parts.append(str(here.layout).removeprefix("torch."))
+            words.append(f"as {str(here.layout).removeprefix('torch.')}")
         elif not here.is_contiguous():
-            parts.append(f"strides {_strides(here)}")
-        parts.append(f"on {device.type}" + (f" (device {which + 1} of several)" if which else ""))
+            words.append(f"with strides {_strides(here)}")
         if frozen and not tensor.requires_grad:
-            parts.append("frozen")
-        found.append(" ".join(parts))
-    return found
+            words.append("frozen")
+        return " ".join(word for word in words if word)
+
+    def _which(self, device: torch.device) -> str:
+        met = self._devices.setdefault(device.type, [])
+        if device not in met:
+            met.append(device)
+        number = met.index(device)
+        return f", device {number + 1}" if number else ""
 
 
 def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:
@@ -97,8 +111,8 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Of the dimensions that have more than one element: the others' are arbitrary."""
-    return tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+    """As they matter: those of a dimension of one element are arbitrary, and told as 1."""
+    return tuple(s if n != 1 else 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _checksum(value: Any) -> float:

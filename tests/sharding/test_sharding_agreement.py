@@ -7,7 +7,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from manyhands.sharding._agreement import Kinds, claims_on_options
+from manyhands._agreement import Describer
+from manyhands.sharding._agreement import claims_on_options
 from ranks import run_ranks
 from sharding_oracle import Lamb
 
@@ -117,10 +118,10 @@ def test_only_the_ranks_that_differ_are_named():
 
 def test_devices_are_told_apart_but_not_by_their_index():
     """(Each rank has a GPU of its own: cuda:0, cuda:1. Two of one rank are two.)"""
-    one, two = Kinds(), Kinds()
+    one, two = Describer(), Describer()
     on = [torch.empty(1, device="meta"), torch.empty(1)]
-    assert one.of(on[0]) == two.of(on[0]) == "(1,) float32 on meta"
-    assert two.of(on[1]) == "(1,) float32 on cpu"
+    assert one.describe(on[0]) == two.describe(on[0]) == "(1,) float32 on meta"
+    assert two.describe(on[1]) == "(1,) float32 on cpu"
 
     class Fake:
         layout, shape, dtype = torch.strided, (1,), torch.float32
@@ -131,8 +132,8 @@ def test_devices_are_told_apart_but_not_by_their_index():
         def is_contiguous(self):
             return True
 
-    kinds = Kinds()
-    assert [kinds.of(Fake(index)) for index in (3, 1, 3)] == [
+    describer = Describer()
+    assert [describer.describe(Fake(index)) for index in (3, 1, 3)] == [
         "(1,) float32 on cuda",
         "(1,) float32 on cuda, device 2",
         "(1,) float32 on cuda",

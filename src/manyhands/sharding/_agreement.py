@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands._agreement import Describer
 from manyhands._comm import Workers
 
 Made = TypeVar("Made")
@@ -35,9 +36,9 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def check_agreement(workers: Workers, claims: Claims, params: Iterable[Tensor] = ()) -> None:
-    """Raise on every rank where ranks claim different things. (`params`: for their device.)"""
-    device = _common_device(workers, [param.device for param in params])
+def check_agreement(workers: Workers, claims: Claims) -> None:
+    """Raise on every rank where ranks claim different things."""
+    device = workers.any_device
     text = json.dumps(claims)
     sums = workers.gather([float(zlib.crc32(text.encode()))], device)
     if len({total[0] for total in sums}) > 1:
@@ -52,11 +53,13 @@ def claims_on_groups(
     The groups are those from the `first` on.
     """
     claims: Claims = {"numbers of parameter groups": len(groups)}
-    kinds = Kinds()
+    describer = Describer()
     for index, group in enumerate(groups, first):
         own = group.get("param_names")
         claims[f"parameters in group {index}"] = [
-            kinds.of(param, own[number] if own else (names or {}).get(id(param), ""))
+            describer.describe(
+                param, own[number] if own else (names or {}).get(id(param), ""), frozen=True
+            )
             for number, param in enumerate(group["params"])
         ]
     return claims
@@ -80,29 +83,6 @@ def claims_on_options(
     }
 
 
-class Kinds:
-    """Words for what must be alike in a tensor, and its number among a model's devices."""
-
-    def __init__(self) -> None:
-        self._devices: list[torch.device] = []
-
-    def of(self, tensor: Tensor, name: str = "") -> str:
-        """Name, shape, type, device (without its index, in which ranks may differ), and order."""
-        if tensor.device not in self._devices:
-            self._devices.append(tensor.device)
-        number = [d for d in self._devices if d.type == tensor.device.type].index(tensor.device)
-        words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
-        words.append(f"on {tensor.device.type}" + (f", device {number + 1}" if number else ""))
-        if tensor.layout != torch.strided:
-            words.append(f"as {str(tensor.layout).removeprefix('torch.')}")
-        elif not tensor.is_contiguous():  # strides of dimensions of one element mean nothing
-            pairs = zip(tensor.size(), tensor.stride(), strict=True)
-            words.append(f"with strides {tuple(s if n > 1 else 1 for n, s in pairs)}")
-        if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-            words.append("frozen")
-        return " ".join(word for word in words if word)
-
-
 def _comparable(value: Any) -> Any:
     """A value in JSON, numbers as floats; None for what cannot be compared."""
     if value is None or isinstance(value, bool | str | torch.dtype):
@@ -118,15 +98,14 @@ def _comparable(value: Any) -> Any:
     return None
 
 
-def all_or_none(workers: Workers, params: Iterable[Tensor], make: Callable[[], Made]) -> Made:
-    """Make something on every worker; where one cannot, all raise. (`params`: for their device.)"""
+def all_or_none(workers: Workers, make: Callable[[], Made]) -> Made:
+    """Make something on every worker; where one cannot, all raise."""
     try:
         made, problem = make(), None
     except Exception as error:
         made, problem = None, error
     if workers.size > 1:
-        device = _common_device(workers, [param.device for param in params])
-        failed = workers.gather([float(problem is not None)], device)
+        failed = workers.gather([float(problem is not None)], workers.any_device)
         ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag[0])
         if ranks and problem is None:
             raise ValueError(
@@ -165,15 +144,6 @@ def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
         ) from None
     if count > 2:  # which nobody waits for any more
         store.delete_key(f"{key} {count - 2} {workers.rank}")
-
-
-def _common_device(workers: Workers, devices: Sequence[torch.device]) -> torch.device:
-    """Where ranks compare what they claim, wherever each of them has its parameters."""
-    cpu = torch.device("cpu")
-    if workers.size == 1 or workers.has_backend(cpu):
-        return cpu
-    usable = [device for device in devices if workers.has_backend(device)]
-    return usable[0] if usable else torch.accelerator.current_accelerator() or cpu
 
 
 def _explain(each: Sequence[Claims]) -> None:

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SparseAdam
 
+from manyhands._agreement import Describer
 from manyhands._comm import Workers
 from manyhands._missing import wrapped_attribute
-from manyhands.sharding._agreement import Claims, Kinds, check_agreement, claims_on_groups
+from manyhands.sharding._agreement import Claims, check_agreement, claims_on_groups
 from manyhands.sharding._buckets import Reducer
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._oss import OSS
@@ -106,7 +107,7 @@ class ShardedDataParallel(nn.Module):
         }
         sent = broadcast_buffers or sync_models_at_startup
         claims = _claims_on_model(module, self._optimizers, with_buffers=sent)
-        check_agreement(self._workers, {**facts, **claims}, module.parameters())
+        check_agreement(self._workers, {**facts, **claims})
         if reduce_buffer_size is not None:
             for one in self._optimizers:
                 one._bucket_size(reduce_buffer_size)
@@ -333,12 +334,14 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
 
 def _claims_on_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: bool) -> Claims:
     """What ranks must have alike in a model, and in which order its optimizers hold it."""
-    kinds = Kinds()
+    describer = Describer()
     names = {id(param): name for name, param in module.named_parameters()}
     buffers = dict(module.named_buffers()) if with_buffers else {}
     claims: Claims = {
-        "parameters in the module": [kinds.of(p, name) for name, p in module.named_parameters()],
-        "buffers in the module": [kinds.of(buffer, name) for name, buffer in buffers.items()],
+        "parameters in the module": [
+            describer.describe(p, name, frozen=True) for name, p in module.named_parameters()
+        ],
+        "buffers in the module": [describer.describe(b, name) for name, b in buffers.items()],
     }
     for number, one in enumerate(optimizers):
         for title, value in claims_on_groups(one.param_groups, names).items():

@@ -195,8 +195,7 @@ class OSS(SharingOptimizer):
     def _made(self) -> Optimizer:
         """The inner optimizer, new."""
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
-        params = self._shards.params
-        return all_or_none(self._workers, params, lambda: self._kind(groups, **self._given))
+        return all_or_none(self._workers, lambda: self._kind(groups, **self._given))
 
     def _inner_group(self, index: int) -> dict[str, Any]:
         """A parameter group's options, with this worker's pieces of its parameters."""
@@ -499,8 +498,7 @@ class OSS(SharingOptimizer):
 
     def _check_workers_agree(self, claims: Claims) -> None:
         if self._workers.size > 1:
-            params = [param for group in self.param_groups for param in group["params"]]
-            check_agreement(self._workers, claims, params)
+            check_agreement(self._workers, claims)
 
 
 def _place_among_all(group: Any, rank: int) -> tuple[int, str | None]:
