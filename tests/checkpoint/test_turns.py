@@ -64,10 +64,13 @@ def in_run(monkeypatch):
 
 
 def test_the_lock_of_a_worker_that_is_stopped_is_taken_over_by_its_successors(tmp_path, in_run):
-    with saver(tmp_path, in_run, 1) as (first, one), saver(tmp_path, in_run, 2) as (second, two):
-        assert sorted((hear(one), hear(two))) == ["saved", "saved"]
-        for pid in (first, second):
-            os.kill(pid, signal.SIGSTOP)
+    with contextlib.ExitStack() as savers:
+        first, one = savers.enter_context(saver(tmp_path, in_run, 1))
+        assert hear(one) == "saved"
+        os.kill(first, signal.SIGSTOP)
+        second, two = savers.enter_context(saver(tmp_path, in_run, 2))
+        assert hear(two) == "saved"
+        os.kill(second, signal.SIGSTOP)
         began = time.monotonic()
         mh.save(tmp_path, value=torch.full((3,), 3.0), step=3)
         assert time.monotonic() - began < _folder.PATIENCE

@@ -145,6 +145,7 @@ def _written(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:
     except OSError as error:
         if error.errno in FULL:
             raise OSError(_no_room(writer.folder, _storage.bytes_of(plan))) from error
+        _folder.check_lock(writer.folder.parent)  # another of our run has removed what we write
         raise
     file = writer.file
     assert file is not None
@@ -207,6 +208,7 @@ def _publish(
     except OSError as error:
         if error.errno in FULL:
             raise OSError(_no_room(partial, len(index.text()))) from error
+        _folder.check_lock(partial.parent)
         raise
     _folder.prune(partial.parent, keep)
 
