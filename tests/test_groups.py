@@ -103,6 +103,16 @@ def test_sixty_constructions_fit_into_the_descriptors_of_a_few():
     assert run_ranks(2, work) == [True, True]
 
 
+def test_a_group_that_one_rank_drops_at_once_is_whole_on_the_others():
+    def work():
+        for _ in range(20):
+            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+            mh.AdaScale(optimizer)  # and drop it
+        return True
+
+    assert run_ranks(4, work) == [True] * 4
+
+
 def test_a_rank_that_drops_its_rule_later_than_the_others_finds_them_again():
     def work():
         kept = [train(adascale)]

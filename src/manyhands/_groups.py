@@ -5,7 +5,7 @@ rule sends at the end of a backward pass, the buckets of a `ShardedDataParallel`
 that travels while training goes on. Each of these objects has a gloo group of its own, which costs
 a few descriptors and three threads.
 
-    connect   all ranks agree on a serial number, in one small collective, and connect
+    connect   all ranks agree on a serial number, connect, and wait until all have connected
     Lease     what users of the group hold; the group ends when nobody holds the lease any more
     end       in a thread, because the end of a gloo group waits for what is under way in it (a
               crew's groups end the same way)
@@ -74,6 +74,7 @@ def connect(
     prefix = f"manyhands/{'_'.join(map(str, ranks))}/{serial}"
     place = PrefixStore(prefix, store)
     gloo = dist.ProcessGroupGloo(place, rank, len(ranks), timeout or default_pg_timeout)
+    gather([0.0])  # all have connected: a rank that drops the group now closes nobody's door
     # Around it what torch has around every backend, so that profilers see its collectives too.
     group = dist.ProcessGroup(place, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
