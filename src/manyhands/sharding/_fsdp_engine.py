@@ -132,7 +132,8 @@ class Engine:
     def clear_unaveraged(self) -> None:
         """Drop the whole gradients that passes without averaging have left."""
         for each in self._engine_params():
-            each.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(each):  # no more in torch 2.15
+                each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
 
