@@ -1080,3 +1080,26 @@ def test_a_run_with_overlap_goes_on_with_another_number_of_workers():
     results = run_ranks(3, go_on)
     for found, left_out in results:
         assert torch.equal(found, results[0][0]) and left_out == []
+
+
+def test_a_reset_goes_to_the_optimizer_that_a_rule_is_around():
+    """Adagrad begins with sums in its state, which a reset brings back."""
+
+    def blocks(rule):
+        params = [nn.Parameter(torch.zeros(3))]
+        inner = torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.5)
+        if rule:
+            inner = mh.LinearScale(inner, world_size=1)
+        optimizer = mh.BMUF(inner, global_sync_iter=2, warmup_iterations=0, state="reset")
+        for step in range(4):
+            optimizer.zero_grad()
+            (params[0] * torch.arange(3.0)).sum().mul(1.0 + dist.get_rank() + step).backward()
+            optimizer.step()
+        return params[0].detach(), inner.state[params[0]]["sum"]
+
+    for (bare, sums), (under, same) in zip(
+        run_ranks(2, blocks, False), run_ranks(2, blocks, True), strict=True
+    ):
+        torch.testing.assert_close(under, bare, rtol=0, atol=0)
+        torch.testing.assert_close(same, sums, rtol=0, atol=0)
+        assert sums.tolist() == [0.5] * 3  # as before the first step

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._around import unwrapped
 from manyhands._comm import Workers
 from manyhands.blocks._averaged import moved_alike, warn_that_workers_move_alike
 from manyhands.blocks._checks import fingerprint, memory_order
@@ -128,7 +129,8 @@ class Sync:
         self.is_new = False  # whether nothing was done since the common state came
         self.apart = False  # whether parameters are elsewhere than the common point
         resets = state == "reset" or (local_warmup and warmup > 0)
-        fresh = optimizer.state_dict()["state"] if resets and optimizer.state else {}
+        bare = unwrapped(optimizer)[-1]  # a rule around it has state of its own, which stays
+        fresh = bare.state_dict()["state"] if resets and bare.state else {}
         self._fresh = copy.deepcopy(fresh)
 
     # -- the life of a block -------------------------------------------------------------------
@@ -471,8 +473,8 @@ class Sync:
 
     def reset_state(self) -> None:
         """The inner optimizer's state as it was before its first step; its options stay."""
-        self.optimizer.state.clear()
+        bare = unwrapped(self.optimizer)[-1]
+        bare.state.clear()
         if self._fresh:
-            groups = self.optimizer.state_dict()["param_groups"]
-            state = {"state": copy.deepcopy(self._fresh), "param_groups": groups}
-            self.optimizer.load_state_dict(state)
+            groups = bare.state_dict()["param_groups"]
+            bare.load_state_dict({"state": copy.deepcopy(self._fresh), "param_groups": groups})
