@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import time
+import warnings
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands._comm import Workers
+from manyhands.sharding import _agreement
 from ranks import run_ranks
 from sharding_oracle import (
     STEPS,
@@ -758,6 +761,42 @@ def test_thawing_warns_unless_told_not_to():
         return said
 
     assert run_ranks(2, run) == [[[1] * 6] * 2] * 2
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one rank", "another parameter each"])
+def test_a_freeze_that_differs_between_ranks_is_said_in_seconds(ranks, monkeypatch):
+    def run():
+        module = make_model()
+        model = mh.ShardedDataParallel(module, oss(module.parameters(), AdamW, lr=0.02))
+        x = torch.ones(2, 5).double()
+        model(x).sum().backward()
+        if dist.get_rank() in ranks:
+            list(module.parameters())[dist.get_rank()].requires_grad_(False)
+            with pytest.raises(RuntimeError, match=r"rank\(s\) .* have not called it within 0.5 s"):
+                model(x)
+
+    monkeypatch.setattr(_agreement, "SOON", 0.2)
+    monkeypatch.setattr(_agreement.all_here, "__defaults__", (0.5,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_ranks(2, run, timeout=20)
+
+
+def test_a_rank_that_freezes_later_than_the_others_is_waited_for(monkeypatch):
+    def run():
+        module = make_model()
+        model = mh.ShardedDataParallel(module, oss(module.parameters(), AdamW, lr=0.02))
+        x = torch.ones(2, 5).double()
+        module[0].requires_grad_(False)
+        if dist.get_rank() == 0:
+            time.sleep(0.6)
+        model(x).sum().backward()
+        return [int(p.grad is not None) for p in module.parameters()]
+
+    monkeypatch.setattr(_agreement, "SOON", 0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_ranks(2, run) == [[0, 0, 1, 1, 1, 1]] * 2
 
 
 def test_without_auto_refresh_one_is_told_or_refreshes_by_hand():

@@ -8,6 +8,7 @@ differs do they send the words, to find the first that does.
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ from manyhands._comm import Workers
 Made = TypeVar("Made")
 Claims = dict[str, Any]
 PATIENCE = 120.0  # seconds that a worker waits for others to do what all must
+SOON = 2.0  # seconds after which it says that it waits
 NAMED = 8  # ranks that a message speaks of
 HOW = {"foreach", "fused", "capturable", "differentiable"}
 """Options that say how a step is computed and not what it is. Machines may differ in them."""
@@ -144,6 +146,24 @@ def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
         ) from None
     if count > 2:  # which nobody waits for any more
         store.delete_key(f"{key} {count - 2} {workers.rank}")
+
+
+def all_freeze_alike(workers: Workers, trained: Sequence[bool]) -> None:
+    """Wait until every worker trains these parameters; warn early, and raise if some do not.
+
+    What follows are buckets of another size, for which the others would wait until the process
+    group's timeout.
+    """
+    what = f"freezing or thawing parameters ({zlib.crc32(bytes(trained)):08x})"
+    try:
+        all_here(workers, what, SOON)
+    except RuntimeError as error:
+        warnings.warn(
+            f"{error} Set requires_grad alike on every worker. Waiting for {PATIENCE:g} seconds.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+        all_here(workers, what)
 
 
 def _explain(each: Sequence[Claims]) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from manyhands._comm import Exchange, Workers
 from manyhands._host import HostExchange
 from manyhands._passes import BackwardPasses, current_task
+from manyhands.sharding._agreement import all_freeze_alike
 from manyhands.sharding._flat import flattened
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._layout import Run
@@ -157,6 +158,12 @@ class Reducer:
     def trained_changed(self) -> bool:
         """Whether parameters were frozen or have thawed since `cover`."""
         return [p.requires_grad for p in self.params] != self._trained
+
+    def follow_trained(self) -> None:
+        """Lay the buckets out anew if parameters were frozen or have thawed; on every worker."""
+        if self.trained_changed:
+            all_freeze_alike(self.workers, [param.requires_grad for param in self.params])
+            self.cover()
 
     def _start_over(self) -> None:
         while (
@@ -313,8 +320,7 @@ class Reducer:
 
     def reduce(self) -> None:
         """Average what has not been averaged, as at the end of a pass."""
-        if self.trained_changed:
-            self.cover()
+        self.follow_trained()
         self._passes.forget()
         self._start_over()
         self._close()

@@ -17,7 +17,11 @@ from torch.optim import Optimizer, SparseAdam
 from manyhands._agreement import Describer
 from manyhands._comm import Workers
 from manyhands._missing import wrapped_attribute
-from manyhands.sharding._agreement import Claims, check_agreement, claims_on_groups
+from manyhands.sharding._agreement import (
+    Claims,
+    check_agreement,
+    claims_on_groups,
+)
 from manyhands.sharding._buckets import Reducer
 from manyhands.sharding._gradient import ShardedGradient
 from manyhands.sharding._oss import OSS
@@ -206,8 +210,8 @@ class ShardedDataParallel(nn.Module):
         """Look again which parameters are to be trained; on every worker."""
         for one in self._optimizers:
             one.refresh_trainable()
-        if self._reducer is not None and self._reducer.trained_changed:
-            self._reducer.cover()
+        if self._reducer is not None:
+            self._reducer.follow_trained()
 
     def sync_buffers(self, blocking: bool = False) -> None:
         """Take rank 0's buffers. (They have arrived when it returns, whatever `blocking`.)"""

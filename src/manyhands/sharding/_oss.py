@@ -26,6 +26,7 @@ from manyhands._dtensors import is_dtensor
 from manyhands.sharding import _state
 from manyhands.sharding._agreement import (
     Claims,
+    all_freeze_alike,
     all_or_none,
     check_agreement,
     claims_on_groups,
@@ -238,6 +239,8 @@ class OSS(SharingOptimizer):
     def refresh_trainable(self) -> None:
         """Take in parameters that have thawed since. `step` does so by itself."""
         if self._shards.missing:
+            trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
+            all_freeze_alike(self._workers, trained)
             new = self._shards.lay_out()
             self._replace_pieces()
             self._begin_state_of(new)
