@@ -58,6 +58,11 @@ FLAGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch):
+    monkeypatch.setenv("MANYHANDS_SECRET", "0" * 64)  # without which a crew is not made
+
+
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts(name):
     for value in NOT_COUNTS:

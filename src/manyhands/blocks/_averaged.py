@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._around import AroundOptimizer
+from manyhands._around import unwrapped
 from manyhands._comm import Workers
 from manyhands.blocks._extras import alive
 from manyhands.blocks._rows import Outcome
@@ -37,9 +37,7 @@ def check_not_averaged(
         "next. Workers that are to train as one are inner_group=, and process_group= those that "
         "meet."
     )
-    inner = optimizer
-    while isinstance(inner, AroundOptimizer):
-        inner = inner._inner_optimizer
+    inner = unwrapped(optimizer)[-1]
     if isinstance(inner, OSS) and _overlap(inner.group, workers):
         raise ValueError(f"OSS updates its shards for the same workers that are to meet. {advice}")
     if model is not None and _averages(model) and _overlap(model.process_group, workers):

@@ -92,8 +92,7 @@ def go_on(ours: Mapping[str, Any], sync: Sync, unsaved: Sequence[OuterState]) ->
     for each in unsaved:
         each.begin()
     if ours["alone"]:  # its steps were not in blocks
-        start = sync.every.first_start(max(sync.steps, sync.warmup))
-        sync.schedule.begin(start, sync.schedule.length)
+        sync.begin_block()
     sync.agreed = sync.steps >= sync.warmup or not sync.local_warmup
     sync.apart = False
     sync.restart_clock()
@@ -185,8 +184,7 @@ def _grow(ours: Mapping[str, Any], sync: Sync) -> None:
     """Go on from what one worker has saved: its steps count, and were in no blocks."""
     sync.load_counters(dict(ours))
     sync.point.begin()
-    start = sync.every.first_start(max(sync.steps, sync.warmup))
-    sync.schedule.begin(start, sync.schedule.length)
+    sync.begin_block()
     sync.restart_clock()
 
 

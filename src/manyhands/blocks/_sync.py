@@ -161,8 +161,13 @@ class Sync:
         self.land()
         self.steps = step
         self.agreed = self.agreed or step >= self.warmup  # on where all have begun
-        self.schedule.begin(self.every.first_start(max(step, self.warmup)), self.schedule.length)
+        self.begin_block()
         self.restart_clock()
+
+    def begin_block(self) -> None:
+        """Be in the block that this step is in, of steps that were counted and not taken here."""
+        start = self.every.first_start(max(self.steps, self.warmup))
+        self.schedule.begin(start, self.schedule.length)
 
     def meet_now(self) -> None:
         """Merge all that is under way, and then meet about everything, if there is anything."""
