@@ -17,6 +17,7 @@ SCRIPT = str(ROOT / "examples" / "blocks.py")
 PROGRAM = "from manyhands.cli import main; main()"
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_done_without_and_comes_back(tmp_path):
     for pause in ("0.01", "0.04"):  # a slow machine starts a worker again in 10 s or more
         text = run_and_kill(tmp_path, pause)

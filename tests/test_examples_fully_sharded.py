@@ -29,6 +29,7 @@ def saved(folder, name="runs/fully_sharded.pt"):
     return torch.load(folder / name, weights_only=True)
 
 
+@pytest.mark.long
 def test_it_goes_on_with_another_number_of_workers_as_if_nothing_had_happened(tmp_path):
     first = on(2, "--steps", "10")
     told = re.search(r"of ([\d,]+) parameters this worker holds ([\d,]+)", first)

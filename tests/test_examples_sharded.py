@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 
 from pages import ROOT, in_forks, needs_sklearn
@@ -11,6 +12,7 @@ pytestmark = needs_sklearn
 SCRIPT = str(ROOT / "examples" / "sharded.py")
 
 
+@pytest.mark.long
 def test_it_goes_on_with_another_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, first = in_forks(2, SCRIPT, "--steps", "60", "--accumulate", "2")

@@ -211,6 +211,7 @@ def test_an_error_before_the_first_sync_round_ends_the_run(tmp_path, monkeypatch
     assert "[1] no such data" in command.err.read_text()
 
 
+@pytest.mark.long
 def test_an_error_after_the_first_sync_round_does_not(tmp_path, monkeypatch):
     monkeypatch.setenv("BREAKS_AT", "6")
     with Command(tmp_path, ERROR_IN_A_STEP, "--workers", "2") as command:
@@ -240,6 +241,7 @@ REFUSED = """
 """
 
 
+@pytest.mark.long
 def test_a_worker_that_is_refused_is_not_started_again_and_the_run_has_not_ended_well(tmp_path):
     with Command(tmp_path, REFUSED, "--workers", "2") as command:
         command.until("worker 1 was not let in .*: it stays away", 60)
@@ -439,6 +441,7 @@ TWO_HOSTS = """
 """
 
 
+@pytest.mark.long
 def test_the_store_stays_until_the_launcher_of_another_host_has_ended(tmp_path):
     store = f"127.0.0.1:{free_port()}"
     first = ("--workers", "1", "--listen", store, "--expected", "2")
@@ -456,6 +459,7 @@ def test_the_store_stays_until_the_launcher_of_another_host_has_ended(tmp_path):
 WAITS = "import time; time.sleep(100)"
 
 
+@pytest.mark.long
 def test_a_store_that_vanishes_is_noticed_within_the_limit(tmp_path, monkeypatch):
     """Not after twice as long: what was to connect in had been added to it."""
     monkeypatch.setattr(_line, "LIMIT", 6.0)
@@ -470,6 +474,7 @@ def test_a_store_that_vanishes_is_noticed_within_the_limit(tmp_path, monkeypatch
             os.kill(store.pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monkeypatch):
     monkeypatch.setattr(_line, "LIMIT", 8.0)
     script = """

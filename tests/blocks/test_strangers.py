@@ -255,6 +255,7 @@ class Stranger:
             self.writes += 1
 
 
+@pytest.mark.long
 def test_a_crew_goes_on_whatever_a_stranger_writes(store, tmp_path):
     with Team(store, tmp_path, expected=3, stall=2.0) as team:
         team.start(range(3), 400, steps=0.02)
@@ -288,6 +289,7 @@ RUN = """
 """
 
 
+@pytest.mark.long
 def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     with Command(tmp_path, RUN, "--workers", "2", "--listen", address) as command:

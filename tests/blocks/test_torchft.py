@@ -118,6 +118,7 @@ def test_workers_train_and_one_comes_late(lighthouse, tmp_path):
         assert team.events(2, "in")[-1]["steps"] >= 10
 
 
+@pytest.mark.long
 @needs_torchft
 def test_who_comes_with_other_options_is_refused_and_the_others_lose_nothing(lighthouse, tmp_path):
     with TorchftTeam(lighthouse, tmp_path, expected=2) as team:

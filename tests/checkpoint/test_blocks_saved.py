@@ -136,7 +136,7 @@ def read(folder, told, machines, ways):
         (2, 2),
         pytest.param(2, 1, marks=pytest.mark.long),
         pytest.param(3, 3, marks=pytest.mark.long),
-        (4, 2),
+        pytest.param(4, 2, marks=pytest.mark.long),
         pytest.param(4, 4, marks=pytest.mark.long),
         pytest.param(6, 2, marks=pytest.mark.long),
         pytest.param(6, 3, marks=pytest.mark.long),

@@ -44,7 +44,7 @@ def fresh():
 
 
 @pytest.mark.parametrize(
-    ("seed", "times"), [(0, 300), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (1, 2))]
+    ("seed", "times"), [(0, 100), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (1, 2))]
 )
 def test_an_index_with_a_right_checksum_and_wrong_content(source, tmp_path, seed, times):
     wrong, refusals = forge_many(fresh, source, tmp_path, times, seed)

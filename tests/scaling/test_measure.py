@@ -44,6 +44,7 @@ def test_the_noise_scale_is_the_ratio_of_noise_and_signal_in_samples(passes):
     assert "samples" in repr(noise)
 
 
+@pytest.mark.long
 def test_the_standard_error_is_that_of_repeated_measurements():
     measured, claimed = [], []
     for seed in range(16):
