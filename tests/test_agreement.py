@@ -7,8 +7,8 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from manyhands._agreement import check_same_tensors, descriptions, names_in
-from manyhands._comm import Workers
+from manyhands._core.agreement import check_same_tensors, descriptions, names_in
+from manyhands._core.ranks import RankGroup
 from ranks import raises_on_ranks, run_ranks
 
 
@@ -134,7 +134,7 @@ def test_what_differs_and_does_no_harm_is_no_error():
         assert odd.is_contiguous()
         one = torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last)
         two = one.as_strided(one.shape, (5 if rank else 48, *one.stride()[1:]))
-        workers = Workers.of()
+        workers = RankGroup.of()
         names = {"parameter": ["a", "b"] if rank else []}
         check_same_tensors("test", workers, {"parameter": [odd, two]}, names)
         other = {"parameter": ["a", "b"] if rank else ["module.a", "module.b"]}
@@ -154,7 +154,7 @@ def test_the_device_counts_by_its_type_and_by_who_shares_it():
 def test_numbers_of_tensors_that_differ():
     def check():
         tensors = [torch.ones(2)] * (1 + (dist.get_rank() > 0))
-        check_same_tensors("test", Workers.of(), {"buffer": tensors})
+        check_same_tensors("test", RankGroup.of(), {"buffer": tensors})
 
     match = "different numbers of buffers: rank 0: 1; ranks 1, 2: 2"
     raises_on_ranks(3, ValueError, check, match=match)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from manyhands._groups import endings
+from manyhands._core.groups import endings
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -135,7 +135,7 @@ def test_a_drop_does_not_wait_for_what_others_have_not_sent():
         took = 0.0
         if dist.get_rank() == 0:
             workers = optimizer._meter.tap.mean.workers
-            under_way = workers.combine(torch.zeros(4), 0)  # the other rank never answers
+            under_way = workers.sum_and_gather(torch.zeros(4), 0)  # the other rank never answers
             begin = time.monotonic()
             del model, optimizer, workers, under_way
             gc.collect()

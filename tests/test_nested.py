@@ -14,7 +14,7 @@ from torch.optim import SGD
 import containers
 import manyhands as mh
 from containers import MAKE, ModelOutput, tensors_of
-from manyhands._nested import as_type, tensors_in, tree_map_tensors
+from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
 from ranks import raises_on_ranks, run_ranks
 
 

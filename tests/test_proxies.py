@@ -163,7 +163,7 @@ def test_no_attribute_of_a_wrapper_is_bound_anew_while_it_is_used(wrapper):
     if isinstance(made, mh.OSS):
         made.consolidate_state_dict()
     if isinstance(made, mh.Blocks):
-        made.meet()
+        made.synchronize()
         made.average_parameters()
     after = {name: id(value) for name, value in vars(made).items()}
     assert {name for name in after if after[name] != before.get(name)} <= {"_opt_called"}

@@ -41,7 +41,7 @@ def test_the_examples_in_its_docstring_run(name, tmp_path, monkeypatch):
     assert runner.summarize(verbose=False).failed == 0
 
 
-@pytest.mark.parametrize("name", ["scaling._noise", "scaling._rules", "sharding._layout"])
+@pytest.mark.parametrize("name", ["scaling._noise", "scaling._rules", "sharding.zero._layout"])
 def test_examples_of_the_formulas_run(name):
     module = __import__(f"manyhands.{name}", fromlist=["_"])
     assert doctest.testmod(module).failed == 0

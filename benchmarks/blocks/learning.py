@@ -138,7 +138,7 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
         optimizer.step()
         schedule.step()
     if method:
-        optimizer.meet()
+        optimizer.synchronize()
     return task.loss_at_the_end(data, model) if rank == 0 else 0.0
 
 

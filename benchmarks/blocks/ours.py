@@ -50,4 +50,4 @@ def diloco(lr: float, momentum: float, **options: Any) -> Make:
 def finish(optimizer: Any) -> None:
     """Let what is under way arrive, before processes end."""
     if isinstance(optimizer, mh.Blocks):
-        optimizer.meet()
+        optimizer.synchronize()

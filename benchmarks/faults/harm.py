@@ -35,15 +35,15 @@ from typing import Any
 
 from faults.link import Link
 from faults.strangers import BAD, GUEST, Guest, Writer
-from manyhands.blocks._launch import _die_with_parent
-from manyhands.blocks._signer import VARIABLE
+from manyhands.blocks.crew._launcher import _die_with_parent
+from manyhands.blocks.crew._store import VARIABLE
 
 COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
 HANGS = 90.0  # seconds without a line in the log, after which the benchmark gives up
 ASKED = 15.0  # seconds in which a run must stop when it is told to
 ORDINARY = ("kill", "stop")
 ALL = (*ORDINARY, "partition", "newcomer", "stranger", "leave")
-Line = dict[str, Any]
+LogLine = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Trial:
     """What is left of a run."""
 
     plan: Plan
-    log: list[Line]
+    log: list[LogLine]
     faults: list[Fault]
     code: int
     cpu: float  # seconds, of all processes
@@ -95,7 +95,7 @@ class _Log:
     """The lines that have come since the last look."""
 
     path: Path
-    lines: list[Line] = field(default_factory=list)
+    lines: list[LogLine] = field(default_factory=list)
     _read: int = 0
 
     def look(self) -> bool:
@@ -135,7 +135,7 @@ class _Harm:
         """When the next fault is due, after the first meeting."""
         return self.plan.interval * (self._done + 1) + self._dice.uniform(0, self.plan.jitter)
 
-    def turn(self, log: Sequence[Line]) -> None:
+    def turn(self, log: Sequence[LogLine]) -> None:
         """Do what is due."""
         now = time.monotonic()
         for fault in self.faults:
@@ -158,9 +158,9 @@ class _Harm:
             self._done += 1
             self._due = max(self._next(), now - self._began + self.plan.interval / 2)
 
-    def _here(self, log: Sequence[Line]) -> dict[int, int]:
+    def _here(self, log: Sequence[LogLine]) -> dict[int, int]:
         """The process of each worker that takes part and is awake."""
-        newest = max(line["meetings"] for line in log)
+        newest = max(line["rounds"] for line in log)
         last = {line["number"]: line for line in log}
         still = [f for f in self.faults if f.kind in ("stop", "partition") and f.woken is None]
         asleep = {fault.number for fault in still}
@@ -168,7 +168,7 @@ class _Harm:
         return {
             number: line["pid"]
             for number, line in last.items()
-            if line["meetings"] >= newest - 1 and number not in asleep and line["pid"] not in gone
+            if line["rounds"] >= newest - 1 and number not in asleep and line["pid"] not in gone
         }
 
     def _do(self, kind: str, victim: int, here: dict[int, int]) -> None:

@@ -11,10 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manyhands.blocks._board import CREW
-from manyhands.blocks._launch import _die_with_parent
-from manyhands.blocks._line import connect
-from manyhands.blocks._signer import Signer
+from manyhands.blocks.crew._launcher import _die_with_parent
+from manyhands.blocks.crew._shared_roster import CREW
+from manyhands.blocks.crew._store import Signer, connect
 
 BAD = ("every", "overlap", "codec", "float64", "order")  # what a bad newcomer has otherwise
 GUEST = 100  # the first number of those that `manyhands run` does not start

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from faults.harm import ALL, Fault, Line, Trial
+from faults.harm import ALL, Fault, LogLine, Trial
 
 GUESTS = ("newcomer", "leave")
 
@@ -34,12 +34,12 @@ class Meeting:
     counted: frozenset[int]  # workers
 
 
-def meetings(log: list[Line]) -> list[Meeting]:
+def meetings(log: list[LogLine]) -> list[Meeting]:
     """Those in which anything counts, in order."""
-    by_number: dict[int, list[Line]] = defaultdict(list)
+    by_number: dict[int, list[LogLine]] = defaultdict(list)
     for line in log:
         if line["event"] in ("met", "left"):
-            by_number[line["meetings"]].append(line)
+            by_number[line["rounds"]].append(line)
     found, before = [], 0
     for number, lines in sorted(by_number.items()):
         steps = min(line["steps"] for line in lines)
@@ -113,29 +113,29 @@ def missing(held: list[Meeting], faults: list[Fault], workers: int) -> tuple[flo
     return victims, survivors
 
 
-def thrown_away(log: list[Line], faults: list[Fault]) -> int:
+def thrown_away(log: list[LogLine], faults: list[Fault]) -> int:
     """Steps that workers took for nothing without having been hit."""
     hit = {(fault.number, fault.pid) for fault in faults}
     given = [line for line in log if line["event"] == "in" and line["own"] > 0]
     return sum(line["own"] for line in given if (line["number"], line["pid"]) not in hit)
 
 
-def undone(log: list[Line]) -> int:
+def undone(log: list[LogLine]) -> int:
     """Meetings that had to be held again, or not at all, as far as anybody wrote it down."""
     seen: set[int] = set()
     before: dict[int, int] = {}
     for line in log:
         if line["undone"] > before.get(line["pid"], 0):
-            seen.add(line["meetings"])
+            seen.add(line["rounds"])
         before[line["pid"]] = line["undone"]
     return len(seen)
 
 
-def differing(log: list[Line]) -> int:
+def differing(log: list[LogLine]) -> int:
     """Meetings after which not all had the same bits: who held it, who was given its result."""
     states = defaultdict(set)
     for line in log:
-        states[line["meetings"]].add((line["steps"], line["state"]))
+        states[line["rounds"]].add((line["steps"], line["state"]))
     return sum(len(seen) > 1 for seen in states.values())
 
 

@@ -96,15 +96,15 @@ class Diary:
         self.crew, self.optimizer = crew, optimizer
         self._log = path.open("a", buffering=1)
         self._own = 0  # steps since the last common point
-        self._met = optimizer.meetings
+        self._met = optimizer.rounds
         self._generation = crew.generation
 
     def after_step(self) -> None:
         crew = self.crew
         self._own += 1
-        if self.optimizer.meetings != self._met or crew.generation != self._generation:
+        if self.optimizer.rounds != self._met or crew.generation != self._generation:
             given = crew.generation != self._generation and crew.rank in crew.newcomers
-            met = self.optimizer.meetings == self._met + 1
+            met = self.optimizer.rounds == self._met + 1
             self.note("in" if given else "met" if met else "regrouped")
 
     def note(self, event: str, **more: Any) -> None:
@@ -115,7 +115,7 @@ class Diary:
             "number": self.crew.number,
             "pid": os.getpid(),
             "began": BEGAN,
-            "meetings": seen["meetings"],
+            "rounds": seen["rounds"],
             "steps": seen["step"],
             "own": self._own,
             "workers": seen["workers"],
@@ -126,7 +126,7 @@ class Diary:
         self._log.write(json.dumps(line) + "\n")
         if event != "regrouped":
             self._own = 0
-        self._met, self._generation = seen["meetings"], self.crew.generation
+        self._met, self._generation = seen["rounds"], self.crew.generation
 
 
 def common_state(optimizer: mh.Blocks) -> str:

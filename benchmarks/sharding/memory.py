@@ -130,17 +130,19 @@ def simulated(contender: Contender, size: models.Size, ranks: int, ready_made: b
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from manyhands._comm import Workers
+    from manyhands._core.ranks import RankGroup
 
     def make(model: Any) -> Trained:  # where workers compare notes, which fake sums cannot do
-        with mock.patch.object(Workers, "on_gloo", lambda self, device: True):
+        with mock.patch.object(RankGroup, "on_gloo", lambda self, device: True):
             return contender.make(model)
 
-    alone = mock.patch.object(Workers, "apart", lambda self, device: self)  # no real groups
+    alone = mock.patch.object(
+        RankGroup, "with_own_group", lambda self, device: self
+    )  # no real groups
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        gloo = mock.patch.object(Workers, "on_gloo", lambda self, device: not ready_made)
+        gloo = mock.patch.object(RankGroup, "on_gloo", lambda self, device: not ready_made)
         with alone, gloo:
             return seen(replace(contender, make=make), size, 0)
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import peers
 
-from manyhands.sharding._layout import bucket_size
+from manyhands.sharding.zero._layout import bucket_size
 from sharding.contenders import DDP, OURS, OVERLAP, WHOLE_GRADIENTS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,32 +3,31 @@
 `__all__` below is the whole public surface; `help(manyhands.AdaScale)` explains each name.
 """
 
-from manyhands.blocks._blocks import Blocks
-from manyhands.blocks._crew import Crew
+from manyhands._version import __version__ as __version__
+from manyhands.blocks._methods import BMUF, DiLoCo, LocalSGD, SlowMo
+from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._outer import Outer
-from manyhands.blocks._presets import BMUF, DiLoCo, LocalSGD, SlowMo
 from manyhands.blocks._schedule import ByDrift, Seconds
-from manyhands.blocks._torchft import TorchftCrew
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import plan
 from manyhands.record import Record, Run, read_record
-from manyhands.scaling._adaptive import AdaptiveDataParallel
-from manyhands.scaling._measure import NoiseScale
+from manyhands.scaling._adaptdl import AdaptiveDataParallel
+from manyhands.scaling._noise_scale import NoiseScale
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._progress import ProgressScheduler
-from manyhands.scaling._scales import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
-from manyhands.sharding._ddp import ShardedDataParallel
-from manyhands.sharding._dummy_group import DummyProcessGroup
-from manyhands.sharding._fsdp import FullyShardedDataParallel
-from manyhands.sharding._fsdp_training_state import TrainingState
+from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 from manyhands.sharding._grad_scaler import ShardedGradScaler
-from manyhands.sharding._oss import OSS
-from manyhands.sharding._policies import config_auto_wrap_policy, default_auto_wrap_policy
-from manyhands.sharding._wrap import auto_wrap, auto_wrap_bn, enable_wrap, wrap
+from manyhands.sharding.fsdp._training_state import TrainingState
+from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+from manyhands.sharding.wrapping._dummy_group import DummyProcessGroup
+from manyhands.sharding.wrapping._policies import config_auto_wrap_policy, default_auto_wrap_policy
+from manyhands.sharding.wrapping._wrap import auto_wrap, auto_wrap_bn, enable_wrap, wrap
+from manyhands.sharding.zero._ddp import ShardedDataParallel
+from manyhands.sharding.zero._oss import OSS
 
 FSDP = FullyShardedDataParallel
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BMUF",

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.blocks._board import Board
-from manyhands.blocks._crew import Crew, WorkerLost
-from manyhands.blocks._line import Line, serve
-from manyhands.blocks._pulse import Pulse
-from manyhands.blocks._signer import VARIABLE, Signer
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import VARIABLE, Signer, StoreClient, serve
+from manyhands.errors import WorkerLost
 
 SECRET = "the secret of the tests"
 os.environ[VARIABLE] = SECRET  # which the workers, and their commands, inherit
@@ -216,9 +216,9 @@ class Team:
         self.lives: dict[int, int] = {}
 
     def __enter__(self) -> Team:
-        pulse = Pulse(self.options["stall"])
-        self.board = Board(
-            Line(self.store.address, pulse.interval, Signer(SECRET)), pulse, self.parts
+        pulse = HeartbeatMonitor(self.options["stall"])
+        self.board = SharedRoster(
+            StoreClient(self.store.address, pulse.interval, Signer(SECRET)), pulse, self.parts
         )
         return self
 

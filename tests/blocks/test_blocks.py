@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import manyhands as mh
 from blocks_plain import train
-from manyhands import _host
+from manyhands._core import shared_memory as _host
 from ranks import raises_on_ranks, run_ranks
 
 LR = 0.1
@@ -393,7 +393,7 @@ def test_one_workers_overflow_does_not_shift_its_count_of_steps():
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        return param.detach(), optimizer.steps, optimizer.meetings
+        return param.detach(), optimizer.steps, optimizer.rounds
 
     for param, steps, meetings in run_ranks(2, blocks):
         assert (steps, meetings) == (4, 2)
@@ -413,7 +413,7 @@ def test_a_worker_that_is_not_finite_is_left_out_and_healed(overlap):
             param.grad = torch.full((2,), float("nan") if rank == 1 and step < 2 else 1.0)
             optimizer.step()
             named.append(optimizer.left_out)
-        optimizer.meet()
+        optimizer.synchronize()
         return param.detach(), optimizer.snapshot()["left_out"], named
 
     for param, left_out, named in run_ranks(3, blocks):
@@ -547,7 +547,7 @@ def test_a_resume_with_more_workers():
         memory = optimizer._sync.point.segments[0].memories[0].clone()
         for step in range(7, 9):
             step_along(optimizer, params, dist.get_rank(), step)
-        return flat_of(params), memory, optimizer.meetings
+        return flat_of(params), memory, optimizer.rounds
 
     results = run_ranks(3, second)
     for params, memory, meetings in results:
@@ -609,12 +609,12 @@ def test_the_common_point_can_be_looked_at_by_one_worker():
             step_along(optimizer, params, dist.get_rank(), step)
         before = flat_of(params)
         if dist.get_rank() == 0:
-            with optimizer.at_the_common_point():
+            with optimizer.at_anchor():
                 seen = flat_of(params)
         else:
             seen = optimizer._sync.point.segments[0].anchor.clone()
         assert torch.equal(before, flat_of(params))
-        optimizer.meet()
+        optimizer.synchronize()
         return seen, flat_of(params)
 
     (seen, met), (anchor, met_too) = run_ranks(2, blocks)
@@ -656,7 +656,7 @@ def test_intervals_that_choose_themselves_are_the_same_on_all_workers(every):
         for step in range(1, 40):
             step_along(optimizer, params, dist.get_rank(), step)
             lengths.append(optimizer.snapshot()["every"])
-        return lengths, optimizer.meetings
+        return lengths, optimizer.rounds
 
     first, second = run_ranks(2, blocks)
     assert first == second and len(set(first[0])) > 1
@@ -815,9 +815,9 @@ def test_checkpoints_for_any_number_of_workers(tmp_path):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        with pytest.raises(RuntimeError, match="meet"):
+        with pytest.raises(RuntimeError, match="synchronize"):
             mh.save(path, model=model, optimizer=optimizer)
-        optimizer.meet()
+        optimizer.synchronize()
         mh.save(path, model=model, optimizer=optimizer)
         return flat_of(model.params), optimizer.common_state_dict()["anchor"][0]
 
@@ -848,7 +848,7 @@ def test_a_worker_that_is_not_finite_is_healed_in_all_fragments():
             bad = dist.get_rank() == 1 and step == 0
             param.grad = torch.full((4,), float("nan") if bad else 1.0)
             optimizer.step()
-        optimizer.meet()
+        optimizer.synchronize()
         return param.detach(), optimizer.snapshot()["left_out"]
 
     for param, left_out in run_ranks(2, blocks):
@@ -915,7 +915,7 @@ def test_an_interval_changed_on_purpose_holds_from_the_next_block_on():
         optimizer.load_state_dict(state, optimizer_overrides={"every": 2})
         for step in range(1, 17):
             step_along(optimizer, params, dist.get_rank(), step)
-        return optimizer.meetings
+        return optimizer.rounds
 
     assert run_ranks(2, blocks) == [5, 5]
     with pytest.raises(ValueError, match="has every=3, and the optimizer was made with 2"):
@@ -932,8 +932,8 @@ def test_after_a_resume_inside_a_block_workers_meet():
         optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
         step_along(optimizer, params, dist.get_rank(), 1)
         optimizer.load_state_dict(state)
-        optimizer.meet()
-        return flat_of(params), optimizer.meetings
+        optimizer.synchronize()
+        return flat_of(params), optimizer.rounds
 
     (first, met), (second, _) = run_ranks(2, blocks)
     assert torch.equal(first, second) and met == 1
@@ -994,7 +994,7 @@ def test_frozen_parameters_are_the_first_workers_too():
         param = nn.Parameter(torch.full((2,), 1.0 + dist.get_rank()), requires_grad=False)
         optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=1)
         optimizer.step()  # with nothing to train, there is nothing to meet about
-        optimizer.meet()
+        optimizer.synchronize()
         return param.tolist()
 
     assert run_ranks(2, blocks) == [[1.0, 1.0]] * 2
@@ -1074,7 +1074,7 @@ def test_a_run_with_overlap_goes_on_with_another_number_of_workers():
         optimizer.load_state_dict(copy.deepcopy(state))
         for step in range(6, 13):
             step_along(optimizer, params, dist.get_rank(), step)
-        optimizer.meet()
+        optimizer.synchronize()
         return flat_of(params), optimizer.left_out
 
     results = run_ranks(3, go_on)

@@ -16,7 +16,7 @@ def test_fairseqs_values():
     assert_fairseqs_values(mh.BMUF)
 
 
-def look_at_the_common_point(change):
+def look_at_anchor(change):
     """After steps of 1 and 2 on two workers, `change(optimizer, made)`, and some more."""
     param = torch.nn.Parameter(torch.zeros(1))
 
@@ -27,7 +27,7 @@ def look_at_the_common_point(change):
     for _ in range(3):
         param.grad = torch.full((1,), 1.0 + torch.distributed.get_rank())
         optimizer.step()
-    with optimizer.at_the_common_point():
+    with optimizer.at_anchor():
         return param.item()
 
 
@@ -41,7 +41,7 @@ def test_the_common_point_is_there_after_a_resume_at_the_end_of_the_warm_up():
         optimizer.load_state_dict(state)
         return optimizer
 
-    first, second = run_ranks(2, look_at_the_common_point, resumed)
+    first, second = run_ranks(2, look_at_anchor, resumed)
     assert first == second == -1.5 * 2
 
 
@@ -51,5 +51,5 @@ def test_the_common_point_is_there_after_the_count_was_set_past_the_warm_up():
         optimizer.set_num_updates(9)
         return optimizer
 
-    first, second = run_ranks(2, look_at_the_common_point, counted)
+    first, second = run_ranks(2, look_at_anchor, counted)
     assert first == second == -1.5 * 3

@@ -205,9 +205,9 @@ def meeting_steps(every, begin_at=0, warmup=0, steps=12):
     for _ in range(steps):
         put_gradients(params, optimizer.get_num_updates())
         optimizer.step()
-        if optimizer.meetings > before:
+        if optimizer.rounds > before:
             met.append(optimizer.get_num_updates())
-        before = optimizer.meetings
+        before = optimizer.rounds
     return met, optimizer.get_num_updates(), flat(params)
 
 
@@ -259,13 +259,13 @@ def counted(workers, steps, saved=None):
         if saved is not None:
             nn.utils.vector_to_parameters(saved["params"], params)
             optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-        begin, met, before = optimizer.get_num_updates(), [], optimizer.meetings
+        begin, met, before = optimizer.get_num_updates(), [], optimizer.rounds
         for step in range(begin + 1, begin + 1 + steps):
             put_gradients(params, step)
             optimizer.step()
-            if optimizer.meetings > before:
+            if optimizer.rounds > before:
                 met.append(step)
-            before = optimizer.meetings
+            before = optimizer.rounds
         return {
             "params": flat(params),
             "optimizer": optimizer.state_dict(),
@@ -311,7 +311,7 @@ def test_parameters_are_averaged_on_request():
         optimizer.step()
         own = flat(params)
         optimizer.average_parameters()
-        return own, flat(params), optimizer.get_num_updates(), optimizer.meetings
+        return own, flat(params), optimizer.get_num_updates(), optimizer.rounds
 
     (own, found, count, meetings), (others, same, _, _) = run_ranks(2, average)
     torch.testing.assert_close(found, (own + others) / 2, rtol=1e-12, atol=1e-12)
@@ -420,7 +420,7 @@ def test_a_gradient_scaler_through_the_warm_up_and_a_meeting():
             optimizer.clip_grad_norm(0)
             scaler.step(optimizer)
             scaler.update()
-        return param.detach(), optimizer.get_num_updates(), optimizer.meetings
+        return param.detach(), optimizer.get_num_updates(), optimizer.rounds
 
     for param, count, meetings in run_ranks(2, blocks):
         assert (count, meetings) == (4, 1)
@@ -490,7 +490,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(stop, average_sync):
                 optimizer = mh.BMUF(Adam(params, lr=0.1), **options)
                 nn.utils.vector_to_parameters(saved[0], params)
                 optimizer.load_state_dict(saved[1])
-        return flat(params), optimizer.meetings
+        return flat(params), optimizer.rounds
 
     through, resumed = run_ranks(2, run, None), run_ranks(2, run, stop)
     for (expected, meetings), (found, again) in zip(through, resumed, strict=True):

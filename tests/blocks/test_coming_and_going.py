@@ -13,8 +13,8 @@ from torch.optim import SGD
 
 import manyhands as mh
 from crew_workers import Log, Store, Team, fork
-from manyhands.blocks import _meeting
-from manyhands.blocks._crew import Crew
+from manyhands.blocks.averaging import _average
+from manyhands.blocks.crew._crew import Crew
 
 SIZE = 200_000  # four chunks, as `small_chunks` has them
 
@@ -44,7 +44,7 @@ class BlockTeam(Team):
         for number in self.lives:
             for e in self.events(number, "met"):
                 state = (e["steps"], e["state"])
-                assert states.setdefault(e["meetings"], state) == state, (number, e, states)
+                assert states.setdefault(e["rounds"], state) == state, (number, e, states)
         return states
 
 
@@ -54,15 +54,15 @@ def train(crew, log, steps, options, pause, make):
     buffers.extra = param
     optimizer = make(SGD([param], lr=1.0), model=buffers, crew=crew, **options)
     log("in", steps=optimizer.steps, size=crew.size)
-    met = optimizer.meetings
+    met = optimizer.rounds
     generator = torch.Generator().manual_seed(crew.number)
     while optimizer.steps < steps:
         noise = torch.randn((), generator=generator)
         param.grad = torch.ones(SIZE)
         param.grad[-1] += noise
         optimizer.step()
-        if optimizer.meetings != met:
-            met = optimizer.meetings
+        if optimizer.rounds != met:
+            met = optimizer.rounds
             tell(log, "met", optimizer)
         time.sleep(pause)
     optimizer.finish()
@@ -77,7 +77,7 @@ def tell(log, event, optimizer, **more):
     seen = optimizer.snapshot()
     log(
         event,
-        meetings=seen["meetings"],
+        rounds=seen["rounds"],
         steps=seen["step"],
         state=state.hexdigest(),
         undone=seen["undone"],
@@ -92,7 +92,7 @@ def dies_at(place, worker, meeting):
     def harm(number):
         if number != worker:
             return
-        original = getattr(_meeting._Meeting, place)
+        original = getattr(_average._Meeting, place)
         calls = []
 
         def fatal(self, *args, **kwargs):
@@ -101,14 +101,14 @@ def dies_at(place, worker, meeting):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(self, *args, **kwargs)
 
-        setattr(_meeting._Meeting, place, fatal)
+        setattr(_average._Meeting, place, fatal)
 
     return harm
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_meeting, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(_average, "SMALLEST", 1 << 16)
 
 
 @pytest.fixture
@@ -202,20 +202,20 @@ def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
         param.grad = torch.ones(3)
         optimizer.step()
     optimizer.finish()
-    assert param.tolist() == [-2.0] * 3 and optimizer.meetings == 2
+    assert param.tolist() == [-2.0] * 3 and optimizer.rounds == 2
 
 
 def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
     def breaks(number):
         if number == 1:
-            original = _meeting._Meeting._share
+            original = _average._Meeting._share
 
             def share(self, chunk):
                 if self.note.step >= 20:
                     raise TypeError("of worker 1")
                 return original(self, chunk)
 
-            _meeting._Meeting._share = share
+            _average._Meeting._share = share
 
     with BlockTeam(store, tmp_path, expected=3, stall=0.6) as team:
         team.start(range(3), 60, {"every": 5}, breaks, pause=0.005)

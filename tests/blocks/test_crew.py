@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from crew_workers import SECRET, Store, Team
-from manyhands._comm import Workers
-from manyhands.blocks import _crew, _line, _links
-from manyhands.blocks._crew import Crew, CrewFinished, WorkerLost
-from manyhands.blocks._line import StoreLost
-from manyhands.blocks._roster import Roster
-from manyhands.blocks._signer import Signer
-from manyhands.blocks._team import Errand
+from manyhands._core.ranks import RankGroup
+from manyhands.blocks.crew import _crew, _store, _transport
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._membership import BackgroundSync
+from manyhands.blocks.crew._roster import Roster
+from manyhands.blocks.crew._store import Signer
+from manyhands.errors import CrewFinished, StoreLost, WorkerLost
 
 AT_ONCE = 3.0  # seconds in which the others go on when a death is reported; unreported: 5
 
@@ -272,7 +272,7 @@ def test_a_lost_store_is_an_error_that_says_so(store, tmp_path):
 
 
 def test_a_frozen_store_is_an_error_too(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(_line, "LIMIT", 1.0)
+    monkeypatch.setattr(_store, "LIMIT", 1.0)
     with Team(store, tmp_path, expected=2) as team:
         team.start(range(2), 1000)
         team.met(0, 2)
@@ -285,7 +285,7 @@ def test_a_frozen_store_is_an_error_too(store, tmp_path, monkeypatch):
 
 
 def test_a_store_that_was_never_there_is_an_error(monkeypatch):
-    monkeypatch.setattr(_line, "LIMIT", 0.3)
+    monkeypatch.setattr(_store, "LIMIT", 0.3)
     with pytest.raises(StoreLost, match=r"127\.0\.0\.1:9 is lost"):
         Crew("127.0.0.1:9", number=0).join()
 
@@ -371,7 +371,7 @@ def test_who_gives_up_when_the_others_have_just_kept_the_meeting_is_told_so(stor
 
 
 def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, tmp_path):
-    script = "from manyhands.blocks._crew import Crew\ncrew = Crew()\ncrew.join()\n1 / 0\n"
+    script = "from manyhands.blocks.crew._crew import Crew\ncrew = Crew()\ncrew.join()\n1 / 0\n"
     environment = {**os.environ, "MANYHANDS_STORE": store.address, "MANYHANDS_WORKER": "0"}
     subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
     with Team(store, tmp_path, expected=1) as team:
@@ -380,8 +380,8 @@ def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, 
 
 
 def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
-    doors = [_links.Door(store.address, Signer(SECRET)) for _ in range(2)]
-    links = [_links.Links(doors[rank], "given up", rank, 2, timeout=30.0) for rank in range(2)]
+    doors = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    links = [_transport.Links(doors[rank], "given up", rank, 2, timeout=30.0) for rank in range(2)]
     assert all(link.done(40.0) and link.group is not None for link in links)
     works = [link.group.recv([torch.ones(3)], 1 - rank, 0) for rank, link in enumerate(links)]
     began = time.monotonic()
@@ -397,8 +397,8 @@ def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
 def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store):
     """Its destructor waits for its threads, and one of those until the timeout, here 3 s."""
     before = threading.enumerate()
-    doors = [_links.Door(store.address, Signer(SECRET)) for _ in range(2)]
-    links = [_links.Links(doors[rank], "forgotten", rank, 2, timeout=3.0) for rank in range(2)]
+    doors = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    links = [_transport.Links(doors[rank], "forgotten", rank, 2, timeout=3.0) for rank in range(2)]
     assert all(link.done(40.0) and link.group is not None for link in links)
     work = links[0].group.allreduce([torch.ones(3)])
     links[0]._ends = set()  # so that nothing ends it
@@ -421,7 +421,9 @@ def test_a_group_that_ends_when_python_goes_is_left_to_the_system(store, monkeyp
     def refused(_):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    link = _links.Links(_links.Door(store.address, Signer(SECRET)), "left", 0, 1, timeout=2.0)
+    link = _transport.Links(
+        _transport.StoreConnection(store.address, Signer(SECRET)), "left", 0, 1, timeout=2.0
+    )
     assert link.done(40.0)
     group = link.group
     with monkeypatch.context() as patch:
@@ -444,7 +446,7 @@ def test_a_meeting_that_failed_holds_no_group():
     seen = weakref.ref(group)
     gc.disable()
     try:
-        errand = Errand(meeting, Workers(2, 0, group), None)
+        errand = BackgroundSync(meeting, RankGroup(2, 0, group), None)
         del group
         errand.run()
         assert seen() is None
@@ -471,10 +473,10 @@ def test_a_connection_that_the_other_side_ends_while_it_is_given_up(monkeypatch)
                     end.shutdown(socket.SHUT_RDWR)
         return ends
 
-    links = _links.Links.__new__(_links.Links)
-    links._ends = {_links._both(end) for end in ours}
-    looked = _links._both
-    monkeypatch.setattr(_links, "_both", look)
+    links = _transport.Links.__new__(_transport.Links)
+    links._ends = {_transport._both(end) for end in ours}
+    looked = _transport._both
+    monkeypatch.setattr(_transport, "_both", look)
     links.give_up()
     for end in ours:
         with pytest.raises(OSError), closing(end):

@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam
 
 import manyhands as mh
 from manyhands.blocks._drift import Drift
-from manyhands.blocks._extras import numbered, rows_of
-from manyhands.blocks._finite import are_finite, drop_what_is_not_finite, is_finite
+from manyhands.blocks.averaging._extras import numbered, rows_of
+from manyhands.blocks.averaging._finite import are_finite, drop_what_is_not_finite, is_finite
 from ranks import run_ranks
 
 LARGE = [3e19, -3e19, 1e30, 3e38]

@@ -87,7 +87,7 @@ def held(model, optimizer):
     if not sync.pending:  # which write to them meanwhile
         point += [s.residual for s in sync.point.segments if s.residual is not None]
     seen = optimizer.snapshot()
-    names = ("step", "meetings", "every", "distance", "spread", "cosine", "left_out", "workers")
+    names = ("step", "rounds", "every", "distance", "spread", "cosine", "left_out", "workers")
     numbers = torch.tensor([float(seen[name]) for name in names], dtype=torch.float64)
     tensors = [*model.parameters(), *model.buffers(), *moments, *point, numbers.nan_to_num(-7.0)]
     return [torch.as_tensor(tensor).detach().clone() for tensor in tensors]
@@ -117,7 +117,7 @@ def run(case, interrupted=()):
         (model(x) - x[:, :2].sin()).square().mean().backward()
         optimizer.step()
         seen.append(held(model, optimizer))
-    optimizer.meet()
+    optimizer.synchronize()
     return [*seen, held(model, optimizer)]
 
 

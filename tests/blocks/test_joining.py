@@ -11,10 +11,10 @@ from torch.optim import SGD
 import manyhands as mh
 from crew_workers import Log, Store, Team, fork
 from manyhands.blocks import _sync
-from manyhands.blocks._crew import Crew
-from manyhands.blocks._meeting import Disagreement
-from manyhands.blocks._roster import Roster
-from manyhands.blocks._terms import Terms
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._roster import Roster
+from manyhands.blocks.crew._terms import Terms
+from manyhands.errors import RanksDisagree
 
 STEPS = 300
 OPTIONS = {"every": 5, "overlap": 0, "codec": "float32"}
@@ -90,7 +90,7 @@ def train(crew, log, steps, options, params, slow):
         name: [float(p.detach().min()), float(p.detach().max())]
         for name, p in model.named_parameters()
     }
-    log("done", **values, undone=seen["undone"], meetings=seen["meetings"])
+    log("done", **values, undone=seen["undone"], rounds=seen["rounds"])
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
 
 
 def test_the_odd_ones_are_those_that_differ_from_most():
-    assert Disagreement("", [7, 8, 7]).odd == {1}
-    assert Disagreement("", [8, 7, 7]).odd == {0}
-    assert Disagreement("", [7, 8]).odd == {1}
-    assert Disagreement("", [7, 8, 9, 9]).odd == {0, 1}
+    assert RanksDisagree("", [7, 8, 7]).odd == {1}
+    assert RanksDisagree("", [8, 7, 7]).odd == {0}
+    assert RanksDisagree("", [7, 8]).odd == {1}
+    assert RanksDisagree("", [7, 8, 9, 9]).odd == {0, 1}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.blocks._pulse import Pulse
-from manyhands.blocks._roster import Member, Roster
+from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
+from manyhands.blocks.crew._roster import Member, Roster
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -135,7 +135,7 @@ def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed
 
 
 def test_silence_is_what_was_watched_and_not_what_was_slept():
-    pulse = Pulse(stall=5.0)
+    pulse = HeartbeatMonitor(stall=5.0)
     pulse.look({"0.1": 1}, now=0.0)
     pulse.look({"0.1": 1}, now=1000.0)  # we were stopped ourselves
     assert pulse.silent == NOBODY

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from crew_workers import SECRET, Store, fork
-from manyhands.blocks import _launch, _line
-from manyhands.blocks._board import Board
-from manyhands.blocks._line import Line
-from manyhands.blocks._pulse import Pulse
-from manyhands.blocks._signer import Signer
+from manyhands.blocks.crew import _launcher, _store
+from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
+from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient
 
 
 class Command:
@@ -163,8 +162,8 @@ class Others:
     """The rest of a run, played by the test: a member that is alive on another host."""
 
     def __init__(self, port):
-        pulse = Pulse(1.0)
-        self.board = Board(Line(f"127.0.0.1:{port}", 0.2, Signer(SECRET)), pulse)
+        pulse = HeartbeatMonitor(1.0)
+        self.board = SharedRoster(StoreClient(f"127.0.0.1:{port}", 0.2, Signer(SECRET)), pulse)
 
     def meet(self, *ids):
         for id in ids:
@@ -255,7 +254,7 @@ def test_a_worker_that_is_refused_is_not_started_again_and_the_run_has_not_ended
 LISTENERS = """
     import os, torch
     import torch.distributed as dist
-    from manyhands.blocks._links import _sockets
+    from manyhands.blocks.crew._transport import _sockets
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -331,7 +330,7 @@ def test_what_ends_badly_after_the_others_have_finished_does_not_count(tmp_path)
 
 
 def test_a_stopped_worker_is_killed_and_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(_launch, "STOPPED", 0.5)
+    monkeypatch.setattr(_launcher, "STOPPED", 0.5)
     script = """
         import os, signal, time
         if not os.path.exists("stopped"):
@@ -389,7 +388,7 @@ def children_running(name, parent):
 
 CREW = """
     import os, signal, sys, time
-    from manyhands.blocks._crew import Crew
+    from manyhands.blocks.crew._crew import Crew
     crew = Crew()
     crew.join()
     life = crew._id.partition(".")[2]
@@ -462,7 +461,7 @@ WAITS = "import time; time.sleep(100)"
 @pytest.mark.long
 def test_a_store_that_vanishes_is_noticed_within_the_limit(tmp_path, monkeypatch):
     """Not after twice as long: what was to connect in had been added to it."""
-    monkeypatch.setattr(_line, "LIMIT", 6.0)
+    monkeypatch.setattr(_store, "LIMIT", 6.0)
     with Store() as store:
         options = ("--store", store.address, "--numbers", "1")
         with Command(tmp_path, WAITS, *options) as command:
@@ -476,7 +475,7 @@ def test_a_store_that_vanishes_is_noticed_within_the_limit(tmp_path, monkeypatch
 
 @pytest.mark.long
 def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monkeypatch):
-    monkeypatch.setattr(_line, "LIMIT", 8.0)
+    monkeypatch.setattr(_store, "LIMIT", 8.0)
     script = """
         import os, time
         while not os.path.exists("enough"):
@@ -513,17 +512,17 @@ def test_options_that_do_not_fit_are_said_at_once(tmp_path, words, message):
 
 def test_a_further_host_waits_to_be_told_how_many_are_expected(monkeypatch):
     with Store() as store:
-        line = Line(store.address, 1.0, Signer(SECRET))
+        line = StoreClient(store.address, 1.0, Signer(SECRET))
 
         def told():
-            launcher = _launch.Launcher(["true"], range(3), store.address, serving=False)
+            launcher = _launcher.Launcher(["true"], range(3), store.address, serving=False)
             launcher.board.line.close()
             return launcher.environment["MANYHANDS_WORKERS"]
 
-        monkeypatch.setattr(_launch, "SAID", 0.0)
+        monkeypatch.setattr(_launcher, "SAID", 0.0)
         assert told() == "3"  # nobody says so in time: as many as are here
         line.call("delete_key", "manyhands/expected")
-        monkeypatch.setattr(_launch, "SAID", 20.0)
+        monkeypatch.setattr(_launcher, "SAID", 20.0)
         said = threading.Timer(0.3, line.put, ("manyhands/expected", "7"))
         said.start()
         assert told() == "7"

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from crew_workers import SECRET, Store, Team
-from manyhands.blocks import _board
-from manyhands.blocks._board import CREW, NEWS, Board
-from manyhands.blocks._crew import Crew
-from manyhands.blocks._line import Line, StoreLost, connect
-from manyhands.blocks._links import Door, Links, SignedStore
-from manyhands.blocks._pulse import Pulse
-from manyhands.blocks._roster import Member, Roster
-from manyhands.blocks._signer import Signer
+from manyhands.blocks.crew import _shared_roster
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
+from manyhands.blocks.crew._roster import Member, Roster
+from manyhands.blocks.crew._shared_roster import CREW, NEWS, SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient, connect
+from manyhands.blocks.crew._transport import Links, SignedStore, StoreConnection
+from manyhands.errors import StoreLost
 from test_run_command import Command, free_port
 
 OTHER = "a secret that is not the run's"
@@ -25,7 +25,7 @@ OTHER = "a secret that is not the run's"
 
 @pytest.fixture(autouse=True)
 def heal_soon(monkeypatch):
-    monkeypatch.setattr(_board, "HEALING", 0.5)
+    monkeypatch.setattr(_shared_roster, "HEALING", 0.5)
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def store():
 
 
 def board(store, secret=SECRET, stall=1.0):
-    pulse = Pulse(stall)
-    return Board(Line(store.address, pulse.interval, Signer(secret)), pulse)
+    pulse = HeartbeatMonitor(stall)
+    return SharedRoster(StoreClient(store.address, pulse.interval, Signer(secret)), pulse)
 
 
 # -- signatures ------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ def test_who_knows_less_than_somebody_alive_does_not_put_back_what_it_knows(stor
 
 
 def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
-    monkeypatch.setattr(_board, "LIMIT", 1.0)
-    monkeypatch.setattr(_board, "HEALING", 0.1)
+    monkeypatch.setattr(_shared_roster, "LIMIT", 1.0)
+    monkeypatch.setattr(_shared_roster, "HEALING", 0.1)
     ours, theirs = board(store), connect(store.address)
     ours.change(lambda roster: roster.knock("0.1", 3))
 
@@ -197,7 +197,7 @@ def test_members_find_each_others_addresses_and_no_strangers(store):
     theirs = connect(store.address)
     for key in ("door/0", "door/1", "0/0", "0/1"):
         theirs.set(f"here/{key}", "10.9.9.9")
-    doors = [Door(store.address, Signer(SECRET)) for _ in range(2)]
+    doors = [StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
     links = [Links(doors[rank], "here", rank, 2, timeout=30.0) for rank in range(2)]
     assert all(link.done(40.0) and link.group is not None for link in links)
     tensors = [torch.ones(3), torch.ones(3)]
@@ -273,7 +273,7 @@ def test_a_crew_goes_on_whatever_a_stranger_writes(store, tmp_path):
 
 RUN = """
     import os, time
-    from manyhands.blocks._crew import Crew
+    from manyhands.blocks.crew._crew import Crew
     crew = Crew()
     crew.join()
     print("in", flush=True)
@@ -313,7 +313,7 @@ def test_a_worker_with_another_secret_is_told_so_and_changes_nothing(store, monk
     ours = board(store)
     ours.change(lambda roster: roster.knock("0.1", 3))
     before = ours.line.fetch(CREW)
-    monkeypatch.setattr(_board, "LIMIT", 0.5)
+    monkeypatch.setattr(_shared_roster, "LIMIT", 0.5)
     with pytest.raises(ValueError, match=r"is of no use: it is not signed .* the same MANYHANDS_S"):
         board(store, OTHER)
     assert ours.line.fetch(CREW) == before

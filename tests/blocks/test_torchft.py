@@ -13,7 +13,8 @@ from torch.optim import SGD
 
 import manyhands as mh
 from crew_workers import Log, fork
-from manyhands.blocks import _meeting, _torchft
+from manyhands.blocks.averaging import _average
+from manyhands.blocks.crew import _torchft
 from test_coming_and_going import BlockTeam, train
 
 needs_torchft = pytest.mark.skipif(
@@ -96,7 +97,7 @@ class TorchftTeam(BlockTeam):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_meeting, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(_average, "SMALLEST", 1 << 16)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_two_replicas_of_two_workers(how, overlap):
             optimizer.zero_grad()
             loss_of(inside, *batch(step, rank // 2, part)).backward()
             optimizer.step()
-        optimizer.meet()
+        optimizer.synchronize()
         if how is fully_sharded:
             state = inside.state_dict()
             return [state[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]

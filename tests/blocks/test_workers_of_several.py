@@ -18,8 +18,8 @@ from torch.optim import SGD
 
 import manyhands as mh
 from crew_workers import Log, Store, Team, fork
-from manyhands.blocks._crew import Crew
-from manyhands.blocks._roster import Roster
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._roster import Roster
 from test_coming_and_going import tell
 from test_run_command import Command
 
@@ -131,15 +131,15 @@ def train(crew, log, steps, part, options):
     inner_optimizer = SGD(inside.parameters(), lr=1.0)
     optimizer = mh.DiLoCo(inner_optimizer, lr=1.0, momentum=0.0, crew=crew, **inner, **options)
     log("in", steps=optimizer.steps, members=crew.members)
-    met = optimizer.meetings
+    met = optimizer.rounds
     while optimizer.steps < steps:
         optimizer.zero_grad()
         inside(torch.full((1, 100), 0.5 + part)).sum().backward()
         if (crew.number, optimizer.steps) == (hangs, 23):
             time.sleep(4.0)  # and beats
         optimizer.step()
-        if optimizer.meetings != met:
-            met = optimizer.meetings
+        if optimizer.rounds != met:
+            met = optimizer.rounds
             tell(log, "met", optimizer)
         time.sleep(0.005)
     optimizer.finish()
@@ -159,7 +159,7 @@ def check(team, workers, steps):
         states = {}
         for worker in range(workers):
             for e in team.events(PARTS * worker + part, "met"):
-                assert states.setdefault(e["meetings"], e["state"]) == e["state"]
+                assert states.setdefault(e["rounds"], e["state"]) == e["state"]
     for number in range(PARTS * workers):
         assert team.events(number, "done")[-1]["values"] == [-float(steps)]
 
@@ -221,7 +221,7 @@ def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
         states = {}
         for number in range(PARTS * 3):
             for e in team.events(number, "met"):
-                place = (number % PARTS, e["meetings"])
+                place = (number % PARTS, e["rounds"])
                 assert states.setdefault(place, e["state"]) == e["state"]
         done = [team.events(number, "done")[-1] for number in range(PARTS * 3)]
         assert len({str(e["values"]) for e in done}) == 1

@@ -182,7 +182,7 @@ class Run:
 
     def counts(self):
         shown = self.optimizer.snapshot()
-        ours = ("step", "meetings", "every", "left_out", "progress", "gain", "scale", "sqr", "var")
+        ours = ("step", "rounds", "every", "left_out", "progress", "gain", "scale", "sqr", "var")
         return {name: shown[name] for name in ours if name in shown}
 
     def held(self):

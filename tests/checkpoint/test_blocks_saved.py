@@ -15,7 +15,7 @@ from torch.optim import SGD
 import manyhands as mh
 from blocks_runs import ALL, EVERY, FEW, SHARDINGS, Groups, Run
 from checkpoint_oracle import assert_equal
-from manyhands._around import unwrapped
+from manyhands._core.wrapper import unwrapped
 from ranks import raises_on_ranks, run_ranks
 
 LATER = 4  # steps after the load: there is a sync round among them
@@ -52,10 +52,12 @@ def test_the_same_workers_go_on_bit_for_bit(combinations, tmp_path):
         for number, combination in enumerate(combinations):
             path, where = tmp_path / str(number), str(combination)
             run = Run(combination, groups(combination)).train(EVERY + 2)
-            with pytest.raises(RuntimeError, match=r"optimizer\.meet\(\) on every worker first"):
+            with pytest.raises(
+                RuntimeError, match=r"optimizer\.synchronize\(\) on every worker first"
+            ):
                 mh.save(path, **run.given())
             if number % 2 or combination[0] == "DiLoCo":  # which overlaps
-                run.blocks.meet()
+                run.blocks.synchronize()
             else:
                 run.train(1, EVERY + 2)
             steps = run.blocks.steps
@@ -70,7 +72,7 @@ def test_the_same_workers_go_on_bit_for_bit(combinations, tmp_path):
             again.train(LATER, steps)
             assert_equal(all_of(again), all_of(run), where)
             assert again.counts() == run.counts(), where
-            assert again.blocks.meetings > counts["meetings"]
+            assert again.blocks.rounds > counts["rounds"]
 
     run_ranks(4, go, timeout=600)
 
@@ -92,7 +94,7 @@ def write(folder, machines):
     told = []
     for number, source in enumerate(SOURCES):
         run = Run(source, groups(source)).train(EVERY + 1)
-        run.blocks.meet()
+        run.blocks.synchronize()
         mh.save(folder / str(number), **run.given())
         held, counts = run.held(), run.counts()
         later = run.train(LATER, EVERY + 1).params()
@@ -119,7 +121,7 @@ def read(folder, told, machines, ways):
             assert_equal(mine, expected, where)
             assert run.counts()["step"] == counts["step"]
             if machines == replicas:  # each goes on with its own data
-                assert run.counts()["meetings"] == counts["meetings"]
+                assert run.counts()["rounds"] == counts["rounds"]
             if machines == replicas and rule == "none":
                 run.train(LATER, EVERY + 1)
                 for name, value in run.params().items():
@@ -174,14 +176,14 @@ def test_from_one_worker_to_two_and_back(tmp_path):
         assert run.blocks.steps == 5
         start = {**run.params(), **run.outer()}
         run.train(1, 5)  # to the sixth, which is a sync round
-        assert run.blocks.meetings == 1
+        assert run.blocks.rounds == 1
         mh.save(tmp_path / "two", **run.given())
         return start, run.params()
 
     def back():
         run = made()
         mh.load(tmp_path / "two", **run.given())
-        assert (run.blocks.steps, run.blocks.meetings) == (6, 1)
+        assert (run.blocks.steps, run.blocks.rounds) == (6, 1)
         return run.params()
 
     (params,) = run_ranks(1, one)
@@ -200,7 +202,7 @@ def test_with_and_without_blocks(tmp_path):
         groups = Groups(2)
         run = Run(("DiLoCo", "one level", "none", "AdamW"), groups).train(3)
         bare = Run(("DiLoCo", "one level", "none", "AdamW"), groups, seed=2)
-        run.blocks.meet()
+        run.blocks.synchronize()
         mh.save(tmp_path / "blocks", **run.given())
         mh.load(tmp_path / "blocks", model=bare.model, optimizer=bare.inner)
         mh.save(tmp_path / "bare", model=bare.model, optimizer=bare.inner)
@@ -381,9 +383,9 @@ def test_blocks_in_a_trainers_wrapper_are_found(tmp_path):
         run = Run(("DiLoCo", "one level", "outside", "SGD"), groups).train(4)
         wrapper = Wrapper(run.optimizer)
         assert unwrapped(wrapper) == [wrapper, run.optimizer, run.blocks, run.inner]
-        with pytest.raises(RuntimeError, match=r"optimizer\.meet\(\)"):
+        with pytest.raises(RuntimeError, match=r"optimizer\.synchronize\(\)"):
             mh.save(path, model=run.model, optimizer=wrapper)
-        run.blocks.meet()
+        run.blocks.synchronize()
         mh.save(path, model=run.model, optimizer=wrapper)
         again = Run(("DiLoCo", "one level", "outside", "SGD"), groups, seed=3).train(4)
         mh.load(path, model=again.model, optimizer=Wrapper(again.optimizer))
@@ -394,7 +396,7 @@ def test_blocks_in_a_trainers_wrapper_are_found(tmp_path):
 
     def hidden():
         run = Run(("LocalSGD", "one level", "none", "SGD"), Groups(2)).train(1)
-        run.blocks.meet()
+        run.blocks.synchronize()
         mh.save(tmp_path / "hidden", model=run.model, optimizer=Lookahead(run.optimizer))
 
     raises_on_ranks(2, TypeError, hidden, match="there is blocks inside of this Lookahead")
@@ -412,7 +414,7 @@ def test_rules_and_blocks_go_around_each_other_once():
         outside = mh.AdaScale(mh.LocalSGD(SGD(params(), lr=0.1)))
         inside = mh.LocalSGD(mh.AdaScale(SGD(params(), lr=0.1)))
         assert outside.snapshot().keys() == inside.snapshot().keys()
-        assert {"gain", "progress", "spread", "meetings"} <= outside.snapshot().keys()
+        assert {"gain", "progress", "spread", "rounds"} <= outside.snapshot().keys()
 
     run_ranks(2, go)
 
@@ -423,7 +425,7 @@ def test_a_rule_goes_to_the_other_side_of_the_blocks(tmp_path):
         inside, outside = (("DiLoCo", "one level", rule, "SGD") for rule in ("inside", "outside"))
         for there, here in ((inside, outside), (outside, inside)):
             run = Run(there, groups).train(4)
-            run.blocks.meet()
+            run.blocks.synchronize()
             mh.save(tmp_path / there[2], **run.given())
             again = Run(here, groups, seed=3).train(5)
             mh.load(tmp_path / there[2], **again.given())

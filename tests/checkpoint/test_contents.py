@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from checkpoint_oracle import Setup, assert_equal
-from manyhands.checkpoint import _folder, _ranges, _safetensors, _storage, _values
+from manyhands.checkpoint import _folder, _parts, _safetensors, _storage, _values
 from manyhands.checkpoint._consolidate import consolidate
 from ranks import run_ranks
 
@@ -35,7 +35,7 @@ def test_a_run_is_a_few_boxes_in_order(shape, data):
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
     numbers = torch.arange(total).view(shape)
-    boxes = list(_ranges.boxes_of(tuple(shape), start, stop))
+    boxes = list(_parts.boxes_of(tuple(shape), start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     found = []
     for offsets, sizes in boxes:

@@ -19,16 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import manyhands as mh
-from manyhands._comm import Workers
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.planning import _costs, _model, _sizes
 from manyhands.planning._activations import saved_bytes
 from manyhands.planning._costs import Job, Part, Unit, Weight, costs, ddp_buckets
 from manyhands.planning._model import units
 from manyhands.planning._sizes import in_bytes, shown
 from manyhands.planning._state import States
-from manyhands.sharding import _layout
-from manyhands.sharding._elementwise import ELEMENTWISE
-from manyhands.sharding._gradient import ShardedGradient
+from manyhands.sharding.zero import _layout
+from manyhands.sharding.zero._elementwise import ELEMENTWISE
 from pages import ROOT, blocks, run_page
 from ranks import run_ranks
 
@@ -113,13 +113,13 @@ class Collectives(TorchDispatchMode):
     def __enter__(self):
         self.count, self.sent = 0, 0.0
         self.patch = pytest.MonkeyPatch()
-        exchange = Workers.exchange
+        exchange = RankGroup.reduce_scatter_slices
 
         def counted(*args):
             self.count += 1
             return exchange(*args)
 
-        self.patch.setattr(Workers, "exchange", counted)
+        self.patch.setattr(RankGroup, "reduce_scatter_slices", counted)
         return super().__enter__()
 
     def __exit__(self, *error):

@@ -7,8 +7,7 @@ import pytest
 
 from manyhands.record import Record
 from manyhands.report import write_report
-from manyhands.report._smooth import running_mean
-from manyhands.report._thin import thin
+from manyhands.report._panels import running_mean, thin
 from pages import ROOT, run_page
 
 PAGE = ROOT / "docs" / "record.md"

@@ -5,8 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.report._smooth import running_mean
-from manyhands.report._thin import thin
+from manyhands.report._panels import running_mean, thin
 
 VALUES = st.lists(st.none() | st.floats(width=32), max_size=300)
 

@@ -7,10 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.scaling._average import Debiased, PaperAverage, restored, saved
+from manyhands.scaling._averages import (
+    Debiased,
+    NoiseAverage,
+    PaperAverage,
+    is_finite,
+    restored,
+    saved,
+)
 from manyhands.scaling._noise import Reading, estimate, floored, gain
 from manyhands.scaling._rules import legw_factor, sde_beta
-from manyhands.scaling._statistics import NoiseAverage, is_finite
 
 norms = st.floats(0.0, 1e6)
 scales = st.floats(1.0, 1e4)

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands._comm import Workers
+from manyhands._core.ranks import RankGroup
 from oracle import trained_as_under_ddp
 from ranks import raises_on_ranks, run_ranks
 
@@ -597,10 +597,10 @@ def test_one_worker_compares_consecutive_gradients():
 
 def test_a_step_costs_one_collective(monkeypatch):
     calls = []
-    for name in ("combine", "share", "reduced", "gather_text"):
-        method = getattr(Workers, name)
+    for name in ("sum_and_gather", "all_gather_slices", "all_reduce", "all_gather_text"):
+        method = getattr(RankGroup, name)
         monkeypatch.setattr(
-            Workers, name, lambda *a, method=method, **k: calls.append(1) or method(*a, **k)
+            RankGroup, name, lambda *a, method=method, **k: calls.append(1) or method(*a, **k)
         )
 
     def run():

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.scaling._average import Debiased
+from manyhands.scaling._averages import Debiased, NoiseAverage
 from manyhands.scaling._rules import legw_factor
-from manyhands.scaling._statistics import NoiseAverage
 from ranks import run_ranks
 
 FOLDER = Path(

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands._norms import norm, norms
+from manyhands._core.norms import norm, norms
+from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._noise import Reading
 from manyhands.scaling._preconditioned import Preconditioned
-from manyhands.scaling._statistics import NoiseAverage
 from oracle import loss_of, make_batches, make_model, preconditioners
 from ranks import run_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import optim
 
-from manyhands.sharding._elementwise import chosen_layout, may_be_cut
+from manyhands.sharding.zero._elementwise import chosen_layout, may_be_cut
 from sharding_oracle import Lamb
 
 BY_ELEMENT = (

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands._comm import Workers
+from manyhands._core.ranks import RankGroup
 from ranks import run_ranks
 from sharding_oracle import (
     Lamb,
@@ -522,7 +522,7 @@ def test_bytes_are_those_of_two_gatherings_and_one_averaging(monkeypatch):
     sent = []
 
     def run():
-        share, exchange = Workers.share, Workers.exchange
+        share, exchange = RankGroup.all_gather_slices, RankGroup.reduce_scatter_slices
 
         def counted_share(self, bucket, cuts):
             sent.append(("gather", bucket.numel()))
@@ -537,8 +537,8 @@ def test_bytes_are_those_of_two_gatherings_and_one_averaging(monkeypatch):
         x = torch.ones(2, 8)
         model(x).sum().backward()  # makes all ready
         with monkeypatch.context() as patch:
-            patch.setattr(Workers, "share", counted_share)
-            patch.setattr(Workers, "exchange", counted_exchange)
+            patch.setattr(RankGroup, "all_gather_slices", counted_share)
+            patch.setattr(RankGroup, "reduce_scatter_slices", counted_exchange)
             model(x).sum().backward()
         return [sum(n for kind, n in sent if kind == k) for k in ("gather", "average")]
 
@@ -547,7 +547,7 @@ def test_bytes_are_those_of_two_gatherings_and_one_averaging(monkeypatch):
 
 
 def test_without_our_collectives_on_gloo_the_numbers_are_the_same(monkeypatch):
-    monkeypatch.setattr(Workers, "on_gloo", lambda self, device: False)
+    monkeypatch.setattr(RankGroup, "on_gloo", lambda self, device: False)
     compare(steps)
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import manyhands as mh
-from manyhands.sharding._fsdp_ahead import Ahead
+from manyhands.sharding.fsdp._root import PrefetchOrder
 from ranks import run_ranks
 from sharding_oracle import assert_same, copied
 
@@ -20,7 +20,7 @@ def after(ahead, *wraps):
 
 
 def test_the_order_is_that_of_the_last_forward():
-    ahead = Ahead()
+    ahead = PrefetchOrder()
     assert after(ahead, 0, 1, 2) and ahead.next == {0: 1, 1: 2} and ahead.begun == []
     assert not after(ahead, 0, 1, 2) and ahead.begun == []
     assert after(ahead, 0, 2) and ahead.next == {0: 2}
@@ -28,7 +28,7 @@ def test_the_order_is_that_of_the_last_forward():
 
 
 def test_what_ran_before_it_was_begun_has_been_begun_again():
-    ahead = Ahead()
+    ahead = PrefetchOrder()
     after(ahead, 0, 1, 2)
     after(ahead, 1, 0, 2)
     assert ahead.begun == [1]
@@ -36,7 +36,7 @@ def test_what_ran_before_it_was_begun_has_been_begun_again():
 
 
 def test_a_wrap_that_runs_several_times_is_followed_by_no_certain_one():
-    ahead = Ahead()
+    ahead = PrefetchOrder()
     after(ahead, 0, 1, 2, 1, 3)
     assert ahead.next == {0: 1, 2: 1}
     assert not after(ahead, 0, 1, 2, 1, 3)
@@ -44,7 +44,7 @@ def test_a_wrap_that_runs_several_times_is_followed_by_no_certain_one():
 
 
 def test_a_forward_that_failed_is_not_an_order():
-    ahead = Ahead()
+    ahead = PrefetchOrder()
     ahead.run(2)
     ahead.run(0)
     assert ahead.going_on

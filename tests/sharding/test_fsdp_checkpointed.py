@@ -263,7 +263,7 @@ def test_the_outermost_wrap_under_checkpoints():
 
 def test_a_gradient_that_the_engine_has_left_behind_is_an_error_before_the_step(monkeypatch):
     """An engine that is not to be helped reduces the gradient of one run and keeps the other."""
-    monkeypatch.setattr("manyhands.sharding._fsdp_engine._begin_another_run", lambda *_: None)
+    monkeypatch.setattr("manyhands.sharding.fsdp._engine._begin_another_run", lambda *_: None)
 
     def run():
         model = build("around", REENTRANT, 2)

@@ -213,14 +213,14 @@ class Box:
         self.tensor = tensor
 
 
-class Boxes(nn.Linear):
+class TensorParts(nn.Linear):
     def forward(self, x):
         return Box(super().forward(x))
 
 
 def test_an_output_whose_tensors_are_out_of_sight_is_an_error():
     def mistake():
-        mh.FSDP(Boxes(5, 5))(torch.ones(1, 5))
+        mh.FSDP(TensorParts(5, 5))(torch.ones(1, 5))
 
     texts = raises_on_ranks(2, TypeError, mistake)
     assert all("is a Box, and its tensor 'tensor' would not be seen" in text for text in texts)

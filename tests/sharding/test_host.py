@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from manyhands import _host
+from manyhands._core import shared_memory as _host
 from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import (
     OPTIMIZERS,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.sharding._layout import ALIGN, even, whole
+from manyhands.sharding.zero._layout import ALIGN, even, whole
 
 SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=30)
 WORKERS = st.integers(1, 9)

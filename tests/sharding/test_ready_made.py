@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands._comm import Workers
+from manyhands._core.ranks import RankGroup
 from ranks import run_ranks
 from sharding_oracle import (
     OPTIMIZERS,
@@ -25,7 +25,7 @@ from sharding_oracle import (
 
 @pytest.fixture(autouse=True)
 def _not_gloo(monkeypatch):
-    monkeypatch.setattr(Workers, "on_gloo", lambda self, device: False)
+    monkeypatch.setattr(RankGroup, "on_gloo", lambda self, device: False)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -80,7 +80,7 @@ def test_a_worker_without_data_joins_in():
 def test_adascale_measures_what_it_does_with_gloos_own_way(monkeypatch):
     def run(slices):
         if slices:
-            monkeypatch.setattr(Workers, "on_gloo", lambda self, device: True)
+            monkeypatch.setattr(RankGroup, "on_gloo", lambda self, device: True)
         build = one(torch.optim.SGD, lr=0.05)
         rank, workers = everyone()
         module = make_model()

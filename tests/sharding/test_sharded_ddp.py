@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands._comm import Workers
+from manyhands._core.ranks import RankGroup
 from manyhands.sharding import _agreement
 from ranks import run_ranks
 from sharding_oracle import (
@@ -305,13 +305,13 @@ def test_a_worker_without_data_notices_what_froze_and_thawed():
 def test_a_list_of_optimizers_is_reduced_once_a_step(monkeypatch):
     """Each further step() must not send everything again."""
     calls = []
-    exchange = Workers.exchange
+    exchange = RankGroup.reduce_scatter_slices
 
     def counted(*args, **kwargs):
         calls.append(1)
         return exchange(*args, **kwargs)
 
-    monkeypatch.setattr(Workers, "exchange", counted)
+    monkeypatch.setattr(RankGroup, "reduce_scatter_slices", counted)
 
     def run():
         train(muon_and_adamw, "OSS + ShardedDataParallel", steps=1)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from manyhands._agreement import Describer
+from manyhands._core.agreement import Describer
 from manyhands.sharding._agreement import claims_on_options
 from ranks import run_ranks
 from sharding_oracle import Lamb

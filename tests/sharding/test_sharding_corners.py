@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands._comm import Workers
+from manyhands._core.ranks import RankGroup
 from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import (
     assert_same,
@@ -280,10 +280,10 @@ def test_an_optimizer_is_free_again_when_its_module_is_gone():
 
 def test_backends_are_told_apart_by_device():
     def run():
-        workers = Workers.of(dist.new_group([0, 1], backend="cpu:gloo"))
+        workers = RankGroup.of(dist.new_group([0, 1], backend="cpu:gloo"))
         assert workers.on_gloo(torch.device("cpu"))
         assert not workers.on_gloo(torch.device("cuda"))
-        assert Workers.of().on_gloo(torch.device("cpu"))
+        assert RankGroup.of().on_gloo(torch.device("cpu"))
 
     run_ranks(2, run)
 

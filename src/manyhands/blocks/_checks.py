@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._agreement import check_same_tensors, names_in
-from manyhands._around import unwrapped
-from manyhands._comm import Workers
-from manyhands._dtensors import is_dtensor, local
-from manyhands._host import check_on_cpu
+from manyhands._core.agreement import check_same_tensors, names_in
+from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.ranks import RankGroup
+from manyhands._core.shared_memory import check_on_cpu
+from manyhands._core.wrapper import unwrapped
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._schedule import Every
 
@@ -56,7 +56,7 @@ def check_counts(overlap: int, fragments: int, every: Every) -> None:
         )
 
 
-def check_groups(who: str, crew: Any, process_group: Any, inner: Workers, every: Every) -> None:
+def check_groups(who: str, crew: Any, process_group: Any, inner: RankGroup, every: Every) -> None:
     if crew is not None and process_group is not None:
         raise ValueError(
             f"{who} meets the workers of a process group or a crew's, and got both. A crew "
@@ -99,8 +99,8 @@ def fingerprint(options: Any) -> float:
 
 def check_agreement(
     who: str,
-    workers: Workers,
-    inner: Workers,
+    workers: RankGroup,
+    inner: RankGroup,
     options: dict[str, Any],
     params: Sequence[Tensor],
     buffers: Sequence[Tensor],
@@ -115,9 +115,9 @@ def check_agreement(
         "place in inner_group (process_group= must be of those with the same)": float(inner.rank),
     }
     try:
-        workers.check_agreement(f"{who} and model", mine, device)
+        workers.check_equal(f"{who} and model", mine, device)
     except ValueError as error:
-        told = workers.gather_text(repr(options), device)
+        told = workers.all_gather_text(repr(options), device)
         if len(set(told)) == 1:
             raise
         listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told[:8]))

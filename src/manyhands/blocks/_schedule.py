@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from manyhands.blocks._arguments import real, whole
 from manyhands.blocks._drift import Drift
-from manyhands.blocks._numbers import real, whole
 
 
 @dataclass

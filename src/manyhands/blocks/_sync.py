@@ -2,7 +2,7 @@
 
 send      the schedule says that a fragment is due: its difference from the anchor goes to a
           meeting, which takes place at once or, with overlap, while training goes on
-settle    all agree that the meeting has taken place (`_team.py`)
+settle    all agree that the meeting has taken place (`blocks/crew/_membership.py`)
 merge     the outer step moves the common point, and the parameters with it
 undo      it has not: parameters go back to the anchor, and the workers find together again
 """
@@ -19,12 +19,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._around import unwrapped
-from manyhands._comm import Workers
-from manyhands.blocks._averaged import moved_alike, warn_that_workers_move_alike
+from manyhands._core.ranks import RankGroup
+from manyhands._core.wrapper import unwrapped
+from manyhands.blocks._anchor import Anchor, Difference, HeldDifference, StagedDifference
 from manyhands.blocks._checks import fingerprint, memory_order
 from manyhands.blocks._drift import Drift
-from manyhands.blocks._extras import (
+from manyhands.blocks._joiners import welcome
+from manyhands.blocks._other_averaging import moved_alike, warn_that_workers_move_alike
+from manyhands.blocks._schedule import Every, Schedule
+from manyhands.blocks.averaging._average import meet
+from manyhands.blocks.averaging._extras import (
     MOMENTS,
     ArrivedValues,
     Buffers,
@@ -35,13 +39,9 @@ from manyhands.blocks._extras import (
     state_of,
     trained,
 )
-from manyhands.blocks._finite import are_finite, drop_what_is_not_finite, is_finite
-from manyhands.blocks._meeting import meet
-from manyhands.blocks._newcomers import welcome
-from manyhands.blocks._point import CommonPoint, Difference, HeldDifference, StagedDifference
-from manyhands.blocks._rows import NOT_FINITE, NOTHING_YET, Note, Outcome, Row
-from manyhands.blocks._schedule import Every, Schedule
-from manyhands.blocks._team import Errand, Team
+from manyhands.blocks.averaging._finite import are_finite, drop_what_is_not_finite, is_finite
+from manyhands.blocks.averaging._payload import NOT_FINITE, NOTHING_YET, Note, Outcome, Row
+from manyhands.blocks.crew._membership import BackgroundSync, Team
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Pending:
     beside: Sequence[ArrivedValues]  # buffers
     more: Sequence[ArrivedValues]  # optimizer state
     note: Note
-    errand: Errand
+    errand: BackgroundSync
 
     @property
     def under_way(self) -> bool:
@@ -81,7 +81,7 @@ class Pending:
 
 
 @dataclass
-class News:
+class RoundStats:
     """What the last meetings have shown, for `snapshot`."""
 
     drift: Drift = field(default_factory=Drift)
@@ -100,7 +100,7 @@ class Sync:
         self,
         optimizer: Optimizer,
         team: Team,
-        point: CommonPoint,
+        point: Anchor,
         every: Every,
         schedule: Schedule,
         *,
@@ -117,11 +117,11 @@ class Sync:
         self.state, self.fingerprint = state, fingerprint(options)
         self.buffers, self.first_buffers_only = buffers, first_buffers_only
         self.steps = 0
-        self.meetings = 0
+        self.rounds = 0
         self.agreed = not (local_warmup and warmup)  # whether there is a common point
-        self.news = News()
+        self.news = RoundStats()
         self.pending: deque[Pending] = deque()
-        self._last: Errand | None = None
+        self._last: BackgroundSync | None = None
         self._since = (time.perf_counter(), 0)
         self._regroups = 0
         self._compared = False  # whether workers have been seen to go the same way, or not
@@ -238,7 +238,7 @@ class Sync:
             self._heal()
         if self.state == "reset" and self.schedule.fragments - 1 in pending.fragments:
             self.reset_state()
-        self.meetings += 1
+        self.rounds += 1
         self.is_new = False
         covered = len(pending.fragments) == self.schedule.fragments
         self.apart = pending.under_way or not covered
@@ -294,11 +294,11 @@ class Sync:
 
     def _errand(
         self, rows: Sequence[Row], beside: Sequence[Row], more: Sequence[Row], note: Note
-    ) -> Errand:
-        def meeting(workers: Workers) -> Outcome:
+    ) -> BackgroundSync:
+        def meeting(workers: RankGroup) -> Outcome:
             return meet(workers, rows, beside, more, note)
 
-        errand = Errand(meeting, self.team.workers, self._last)
+        errand = BackgroundSync(meeting, self.team.workers, self._last)
         if self.team.elastic or self.schedule.overlap:
             errand.start()
             self._last = errand
@@ -306,7 +306,7 @@ class Sync:
             errand.run()
         return errand
 
-    def settle(self, errand: Errand, sync_round: bool = True) -> Outcome | None:
+    def settle(self, errand: BackgroundSync, sync_round: bool = True) -> Outcome | None:
         """Wait for a meeting, and for all to agree on it. None: it is undone."""
         begin = time.perf_counter()
         outcome = self.team.settle(errand, sync_round)
@@ -340,7 +340,7 @@ class Sync:
         if parts.size == 1:
             return finite
         device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
-        return all(told == 1.0 for (told,) in parts.gather([float(finite)], device))
+        return all(told == 1.0 for (told,) in parts.all_gather([float(finite)], device))
 
     def _fingerprint_now(self) -> float:
         """Of the options, and of what has been frozen."""
@@ -409,7 +409,7 @@ class Sync:
     @property
     def version(self) -> int:
         """Grows with all that workers may have ahead of each other."""
-        return (self.meetings << 32) + self.steps if self.agreed else -1
+        return (self.rounds << 32) + self.steps if self.agreed else -1
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -426,7 +426,7 @@ class Sync:
         """The plain numbers of the common state."""
         return {
             "steps": self.steps,
-            "meetings": self.meetings,
+            "rounds": self.rounds,
             "block": [self.schedule.start, self.schedule.length],
             "news": [*astuple(self.news.drift), self.news.seconds],
         }
@@ -441,7 +441,7 @@ class Sync:
         self.load_counters(state)
 
     def load_counters(self, state: dict[str, Any]) -> None:
-        self.steps, self.meetings = state["steps"], state["meetings"]
+        self.steps, self.rounds = state["steps"], state["rounds"]
         self.schedule.begin(*state["block"])
         *drift, self.news.seconds = state["news"]
         self.news.drift = Drift(*drift)
@@ -462,7 +462,7 @@ class Sync:
         )
         *squares, of_mean = saved["squares"]
         outcome = Outcome([Note(*note) for note in saved["notes"]], squares, of_mean)
-        note, errand = Note(*saved["note"]), Errand.come_back(outcome)
+        note, errand = Note(*saved["note"]), BackgroundSync.come_back(outcome)
         pending = Pending(saved["fragments"], saved["merge_at"], rows, beside, more, note, errand)
         self.pending.append(pending)
 

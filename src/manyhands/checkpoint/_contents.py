@@ -1,6 +1,6 @@
 """All that goes into a checkpoint: collected on one side, and checked against on the other.
 
-`_keys.py` says what the tensors are called.
+`_names.py` says what the tensors are called.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._dtensors import is_dtensor
-from manyhands.checkpoint import _index, _kinds
-from manyhands.checkpoint._keys import escaped, put_new
+from manyhands._core.dtensor import is_dtensor
+from manyhands.checkpoint import _index, _values
 from manyhands.checkpoint._model import ModelLoading, is_module, returned, saved_model
-from manyhands.checkpoint._names import Names, listed, names_of
+from manyhands.checkpoint._names import Names, escaped, listed, names_of, put_new
 from manyhands.checkpoint._optimizer import Loading, collected
 from manyhands.checkpoint._random import random_state
 from manyhands.checkpoint._replicas import Replica
@@ -174,8 +173,8 @@ class Restoring:
                     f"a {type(each).__name__}. Build the one that was saved, or leave it out."
                 )
             state = decoded(told["state"], get)
-            if _kinds.is_torchs(each):
-                _kinds.check_attributes(each, each.state_dict(), state)
+            if _values.is_torchs(each):
+                _values.check_attributes(each, each.state_dict(), state)
             self._others.add(Other("the scheduler", each.state_dict, each.load_state_dict, state))
 
     def _take_value(
@@ -202,8 +201,8 @@ class Restoring:
         if given is None:
             self.result[name] = value
             return
-        if _kinds.is_torchs(given):
-            _kinds.check_state(given, given.state_dict(), value, f"{name}=")
+        if _values.is_torchs(given):
+            _values.check_state(given, given.state_dict(), value, f"{name}=")
         self._others.add(Other(f"{name}=", given.state_dict, given.load_state_dict, value))
         self.result[name] = given
 

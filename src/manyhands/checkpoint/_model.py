@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands._dtensors import is_dtensor
+from manyhands._core.dtensor import is_dtensor
 from manyhands.checkpoint import _index
-from manyhands.checkpoint._keys import put_new
-from manyhands.checkpoint._names import Names, listed
+from manyhands.checkpoint._names import Names, listed, put_new
 from manyhands.checkpoint._shares import part_to_save
 from manyhands.checkpoint._undo import Other
 from manyhands.checkpoint._values import decoded, encoded

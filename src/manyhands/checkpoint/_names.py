@@ -10,14 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.scaling._adaptive import AdaptiveDataParallel
-from manyhands.sharding._as_wrapped import CHECKPOINTED, INNER
-from manyhands.sharding._ddp import ShardedDataParallel
-from manyhands.sharding._fsdp import FullyShardedDataParallel
+from manyhands.scaling._adaptdl import AdaptiveDataParallel
+from manyhands.sharding.fsdp._transparent import CHECKPOINTED, INNER
+from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+from manyhands.sharding.zero._ddp import ShardedDataParallel
 
 BETWEEN = {"_orig_mod", INNER, CHECKPOINTED}
 AROUND = (
@@ -124,3 +125,31 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """Some names, and how many more."""
     more = len(names) - most
     return ", ".join(map(repr, names[:most])) + (f" and {more} more" if more > 0 else "")
+
+
+_ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
+
+
+def escaped(key: str) -> str:
+    """A key of a dict, or an entry's name, as part of a tensor's name."""
+    return key.translate(_ESCAPES)
+
+
+def below(path: str, key: object) -> str:
+    """The name of what a container called `path` has under a key or at a place."""
+    return f"{path}.{escaped(str(key))}"
+
+
+def state_key(prefix: str, entry: str, name: str) -> str:
+    """An entry of a parameter's state."""
+    return f"{prefix}/{escaped(entry)}/{name}"
+
+
+def put_new(tensors: dict[str, Any], key: str, tensor: Any) -> None:
+    """Add a tensor; one that would take another's place is an error."""
+    if key in tensors:
+        raise ValueError(
+            f"two tensors of this checkpoint would be called {key!r}, and one of them be lost. "
+            "Rename one of them, or leave it out."
+        )
+    tensors[key] = tensor

@@ -20,10 +20,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.checkpoint import _index, _kinds
-from manyhands.checkpoint._blocks import BlocksLoading, saved_blocks
-from manyhands.checkpoint._keys import put_new, state_key
-from manyhands.checkpoint._names import Names, listed
+from manyhands.checkpoint import _index, _values
+from manyhands.checkpoint._blocks_state import BlocksLoading, saved_blocks
+from manyhands.checkpoint._names import Names, listed, put_new, state_key
 from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._shares import (
     EXACT,
@@ -268,7 +267,7 @@ class Loading:
             for param, name in zip(group["params"], names, strict=True)
         }
         plain = getattr(self.inner, "optim", self.inner)
-        _kinds.check_entries(plain, self._groups, self._state, dims.__getitem__, but=EXACT)
+        _values.check_entries(plain, self._groups, self._state, dims.__getitem__, but=EXACT)
 
     def _saved_names(self, names: Names | None) -> dict[int, str]:
         """What the parameters are called in the checkpoint: a tied one has several names."""
@@ -280,7 +279,7 @@ class Loading:
         result = []
         for group, told in zip(self.inner.param_groups, self._told["groups"], strict=True):
             here, saved = options_of(group), decoded(told["options"], self._get)
-            _kinds.check_options(self.inner, here, saved)
+            _values.check_options(self.inner, here, saved)
             ours = {name: here[name] for name in OURS if name in here}
             result.append({**here, **saved, **ours})
         return result

@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from manyhands.checkpoint import _folder, _index, _plan
+from manyhands.checkpoint import _folder, _index
+from manyhands.checkpoint import _planner as _plan
 from manyhands.checkpoint._contents import Restoring, at_rest, listed_as
 from manyhands.checkpoint._random import check_random_state, set_random_state
+from manyhands.checkpoint._ranks import Team
 from manyhands.checkpoint._replicas import Replica, replicas_of
 from manyhands.checkpoint._storage import Reader
-from manyhands.checkpoint._team import Team
 
 
 def load_newest(

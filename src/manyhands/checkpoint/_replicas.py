@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.checkpoint._team import Team
+from manyhands.checkpoint._ranks import Team
 from manyhands.checkpoint._unwrap import Parts
 
 

@@ -2,7 +2,7 @@
 
 In order
     collect     what each worker has, without copies            on every worker
-    plan        who writes what (`_plan.py`)                    one exchange of text
+    plan        who writes what (`_planner.py`)                    one exchange of text
     begin       a hidden folder, seen by all                    rank 0
     write       its share, to the disk; or first to a copy      every worker, its own file
     publish     the index, the new name, and the old ones go    rank 0
@@ -102,7 +102,7 @@ def save(
         path: a folder that all workers share; each save makes a folder in it.
         model: the model, wrapped or not.
         optimizer: a torch optimizer, an `OSS`, a scaling rule or blocks around one; or a list of
-            them. Blocks are saved at a sync round: call their `meet()` first.
+            them. Blocks are saved at a sync round: call `synchronize()` on every worker first.
         scheduler: a learning rate scheduler, or a list.
         step: how far the run is; part of the checkpoint's name, and `load` returns it.
         keep: how many checkpoints to leave there, this one included; None: all.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from manyhands.checkpoint._keys import escaped, state_key
+from manyhands.checkpoint._names import escaped, state_key
 from manyhands.checkpoint._safetensors import NAMES
 from manyhands.checkpoint._values import decoded
 

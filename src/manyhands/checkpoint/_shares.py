@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._dtensors import is_dtensor
-from manyhands.checkpoint._boxes import Boxes
-from manyhands.sharding._flat import order_of_dims
-from manyhands.sharding._oss import OSS
-from manyhands.sharding._shards import Piece
+from manyhands._core.dtensor import is_dtensor
+from manyhands._core.flat import order_of_dims
+from manyhands.checkpoint._parts import TensorParts
+from manyhands.sharding.zero._flat_params import Piece
+from manyhands.sharding.zero._oss import OSS
 
 EXACT = "manyhands.exact"  # what OSS(broadcast_fp16=True) keeps beside rounded parameters
 
@@ -48,7 +48,7 @@ class Share:
         """An entry as the planner takes it."""
         shaped = value.shape == self.like.shape and (value.dim() > 0 or entry != "step")
         if self.piece is not None and not self.piece.whole and shaped:
-            return Boxes.cut(value, self.param, self.piece.start)
+            return TensorParts.cut(value, self.param, self.piece.start)
         return part_to_save(value)
 
 
@@ -58,7 +58,7 @@ def part_to_save(tensor: Tensor) -> Any:
         return tensor.detach()
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be saved: make it dense.")
-    return Boxes.whole(tensor)
+    return TensorParts.whole(tensor)
 
 
 def is_cut(part: Any) -> bool:
@@ -145,7 +145,7 @@ def target_for(
     else:
         tensor = torch.empty_like(like, dtype=dtype, requires_grad=False).detach()
     if piece is not None and not piece.whole:
-        return tensor, Boxes.cut(tensor, param, piece.start)
+        return tensor, TensorParts.cut(tensor, param, piece.start)
     return tensor, part_to_save(tensor)
 
 

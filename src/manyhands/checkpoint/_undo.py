@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._dtensors import is_dtensor
+from manyhands._core.dtensor import is_dtensor
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from manyhands._around import unwrapped
-from manyhands.blocks._blocks import Blocks
+from manyhands._core.wrapper import unwrapped
+from manyhands.blocks._optimizer import Blocks
 from manyhands.scaling._optimizer import ScalingRuleBase
 
 

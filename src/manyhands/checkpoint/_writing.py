@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from manyhands.checkpoint import _files, _folder, _index, _plan, _storage
+from manyhands.checkpoint import _files, _folder, _index, _storage
+from manyhands.checkpoint import _planner as _plan
 from manyhands.checkpoint._contents import Contents, at_rest, collect, listed_as
+from manyhands.checkpoint._ranks import Team
 from manyhands.checkpoint._replicas import Replica, joined, replicas_of
 from manyhands.checkpoint._safetensors import check_can_hold
-from manyhands.checkpoint._team import Team
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -182,7 +183,7 @@ def _publish(
     texts: Sequence[str],
     keep: int | None,
 ) -> None:
-    from manyhands import __version__
+    from manyhands._version import __version__
 
     told = [json.loads(text) for text in texts]
     results = [

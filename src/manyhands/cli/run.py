@@ -11,9 +11,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from manyhands.blocks import _launch
-from manyhands.blocks._line import StoreLost, address, serve
-from manyhands.blocks._signer import VARIABLE
+from manyhands.blocks.crew import _launcher
+from manyhands.blocks.crew._store import VARIABLE, address, serve
+from manyhands.errors import StoreLost
 
 # What follows the script is the script's.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -92,7 +92,7 @@ def run(
         if store is None:
             host, port = ("127.0.0.1", 0) if listen is None else address(listen)
             _served, store = serve(host, port)  # for as long as this variable lives
-        launcher = _launch.Launcher(
+        launcher = _launcher.Launcher(
             [sys.executable, *(["-m", module] if module else []), *arguments],
             here,
             store,

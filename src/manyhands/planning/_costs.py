@@ -9,8 +9,8 @@ With N workers, P bytes of parameters and G of gradients (of what is trained), a
     FSDP                  P / N       G / N      S / N   (2 P + G) (N-1)/N      gathered twice
 
 These are the formulas; the numbers come from the layout that the library will use
-(`sharding/_layout.py`; for FSDP the rows of each parameter, in wraps), paddings and uneven shares
-included, for the worker that holds most. What is sent is the mean over the workers.
+(`sharding/zero/_layout.py`; for FSDP the rows of each parameter, in wraps), paddings and uneven
+shares included, for the worker that holds most. What is sent is the mean over the workers.
 
 In flight, at most: a gradient that autograd has just made and, where gradients are sharded, the
 buckets under way, what has come for them, and a bucket that is being filled. For FSDP, all that
@@ -24,8 +24,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from manyhands.sharding import _layout
-from manyhands.sharding._buckets import IN_FLIGHT
+from manyhands.sharding.zero import _layout
+from manyhands.sharding.zero._reducer import IN_FLIGHT
 
 MIB = 2**20
 DDP_BUCKETS = (1 * MIB, 25 * MIB)  # torch's first bucket, and the others
@@ -343,7 +343,7 @@ def _count(laid: _Laid, part: Part, bucket: _layout.Bucket, itemsize: int, gloo:
     else:
         slices = [(b - a) * itemsize for a, b in pairwise(bucket.cuts)]
         laid.shared += sum(length > 0 for length in slices)
-    # As in `Workers.exchange`: slices from the others, a reduce-scatter, or an all-to-all.
+    # As in `RankGroup.exchange`: slices from the others, a reduce-scatter, or an all-to-all.
     wide = itemsize >= 4  # or else the sum is of another type, and is put together apart
     rows = workers - 1 if gloo else 1 if part.even and wide else workers
     landing = 3 if not wide else 1 if rows == workers else 0

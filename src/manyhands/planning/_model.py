@@ -15,15 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from manyhands._around import unwrapped
-from manyhands._comm import LARGE
+from manyhands._core.ranks import LARGE
+from manyhands._core.wrapper import unwrapped
 from manyhands.planning._costs import Job, Part, Unit, Weight
 from manyhands.planning._state import States
-from manyhands.sharding._ddp import ShardedDataParallel
-from manyhands.sharding._elementwise import chosen_layout
-from manyhands.sharding._oss import OSS
-from manyhands.sharding._pick import picked
-from manyhands.sharding._policies import default_auto_wrap_policy
+from manyhands.sharding.wrapping._pick import picked
+from manyhands.sharding.wrapping._policies import default_auto_wrap_policy
+from manyhands.sharding.zero._ddp import ShardedDataParallel
+from manyhands.sharding.zero._elementwise import chosen_layout
+from manyhands.sharding.zero._oss import OSS
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from manyhands.planning._model import (
     units,
 )
 from manyhands.planning._sizes import in_bytes, shown
-from manyhands.sharding._fsdp_optimizers import NEED_WHOLE
+from manyhands.sharding.fsdp._optimizer_guard import NEED_WHOLE
 
 UNIT = 10**8  # elements that are a wrap of FSDP's by themselves, or a 50th of a smaller model
 MOST_WORKERS = 2**13  # that are tried, where none of the ways fits

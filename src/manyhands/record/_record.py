@@ -6,15 +6,54 @@ import os
 import time
 from collections import deque
 from datetime import datetime
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 
-from manyhands._comm import Workers
+from manyhands._core.ranks import RankGroup
 from manyhands.record._file import FORMAT_VERSION, HEADER, Line, append, flat, open_record
-from manyhands.record._values import OnItsWay, describe, is_number, number
+
+
+class OnItsWay:
+    """A number on a GPU, copied to the host without anybody waiting for it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host = value.to("cpu", non_blocking=True)  # into pinned memory
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(value.device))
+
+    def is_here(self) -> bool:
+        return bool(self._copied.query())
+
+    def number(self) -> int | float:
+        self._copied.synchronize()
+        return _plain(self._host.item())
+
+
+def number(value: Any) -> int | float | OnItsWay:
+    if isinstance(value, torch.Tensor):
+        return OnItsWay(value.detach()) if value.is_cuda else _plain(value.item())
+    return _plain(value)
+
+
+def _plain(value: Any) -> int | float:
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def is_number(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, Real)
+    # A DTensor's value takes a collective, and only one worker would call it.
+    return value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
+    return f"{value!r:.50} of type {type(value).__name__}"
+
 
 _OUR_KEYS = ("step", "time", HEADER)
 _MOST_WAITING = 4  # lines that wait for numbers from a GPU before we wait for the GPU
@@ -67,7 +106,7 @@ class Record:
     ) -> None:
         self.path = Path(path)
         self.name = self.path.stem if name is None else name
-        workers = Workers.of()
+        workers = RankGroup.of()
         _check_options(every, rank, mode, writer, workers)
         keys = _keys(sources)
 
@@ -170,7 +209,7 @@ def _send(writer: Any, line: Line) -> None:
             writer.add_scalar(f"manyhands/{key}", value, line["step"])
 
 
-def _check_options(every: int, rank: int, mode: str, writer: Any, workers: Workers) -> None:
+def _check_options(every: int, rank: int, mode: str, writer: Any, workers: RankGroup) -> None:
     if every < 1:
         raise ValueError(
             f"every must be at least 1, got {every}. It is the number of steps from one line to "

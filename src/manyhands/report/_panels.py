@@ -13,8 +13,62 @@ from itertools import count, takewhile
 from typing import Any
 
 from manyhands.record import Run
-from manyhands.report._smooth import running_mean
-from manyhands.report._thin import thin
+
+
+def thin(values: Sequence[float | None], most: int = 2000) -> list[int]:
+    """The indices of about `most` values to draw; those that are None are never drawn.
+
+    Where a piece holds a value that is not finite, its first one stays too: it is a gap.
+
+    >>> thin([3.0, None, 1.0])
+    [0, 2]
+    >>> thin([0.0, 9.0, 0.0, 0.0, 0.0, 0.0, -5.0, 0.0], most=4)
+    [0, 1, 4, 6, 7]
+    """
+    there = [index for index, value in enumerate(values) if value is not None]
+    if len(there) <= most:
+        return there
+    keep = {there[0], there[-1]}
+    pieces = max(1, most // 2)
+    for piece in range(pieces):
+        start, end = (len(there) * edge // pieces for edge in (piece, piece + 1))
+        finite = []
+        gap = None
+        for index in there[start:end]:
+            if math.isfinite(values[index]):  # type: ignore[arg-type]
+                finite.append(index)
+            elif gap is None:
+                gap = index
+                keep.add(gap)
+        if finite:
+            keep.add(min(finite, key=values.__getitem__))  # type: ignore[arg-type]
+            keep.add(max(finite, key=values.__getitem__))  # type: ignore[arg-type]
+    return sorted(keep)
+
+
+def running_mean(values: Sequence[float | None], window: float) -> list[float | None]:
+    """At each value the mean over the nearest `window` (a share of all); None stays None.
+
+    Values that are not finite are left out of every mean. At both ends the window shrinks, so
+    that it lies as far to the left of its point as to the right.
+
+    >>> running_mean([1.0, 2.0, None, 6.0, 7.0], window=0.75)
+    [1.0, 3.0, None, 5.0, 7.0]
+    """
+    there: list[int] = []
+    sums = [0.0]
+    for index, value in enumerate(values):
+        if value is not None and math.isfinite(value):
+            there.append(index)
+            sums.append(sums[-1] + value)
+    reach = int(len(there) * window) // 2
+    means: list[float | None] = [None] * len(values)
+    for number, index in enumerate(there):
+        near = min(reach, number, len(there) - 1 - number)
+        start, end = number - near, number + near + 1
+        means[index] = (sums[end] - sums[start]) / (end - start)
+    return means
+
 
 _DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
 _LONG = 200  # so many values are also drawn as their running mean

@@ -1,6 +1,6 @@
 """How a rule is tied to an optimizer, a scale and its workers.
 
-The bound rule is an optimizer around another (`_around.py`).
+The bound rule is an optimizer around another (`_core/wrapper.py`).
 """
 
 from __future__ import annotations
@@ -9,25 +9,54 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands import _amp
-from manyhands._agreement import check_same_tensors
-from manyhands._around import SHARED, AroundOptimizer, Shared, YieldingProperty, unwrapped
-from manyhands._comm import Workers
-from manyhands._dtensors import workers_of
-from manyhands.scaling._average import Debiased, PaperAverage, converted
+from manyhands._core import amp as _amp
+from manyhands._core.agreement import check_same_tensors
+from manyhands._core.dtensor import workers_of
+from manyhands._core.ranks import RankGroup
+from manyhands._core.wrapper import SHARED, AroundOptimizer, Shared, YieldingProperty, unwrapped
+from manyhands.scaling._averages import Debiased, NoiseAverage, PaperAverage, converted
 from manyhands.scaling._batch import Batch, checked_passes, checked_scale
-from manyhands.scaling._measures import Norms, Plain
-from manyhands.scaling._meter import NoiseMeter
 from manyhands.scaling._noise import VAR_FLOOR, checked_var_floor
+from manyhands.scaling._noise_tracker import NoiseTracker
+from manyhands.scaling._norm_kinds import Norms, Plain
 from manyhands.scaling._options import Option, Options
-from manyhands.scaling._patch import OptimizerPatch
-from manyhands.scaling._statistics import NoiseAverage
 from manyhands.scaling._tap import Accumulation, GradientTap
+
+NAMES = ("step", "zero_grad", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
+
+
+class OptimizerPatch:
+    """`optimizer.step()` is `rule.step()` from now on, until `undo`."""
+
+    def __init__(self, optimizer: Optimizer, rule: Any) -> None:
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return rule.step(*args, **kwargs)
+
+        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            rule.zero_grad(*args, **kwargs)
+
+        def state_dict(_: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return rule.state_dict(*args, **kwargs)
+
+        def load_state_dict(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            rule._load_optimizer(state_dict)
+
+        self._of = vars(optimizer)
+        self._before = {name: self._of[name] for name in NAMES if name in self._of}
+        functions = (step, zero_grad, state_dict, load_state_dict)
+        patched = (MethodType(function, optimizer) for function in functions)
+        self._of.update(zip(NAMES, (*patched, True), strict=True))
+
+    def undo(self) -> None:
+        for name in NAMES:
+            self._of.pop(name, None)
+        self._of.update(self._before)
 
 
 class BoundOptimizer(AroundOptimizer):
@@ -60,7 +89,7 @@ class BoundOptimizer(AroundOptimizer):
         model: nn.Module | None = None,
     ) -> None:
         self._inner: Optimizer | None = None
-        self._workers = Workers()
+        self._workers = RankGroup()
         self.adp: Any = None
         self._world_size = world_size
         self._process_group = process_group
@@ -164,7 +193,7 @@ class BoundOptimizer(AroundOptimizer):
         self._clear_inner: Callable[..., None] = optimizer.zero_grad
         self._save_inner: Callable[..., dict[str, Any]] = optimizer.state_dict
         self._load_inner: Callable[..., None] = optimizer.load_state_dict
-        self._inner_heeds_scaler = _amp.takes_news(optimizer)
+        self._inner_heeds_scaler = _amp.supports_amp(optimizer)
         self._factors = (1.0,) * len(optimizer.param_groups)
         try:
             scale = self._batch.scale_of(self._batch.passes)
@@ -191,7 +220,7 @@ class BoundOptimizer(AroundOptimizer):
         device = next(p.device for g in self._inner_optimizer.param_groups for p in g["params"])
         tap = GradientTap(
             self._inner_optimizer.param_groups,
-            self._workers.apart(device),
+            self._workers.with_own_group(device),
             norms,
             self._accumulation,
             scale=batch.scale_of,
@@ -202,7 +231,7 @@ class BoundOptimizer(AroundOptimizer):
             join_in=getattr(self._inner_optimizer, "join_in", lambda: None),
             model=self._model,
         )
-        self._noise_meter = NoiseMeter(
+        self._noise_meter = NoiseTracker(
             tap,
             average,
             smoothing=batch.smoothing_at,
@@ -238,7 +267,7 @@ class BoundOptimizer(AroundOptimizer):
         }
         if not params:
             raise ValueError("the optimizer has no parameters: every group is empty.")
-        self._workers.check_agreement("optimizer and rule", mine, self._workers.any_device)
+        self._workers.check_equal("optimizer and rule", mine, self._workers.any_device)
         check_same_tensors("optimizer and rule", self._workers, {"parameter": params})
 
     @YieldingProperty
@@ -252,7 +281,7 @@ class BoundOptimizer(AroundOptimizer):
         return self._inner
 
     @YieldingProperty
-    def _meter(self) -> NoiseMeter:
+    def _meter(self) -> NoiseTracker:
         if self._inner is None:
             _ = self._inner_optimizer  # raises
         return self._noise_meter

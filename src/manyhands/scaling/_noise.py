@@ -13,7 +13,7 @@ the noise of a mean falls with its size, so var(scale 1) = var(one small batch) 
 scale S is worth. It is 1 where gradients agree and S where they are all noise.
 
 Everything here is plain floats: no tensors, no process groups. What is left out: smoothing
-over steps (`_average.py`) and where the norms come from (`_tap.py`).
+over steps (`_averages.py`) and where the norms come from (`_tap.py`).
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands import _amp
+from manyhands._core import amp as _amp
 from manyhands.scaling import _options, _state
+from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._binding import BoundOptimizer
-from manyhands.scaling._meter import Taken
-from manyhands.scaling._statistics import NoiseAverage
+from manyhands.scaling._noise_tracker import Taken
 
 NONFINITE_LIMIT = 10
 
@@ -168,7 +168,7 @@ class ScalingRuleBase(BoundOptimizer):
         elif self._only_initialises():
             return self._step_inner(*args, **kwargs)
         self._check_gradient_was_divided()
-        news = _amp.ScalerNews.left_on(self, inner)
+        news = _amp.ScalerSignals.left_on(self, inner)
         if self._batch.counted:  # so many passes are known of only now
             self._check_scale(self._batch, self.passes)
         self._batch.passes = self.passes
@@ -248,7 +248,7 @@ class ScalingRuleBase(BoundOptimizer):
         elif taken is not None and self._delayed:
             self._progress += taken.gain
 
-    def _check_not_stuck(self, news: _amp.ScalerNews) -> None:
+    def _check_not_stuck(self, news: _amp.ScalerSignals) -> None:
         has_scaler = news.present or self._grad_scaler is not None
         if not has_scaler and self._meter.nonfinite_in_a_row >= NONFINITE_LIMIT:
             raise RuntimeError(

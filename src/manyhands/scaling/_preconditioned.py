@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
-from manyhands._dtensors import is_dtensor
-from manyhands._norms import flattened, norm
-from manyhands.scaling._measures import Piece
-from manyhands.sharding._dtensor_mirror import DTensorMirror
-from manyhands.sharding._mirror import StateMirror
-from manyhands.sharding._oss import OSS
+from manyhands._core.dtensor import is_dtensor
+from manyhands._core.norms import flattened, norm
+from manyhands.scaling._norm_kinds import Piece
+from manyhands.scaling._replicated_state import DTensorMirror, StateMirror
+from manyhands.sharding.zero._oss import OSS
 
 Bound = tuple[int, float, float, bool]
 

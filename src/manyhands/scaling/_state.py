@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._around import unwrapped
+from manyhands._core.wrapper import unwrapped
+from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._options import OptionChange, Options, with_found
-from manyhands.scaling._statistics import NoiseAverage
 
 KEY = "manyhands"
 VERSION = 1

@@ -2,8 +2,9 @@
 
 A hook on every parameter takes |g|^2 where the gradient is made: before it is added to `.grad`
 and before any reduction over the workers. When the step's last backward pass is over, and the
-gradients have been averaged, |G|^2 is taken once (`_mean.py`). Both leave in one `Sample`.
-Under `fully_shard` gradients are made on other tensors than the optimizer's (`_unsharded.py`).
+gradients have been averaged, |G|^2 is taken once (`_mean_gradient.py`). Both leave in one
+`StepStats`.
+Under `fully_shard` gradients are made on other tensors than the optimizer's (`_fsdp_params.py`).
 
 Tensors we hold, and when
     _lengths     parameter index -> |g| of the running pass
@@ -27,15 +28,52 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from manyhands._comm import Workers
-from manyhands._dtensors import local
-from manyhands._passes import BackwardPasses, current_task
-from manyhands.scaling._doubt import NO_BACKWARD, NOT_AVERAGED, Doubt, wait_in, without_gradient
-from manyhands.scaling._mark import Mark, has_values
-from manyhands.scaling._mean import Length, MeanGradient, StepFacts
-from manyhands.scaling._measures import Norms
-from manyhands.scaling._sample import Sample
-from manyhands.scaling._unsharded import unsharded_parameters
+from manyhands._core.backward import BackwardPasses, current_task
+from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands.scaling._fsdp_params import unsharded_parameters
+from manyhands.scaling._late_ranks import (
+    NO_BACKWARD,
+    NOT_AVERAGED,
+    Doubt,
+    wait_in,
+    without_gradient,
+)
+from manyhands.scaling._mean_gradient import Length, MeanGradient, StepFacts
+from manyhands.scaling._norm_kinds import Norms
+from manyhands.scaling._step_stats import StepStats
+
+
+@dataclass(frozen=True)
+class GradientVersion:
+    """A parameter's gradient as it was: the same tensor, at the same version."""
+
+    param: Tensor
+    grad: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, param: Tensor) -> GradientVersion:
+        return cls(param, param.grad, -1 if param.grad is None else _version(param.grad))
+
+    @property
+    def unchanged(self) -> bool:
+        grad = self.param.grad
+        return grad is self.grad and (grad is None or _version(grad) == self.version)
+
+
+def _version(grad: Tensor) -> int:
+    """Changes with every operation in place; on a DTensor, or on what it holds."""
+    return grad._version + (local(grad)._version if is_dtensor(grad) else 0)
+
+
+def has_values(grad: Tensor) -> bool:
+    grad = local(grad)
+    if isinstance(grad, ShardedGradient):  # of which this worker may hold nothing
+        return not grad.zeroed
+    return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())
+
 
 PATIENCE = 2.0  # seconds that a step waits for other workers to announce what this one has
 
@@ -55,7 +93,7 @@ class Accumulation:
 
 
 class GradientTap:
-    """Hooks on parameters that turn each step's gradients into a `Sample`.
+    """Hooks on parameters that turn each step's gradients into a `StepStats`.
 
     `scale(passes)`, `history()` and `micro_batch()` (the samples of this rank's first input, 0
     where unknown) are asked when a step is complete. `on_excess` is called
@@ -66,7 +104,7 @@ class GradientTap:
     def __init__(
         self,
         param_groups: Sequence[dict[str, Any]],
-        workers: Workers,
+        workers: RankGroup,
         norms: Norms,
         accumulation: Accumulation,
         *,
@@ -74,7 +112,7 @@ class GradientTap:
         history: Callable[[], float] = lambda: 0.0,
         micro_batch: Callable[[], float] = lambda: 0.0,
         loss_scale: Callable[[], Tensor | float] = lambda: 1.0,
-        on_sample: Callable[[Sample], Any] = lambda sample: None,
+        on_sample: Callable[[StepStats], Any] = lambda sample: None,
         on_excess: Callable[[str], None] | None = None,
         join_in: Callable[[], None] = lambda: None,
         difference_at_scale_1: bool = True,
@@ -100,8 +138,8 @@ class GradientTap:
         weakref.finalize(self, _remove, self._hooks)
         self._repeated: set[int] = set()
         self.passes = 0
-        self.sample: Sample | None = None
-        self._stepped: Mark | None = None
+        self.sample: StepStats | None = None
+        self._stepped: GradientVersion | None = None
         self.hook(param_groups)
 
     # -- hooks on parameters -----------------------------------------------------------------
@@ -198,7 +236,7 @@ class GradientTap:
         self._squares: Tensor | None = None
         self._usable = True
         self.problem: str | None = None
-        self._mark: Mark | None = None
+        self._mark: GradientVersion | None = None
         self._divided_by = 1
 
     @property
@@ -304,7 +342,7 @@ class GradientTap:
             squares = self.mean.squares_per_group(self._lengths)
             self._squares = squares if self._squares is None else self._squares + squares
         self._lengths, self._pieces = {}, {}
-        self._mark = Mark.of(self._params[self._first])
+        self._mark = GradientVersion.of(self._params[self._first])
 
     @torch.no_grad()
     def _complete(self) -> None:
@@ -362,7 +400,7 @@ class GradientTap:
         doubt = without_gradient(self._expected, self._lengths, may_be_meant=not alone)
         return doubt or (NOT_AVERAGED if alone else None)
 
-    def complete_now(self) -> Sample:
+    def complete_now(self) -> StepStats:
         """Send what there is: `step` was called although this worker has not seen all passes.
 
         The others may be waiting for these numbers. A worker whose own losses used none of the

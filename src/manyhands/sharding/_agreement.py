@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands._agreement import Describer
-from manyhands._comm import Workers
+from manyhands._core.agreement import Describer
+from manyhands._core.ranks import RankGroup
 
 Made = TypeVar("Made")
 Claims = dict[str, Any]
@@ -38,13 +38,13 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def check_agreement(workers: Workers, claims: Claims) -> None:
+def check_agreement(workers: RankGroup, claims: Claims) -> None:
     """Raise on every rank where ranks claim different things."""
     device = workers.any_device
     text = json.dumps(claims)
-    sums = workers.gather([float(zlib.crc32(text.encode()))], device)
+    sums = workers.all_gather([float(zlib.crc32(text.encode()))], device)
     if len({total[0] for total in sums}) > 1:
-        _explain([json.loads(one) for one in workers.gather_text(text, device)])
+        _explain([json.loads(one) for one in workers.all_gather_text(text, device)])
 
 
 def claims_on_groups(
@@ -100,14 +100,14 @@ def _comparable(value: Any) -> Any:
     return None
 
 
-def all_or_none(workers: Workers, make: Callable[[], Made]) -> Made:
+def all_or_none(workers: RankGroup, make: Callable[[], Made]) -> Made:
     """Make something on every worker; where one cannot, all raise."""
     try:
         made, problem = make(), None
     except Exception as error:
         made, problem = None, error
     if workers.size > 1:
-        failed = workers.gather([float(problem is not None)], workers.any_device)
+        failed = workers.all_gather([float(problem is not None)], workers.any_device)
         ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag[0])
         if ranks and problem is None:
             raise ValueError(
@@ -120,7 +120,7 @@ def all_or_none(workers: Workers, make: Callable[[], Made]) -> Made:
     return made
 
 
-def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
+def all_here(workers: RankGroup, what: str, seconds: float = PATIENCE) -> None:
     """Wait until every worker has called `what`; raise if some have not in so many seconds.
 
     Through the store, as a collective that some do not join would be taken for another.
@@ -148,7 +148,7 @@ def all_here(workers: Workers, what: str, seconds: float = PATIENCE) -> None:
         store.delete_key(f"{key} {count - 2} {workers.rank}")
 
 
-def all_freeze_alike(workers: Workers, trained: Sequence[bool]) -> None:
+def all_freeze_alike(workers: RankGroup, trained: Sequence[bool]) -> None:
     """Wait until every worker trains these parameters; warn early, and raise if some do not.
 
     What follows are buckets of another size, for which the others would wait until the process

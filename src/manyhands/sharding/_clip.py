@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manyhands._comm import Workers
-from manyhands._norms import norm
-from manyhands.sharding._shards import Shards
+from manyhands._core.norms import norm
+from manyhands._core.ranks import RankGroup
+from manyhands.sharding.zero._flat_params import Shards
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def clip_grad_norm(
 
 
 def norm_of(
-    lengths: Sequence[Tensor], norm_type: float, workers: Workers, device: torch.device
+    lengths: Sequence[Tensor], norm_type: float, workers: RankGroup, device: torch.device
 ) -> Tensor:
     """The norm of gradients of whose parts each worker has the lengths."""
     there = [length.to(device) for length in lengths]
@@ -44,10 +44,10 @@ def norm_of(
     if math.isinf(norm_type):
         unknown = values.isnan().any().to(values.dtype)  # which a maximum may lose
         both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
-        most = workers.reduced(both, largest=True)
+        most = workers.all_reduce(both, largest=True)
         return torch.where(most[1] > 0, torch.nan, most[0])
     power = values.double() if device.type != "mps" else values
-    return workers.reduced(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
+    return workers.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
 
 
 def length_of(grad: Tensor, norm_type: float) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from manyhands._comm import Workers
-from manyhands._dtensors import is_dtensor, local
-from manyhands.sharding._gradient import ShardedGradient
-from manyhands.sharding._oss import OSS
+from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands.sharding.zero._oss import OSS
 
 Device: TypeAlias = str | torch.device | None
 
@@ -150,7 +150,7 @@ class ShardedGradScaler(GradScaler):
         anywhere = torch.zeros_like(found_inf)
         for flag in found.values():
             anywhere = torch.maximum(anywhere, flag.to(anywhere.device))
-        Workers.of(group).reduced(anywhere, largest=True)
+        RankGroup.of(group).all_reduce(anywhere, largest=True)
         return {anywhere.device: anywhere}
 
 

@@ -1,0 +1,15 @@
+"""What the parts share: collectives, memory, gradients and wrappers. Imports nothing above it.
+
+ranks.py             the ranks of a process group, and the collectives between them
+groups.py            process groups of our own, ended with their last user
+shared_memory.py     the same collectives between ranks of one host, through shared memory
+agreement.py         do all ranks hold the same tensors?
+backward.py          when a backward pass begins and ends
+norms.py             the norm of a tensor in one read of its memory
+flat.py              tensors as flat ranges of elements
+dtensor.py           torch's DTensor: which part of it is on this rank
+sharded_gradient.py  the `param.grad` of a parameter whose gradient is sharded
+wrapper.py           an optimizer around another optimizer
+amp.py               what a GradScaler tells an optimizer
+trees.py             tensors in nested containers
+"""

@@ -1,0 +1,91 @@
+"""What a gradient scaler tells us, and when.
+
+`scaler.step(optimizer)` leaves two tensors on an optimizer that declares that it can take them:
+`found_inf` (did the gradients overflow?) and `grad_scale` (what they are still multiplied
+with; None after `unscale_`). An optimizer with a fused step uses them itself; for the others
+we unscale and skip, as the scaler would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands._core.dtensor import local
+
+
+@dataclass(frozen=True)
+class ScalerSignals:
+    """What the scaler left on the optimizer for this step; both None without a scaler."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @classmethod
+    def left_on(cls, *optimizers: Optimizer) -> ScalerSignals:
+        for optimizer in optimizers:
+            found_inf = vars(optimizer).get("found_inf")
+            if found_inf is not None:
+                return cls(vars(optimizer).get("grad_scale"), found_inf)
+        return cls()
+
+    @property
+    def present(self) -> bool:
+        return self.found_inf is not None
+
+
+def loss_scale_of(scaler: Any) -> Tensor | float:
+    """What gradients are multiplied with at present, without waiting for the device."""
+    if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
+        return 1.0
+    if hasattr(scaler, "_scale"):  # get_scale() would copy it to the host
+        return 1.0 if scaler._scale is None else scaler._scale
+    return float(scaler.get_scale())
+
+
+def supports_amp(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own step unscales and skips."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@contextmanager
+def handed_over(news: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
+    """Leave the news on an inner optimizer for the length of its step."""
+    before = dict(vars(optimizer))
+    optimizer.grad_scale, optimizer.found_inf = news.grad_scale, news.found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in ("grad_scale", "found_inf"):
+            if name in before:
+                setattr(optimizer, name, before[name])
+            else:
+                delattr(optimizer, name)
+
+
+@contextmanager
+def passed_on(news: ScalerSignals, optimizer: Optimizer, supports_amp: bool) -> Iterator[None]:
+    """For a step of an optimizer: told to it, if it heeds the scaler, or done in its place."""
+    if supports_amp and news.present:
+        with handed_over(news, optimizer):
+            yield
+        return
+    if news.grad_scale is not None:
+        unscale(optimizer.param_groups, news.grad_scale)
+    yield
+
+
+@torch.no_grad()
+def unscale(param_groups: Sequence[dict[str, Any]], grad_scale: Tensor) -> None:
+    """Divide the gradients by the loss scale, as `GradScaler.unscale_` does."""
+    inverse = grad_scale.double().reciprocal().float()
+    for group in param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                local(param.grad).mul_(inverse.to(param.grad.device))

@@ -1,0 +1,195 @@
+"""Workers of one host exchange through memory that all of them can read: no bytes are sent.
+
+Each worker makes a file in memory, and the others map it. What has to be told (a bucket is full,
+a step is made, everything was read) is told by a collective of one number, which also orders the
+memory accesses before it against those after it on another processor.
+
+The *ring* is where each worker puts the buckets that the others are to read. It has two places for
+each bucket that may be under way: a worker that lands bucket q knows that every other had filled
+its q, and had therefore landed all those that were no longer under way then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands._core.norms import summed_in
+
+CPU = torch.device("cpu")
+
+
+class SharedMemory:
+    """Memory of each of some workers of one host, readable by all of them.
+
+    `workers` are those that share it; every method is to be called on each.
+    """
+
+    def __init__(self, workers: Any) -> None:
+        self._workers = workers
+        self._ring: list[Tensor] = []  # each worker's, as bytes
+        self._places = 0
+        self._sent = 0
+        self._later: list[DeferredBarrier] = []
+
+    @classmethod
+    def of(cls, workers: Any) -> SharedMemory:
+        """An error where workers are on several hosts."""
+        if not _host():
+            raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
+        hosts = workers.all_gather_text(_host(), CPU)
+        if len(set(hosts)) > 1:
+            listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
+            raise ValueError(
+                f"shared_memory=True needs all workers on one host, and they are on {listed}. "
+                "Leave it out, or give a process group of the workers of one host."
+            )
+        return cls(workers)
+
+    @classmethod
+    def where_possible(cls, workers: Any) -> SharedMemory | None:
+        """None where workers are on several hosts, or cannot read each other's memory."""
+        hosts = workers.all_gather_text(_host(), CPU)
+        if len(set(hosts)) > 1 or not hosts[0]:
+            return None
+        memory = cls(workers)
+        return memory if memory._reads_the_others() else None
+
+    def _reads_the_others(self) -> bool:
+        """Whether everybody finds in each one's memory what that one has put there."""
+        tensors, problem = self._opened(1, torch.int64)
+        if problem:
+            return False
+        token = int.from_bytes(os.urandom(7), "little")
+        tensors[self._workers.rank].fill_(token)
+        tokens = self._workers.all_gather_text(str(token), CPU)
+        same = all(int(tensor) == int(told) for tensor, told in zip(tensors, tokens, strict=True))
+        return all(self._workers.all_gather_text("yes" if same else "", CPU))
+
+    def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        """A new tensor of every worker's, in rank order; write to your own only."""
+        tensors, problem = self._opened(size, dtype)
+        if problem:
+            raise RuntimeError(
+                f"workers cannot read each other's memory ({problem}). They must be of one user, "
+                "see each other's processes, and have memory left. shared_memory=False does "
+                "without."
+            )
+        return tensors
+
+    def _opened(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
+        """The same, or what the first problem of any worker was."""
+        problem, place, tensors = "", "", []
+        with ExitStack() as until_all_have_opened_it:
+            try:
+                descriptor = os.memfd_create("manyhands")
+                until_all_have_opened_it.callback(os.close, descriptor)
+                os.ftruncate(descriptor, max(size, 1) * dtype.itemsize)
+                place = f"/proc/{os.getpid()}/fd/{descriptor}"
+            except OSError as error:
+                problem = str(error)
+            places = self._workers.all_gather_text(place, CPU)
+            if all(places):
+                try:
+                    tensors = [torch.from_file(p, True, size, dtype=dtype) for p in places]
+                except (OSError, RuntimeError) as error:
+                    problem = str(error).split("\n")[0] or repr(error)
+            problems = self._workers.all_gather_text(problem, CPU)
+        return tensors, next(filter(None, problems), "")
+
+    def make_room(self, largest: int, under_way: int) -> None:
+        """A ring for buckets of up to `largest` bytes, of which some may be under way at once."""
+        self._places = 2 * under_way
+        place = -(-largest // 64) * 64
+        if not self._ring or self._ring[0].numel() < place * self._places:
+            self._ring = self.empty(place * self._places, torch.uint8)
+
+    def next_places(self, size: int) -> list[Tensor]:
+        """So many bytes of every worker's ring, in rank order: where the next bucket goes."""
+        place = self._ring[0].numel() // self._places
+        start = (self._sent % self._places) * place
+        self._sent += 1
+        return [ring[start : start + size] for ring in self._ring]
+
+    def reduce_scatter_slices(
+        self, bucket: Tensor, cuts: Sequence[int]
+    ) -> SharedMemoryReduceScatter:
+        """Show a bucket to the others; its slices are theirs to read when all have done so."""
+        places = self.next_places(bucket.numel() * bucket.itemsize)
+        shown = [place.view(bucket.dtype) for place in places]
+        rank = self._workers.rank
+        shown[rank].copy_(bucket)
+        slices = [each[cuts[rank] : cuts[rank + 1]] for each in shown]
+        return SharedMemoryReduceScatter(slices, self.barrier(), bucket)
+
+    def barrier(self) -> Any:
+        """Begin to wait until every worker has come here."""
+        work = self._workers.start_all_reduce_max(torch.zeros(1))
+        for later in self._later:
+            later.work = work
+        self._later.clear()
+        return work
+
+    def deferred_barrier(self) -> DeferredBarrier:
+        """The same, with the next `tell`, or at the latest when it is waited for."""
+        self._later.append(DeferredBarrier(self))
+        return self._later[-1]
+
+
+class DeferredBarrier:
+    """A collective that may not have begun."""
+
+    def __init__(self, host: SharedMemory) -> None:
+        self._host = host
+        self.work: Any = None
+
+    def wait(self) -> None:
+        if self.work is None:
+            self._host.barrier()
+        self.work.wait()
+
+
+@dataclass
+class SharedMemoryReduceScatter:
+    """Our slice of a bucket in all workers' memory."""
+
+    slices: list[Tensor]
+    told: Any
+    sent: Tensor
+
+    def mean(self, workers: float, dtype: torch.dtype) -> Tensor:
+        """The mean over the workers, as `dtype`; half precision is summed in float32."""
+        self.told.wait()
+        first, second, *others = self.slices
+        total = torch.add(first.to(summed_in(first.dtype)), second)
+        for other in others:
+            total.add_(other)
+        return total.div_(workers).to(dtype)
+
+
+def check_on_cpu(device: torch.device) -> None:
+    """Raise if parameters on this device cannot be in memory that workers share."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"shared_memory=True is for parameters on the CPU; these are on {device}. Leave it "
+            "out: NCCL finds the fastest way between the GPUs of a host by itself."
+        )
+
+
+def _host() -> str:
+    """What tells this host, as far as processes see each other, from any other; "": it cannot."""
+    if not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux as we know it
+        return ""

@@ -1,0 +1,194 @@
+"""An optimizer around another: it *is* a `torch.optim.Optimizer`, without state of its own.
+
+`param_groups`, `state`, `defaults` and hooks are the inner optimizer's, so that schedulers, scalers
+and hooks act once and on the right thing. It therefore does not call `Optimizer.__init__`, which
+would make a second set of them.
+
+A trainer puts a proxy around ours, of a class that it derives from ours, and keeps the optimizer
+in an attribute of its own. In Lightning and Fabric:
+
+    self._optimizer = optimizer
+    self.__class__ = type("Lightning" + name, (LightningOptimizer, type(optimizer)), {})
+
+A method of ours is then called with the proxy as `self`. Three things keep that right:
+
+    YieldingProperty  a property comes before an instance's attributes, so a private property of
+                      ours would take the place of the proxy's attribute of that name
+    Shared            what a method sets would be set on the proxy, where the optimizer does not
+                      see it, and go on hiding the optimizer's own
+    setters           of `param_groups`, `state` and `defaults`, which trainers assign to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+from torch.optim import Optimizer
+
+
+def wrapped_attribute(wrapper: Any, wrapped: Any, name: str) -> Any:
+    """The wrapped object's attribute; without one, an AttributeError about the wrapper."""
+    try:
+        return getattr(wrapped, name)
+    except AttributeError as error:
+        raise AttributeError(
+            f"{type(wrapper).__name__!r} object has no attribute {name!r}, and neither has the "
+            f"{type(wrapped).__name__} inside",
+            name=name,
+            obj=wrapper,
+        ) from error
+
+
+T = TypeVar("T")
+
+SHARED = "_manyhands_shared"  # a name that no proxy has for anything else
+
+
+class YieldingProperty(Generic[T]):
+    """A property that gives way to an attribute of the instance."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> YieldingProperty[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: Any, owner: type) -> YieldingProperty[T] | T:
+        return self if instance is None else self._compute(instance)
+
+
+class Shared(Generic[T]):
+    """An attribute that an optimizer and its proxies have in common, whoever sets it.
+
+    Its value is in a dict that the optimizer holds. A proxy that copies the optimizer's attributes
+    has the same dict, and one that looks up what it lacks finds it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Shared[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: Any, owner: type) -> Shared[T] | T:
+        if instance is None:
+            return self
+        try:
+            value: T = getattr(instance, SHARED)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+        return value
+
+    def __set__(self, instance: Any, value: T) -> None:
+        getattr(instance, SHARED)[self._name] = value
+
+
+class SharingOptimizer(Optimizer):
+    """An optimizer with `Shared` attributes."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        vars(made)[SHARED] = {}
+        return made
+
+
+class AroundOptimizer(SharingOptimizer):
+    """Base of what is used in an optimizer's place; `_inner` is that one."""
+
+    _inner: Optimizer | None
+    _closure_runs = Shared[bool]()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        made._closure_runs = False
+        return made
+
+    @YieldingProperty
+    def _inner_optimizer(self) -> Optimizer:
+        assert self._inner is not None
+        return self._inner
+
+    @YieldingProperty
+    def optimizer(self) -> Optimizer:
+        """The optimizer inside."""
+        return self._inner_optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner_optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self._inner_optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._inner_optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self._inner_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._inner_optimizer.defaults = defaults
+
+    @YieldingProperty
+    def _step_supports_amp_scaling(self) -> bool:
+        """`GradScaler.step` leaves the loss scale with us instead of unscaling (see `amp.py`).
+
+        False while a closure runs, in which gradients are not scaled: a scaler takes no closure.
+        Lightning clips gradients there, and refuses to if an optimizer says that it unscales.
+        """
+        return not self._closure_runs
+
+    def _in_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, which is known to run while it does."""
+
+        def run() -> Any:
+            self._closure_runs = True
+            try:
+                return closure()
+            finally:
+                self._closure_runs = False
+
+        return run
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else (hooks, the inner optimizer's own attributes) is the inner one's."""
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return wrapped_attribute(self, inner, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is not pickled: it is tied to its parameters. Save "
+            "state_dict(), and load it into one made around the optimizer as before."
+        )
+
+
+def unwrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those inside it, from the outermost in.
+
+    What is around an optimizer shows the inner one's state and parameter groups as its own, as
+    ours do, and those that trainers put around ours. An optimizer that keeps state of its own
+    beside the one that it calls is not looked into.
+    """
+    found = [optimizer]
+    while True:
+        inner = getattr(found[-1], "optimizer", None)
+        if not isinstance(inner, Optimizer) or any(inner is each for each in found):
+            return found
+        outer = found[-1]
+        if inner.state is not outer.state or inner.param_groups is not outer.param_groups:
+            return found
+        found.append(inner)

@@ -1,0 +1,255 @@
+"""The methods by their names: one engine, each with its outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from manyhands.blocks._arguments import flag, real, whole
+from manyhands.blocks._optimizer import Blocks
+from manyhands.blocks._outer import Average, BlockMomentum, Outer
+from manyhands.blocks._outer import SlowMo as SlowMomentum
+from manyhands.blocks._schedule import Every
+from manyhands.blocks.averaging._extras import trained
+
+
+def _momentum(name: str, value: Any) -> float:
+    why = "With 1 and more, what one block has done would never fade."
+    return real(name, value, least=0, below=1, why=why)
+
+
+class LocalSGD(Blocks):
+    """Blocks whose next common point is the plain mean of the workers.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = mh.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=8)
+
+    See `Blocks` for `**options` and for what all of these have in common.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, every: int | Every = 16, **options: Any) -> None:
+        super().__init__(optimizer, Average(), every=every, **options)
+
+
+class DiLoCo(Blocks):
+    """Blocks with an outer Nesterov momentum over the workers' mean difference.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> optimizer = mh.DiLoCo(optimizer, every=100, codec="int4", overlap=10, fragments=4)
+
+    `lr` and `momentum` are the outer optimizer's; those of the paper (Douillard et al., 2023) are
+    the defaults. `lr` in `param_groups` is the inner one's. See `Blocks` for `**options`.
+    """
+
+    _names: ClassVar[Mapping[str, str]] = {
+        "outer.lr": "outer_lr",
+        "outer.momentum": "outer_momentum",
+    }
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        every: int | Every = 100,
+        **options: Any,
+    ) -> None:
+        lr = real("lr", lr, above=0)
+        outer = BlockMomentum(lr, _momentum("momentum", momentum), nesterov=True)
+        super().__init__(optimizer, outer, every=every, **options)
+
+
+class SlowMo(Blocks):
+    """Blocks with a slow momentum, in units of the inner learning rate (Wang et al., 2020).
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = mh.SlowMo(torch.optim.SGD(model.parameters(), lr=0.1), slow_momentum=0.5)
+
+    The inner learning rate is that of the first parameter group at the meeting, unless `inner_lr`
+    is given. See `Blocks` for `**options`.
+    """
+
+    _names: ClassVar[Mapping[str, str]] = {
+        "outer.inner_lr": "inner_lr",
+        "outer.slow_lr": "slow_lr",
+        "outer.momentum": "slow_momentum",
+    }
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        slow_lr: float = 1.0,
+        slow_momentum: float = 0.5,
+        inner_lr: float | None = None,
+        every: int | Every = 16,
+        **options: Any,
+    ) -> None:
+        inner_lr = None if inner_lr is None else real("inner_lr", inner_lr, above=0)
+        slow_lr = real("slow_lr", slow_lr, above=0)
+        outer = SlowMomentum(inner_lr, slow_lr, _momentum("slow_momentum", slow_momentum))
+        super().__init__(optimizer, outer, every=every, **options)
+
+
+class BMUF(Blocks):
+    """Blocks with a block momentum (Chen & Huo, 2016), with the options that fairseq documents.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = mh.BMUF(optimizer, block_momentum=0.875, global_sync_iter=50)
+
+    Surprises. With `block_momentum=0` the workers' mean is taken as it is, whatever
+    `block_lr` says. The first `warmup_iterations` steps are taken without the others, from the
+    same parameters; then worker 0's are everyone's. `use_nbm` is fairseq's form of a Nesterov
+    momentum, which equals plain momentum with a step of `block_lr * (1 + block_momentum)`;
+    `nesterov=True` is Nesterov's. A meeting is held after each step whose number is a multiple
+    of `global_sync_iter`. See `Blocks` for `**options`.
+
+    Args:
+        block_lr: how much of the workers' mean difference a block takes.
+        block_momentum: how much of the last block's movement it repeats; 1 - 1/N is a good
+            value for N workers.
+        global_sync_iter: steps from one meeting to the next.
+        warmup_iterations: steps before the first block.
+        use_nbm: fairseq's form of a look-ahead.
+        average_sync: average Adam's moments at each meeting and at the end of the warm-up, where
+            all optimizer state is reset otherwise. `state="average"` averages any optimizer's.
+        nesterov: Nesterov's momentum, which is DiLoCo's outer step.
+        local_warmup: False has all workers step together in the warm-up, along the mean of their
+            gradients, as the other presets do.
+        process_group: who meet; all, by default.
+    """
+
+    _names: ClassVar[Mapping[str, str]] = {
+        "outer.lr": "block_lr",
+        "outer.momentum": "block_momentum",
+        "outer.nesterov": "nesterov",
+        "outer.use_nbm": "use_nbm",
+        "every": "global_sync_iter",
+        "warmup": "warmup_iterations",
+    }
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        block_lr: float = 1.0,
+        block_momentum: float = 0.875,
+        global_sync_iter: int | Every = 50,
+        warmup_iterations: int = 500,
+        use_nbm: bool = False,
+        average_sync: bool = False,
+        nesterov: bool = False,
+        local_warmup: bool = True,
+        process_group: Any = None,
+        **options: Any,
+    ) -> None:
+        self._described = BlockMomentum(
+            real("block_lr", block_lr, above=0),
+            _momentum("block_momentum", block_momentum),
+            flag("nesterov", nesterov),
+            flag("use_nbm", use_nbm),
+        )
+        outer: Outer = self._described if self._described.momentum else Average()
+        if flag("average_sync", average_sync):
+            state = options.setdefault("state", "average_moments")
+            if state not in ("average_moments", "average"):
+                raise ValueError(
+                    f"average_sync=True averages Adam's moments, and state={state!r} does not: "
+                    "leave one of them out."
+                )
+        for theirs, ours in (("every", "global_sync_iter"), ("warmup", "warmup_iterations")):
+            if theirs in options:
+                raise TypeError(f"BMUF has fairseq's names: write {ours}= for {theirs}=.")
+        warmup_iterations = whole("warmup_iterations", warmup_iterations)
+        if not isinstance(global_sync_iter, Every):
+            global_sync_iter = Every(global_sync_iter, "global_sync_iter")
+        super().__init__(
+            optimizer,
+            outer,
+            every=global_sync_iter,
+            warmup=warmup_iterations,
+            local_warmup=local_warmup,
+            process_group=process_group,
+            **options,
+        )
+
+    def _with_engine_values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(overrides)
+        if "average_sync" in given:
+            averaged = flag("average_sync", given.pop("average_sync"))
+            given["state"] = "average_moments" if averaged else "keep"
+        return given
+
+    # -- as fairseq's ----------------------------------------------------------------------------
+
+    @property
+    def optimizer_config(self) -> dict[str, Any]:
+        """The inner optimizer's options, as its first parameter group has them now."""
+        return {name: value for name, value in self.param_groups[0].items() if name != "params"}
+
+    def get_lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        lr = real("lr", lr.item() if isinstance(lr, torch.Tensor) else lr, least=0)
+        for group in self.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def get_num_updates(self) -> int:
+        """Steps taken."""
+        return self.steps
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Say how many steps have been taken, on every worker: meetings are at multiples."""
+        self._sync.count_from(whole("num_updates", num_updates))
+
+    @torch.no_grad()
+    def multiply_grads(self, c: float) -> None:
+        """Multiply all gradients by a number."""
+        for param in self._with_gradient():
+            assert param.grad is not None
+            param.grad.mul_(c)
+
+    def average_params(self) -> NoReturn:
+        """An error: fairseq's averages Adam's moments, and its name says parameters."""
+        raise RuntimeError(
+            "fairseq's average_params() averages Adam's moments, and leaves the parameters. Write "
+            "BMUF(..., average_sync=True) for the moments: they are averaged at every meeting. "
+            "average_parameters() sets the parameters to their mean."
+        )
+
+    def clip_grad_norm(
+        self, max_norm: float, aggregate_norm_fn: Callable[[Any], Any] | None = None
+    ) -> torch.Tensor:
+        """Scale this worker's gradients down to a norm of at most `max_norm`; their norm before.
+
+        With `max_norm=0` they are left as they are. `aggregate_norm_fn` turns this worker's norm
+        into that of a model whose parts are on several workers.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be at least 0, got {max_norm}. 0 only measures.")
+        params = self._with_gradient()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        if aggregate_norm_fn is not None:
+            norm = aggregate_norm_fn(norm)
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
+
+    def _with_gradient(self) -> list[torch.Tensor]:
+        return [param for param in trained(self) if param.grad is not None]

@@ -1,0 +1,261 @@
+"""adaptdl's way to use a rule: the data-parallel module counts passes and binds the rule."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands._core.wrapper import wrapped_attribute
+from manyhands.scaling._fsdp_params import sharders
+from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rules import AdamScale, AdaScale
+
+
+class AdaptiveDataParallel(nn.Module):
+    """A data-parallel model whose optimizer follows a scaling rule.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> rule = mh.AdaScale()
+    >>> model = mh.AdaptiveDataParallel(model, optimizer, rule)
+    >>> with model.no_sync():  # every pass but the step's last
+    ...     model(torch.randn(8, 4)).square().mean().backward()
+    >>> model(torch.randn(8, 4)).square().mean().backward()
+    >>> rule.step()  # or optimizer.step(): it has become the rule's
+    >>> rule.scale
+    2.0
+
+    Losses are not divided by the number of passes: the gradient is, when the last one is over.
+    The scale is workers x passes, each micro-batch being a small batch, unless `scale` is
+    given. Without a process group the model runs on one worker.
+
+    Args:
+        model: the module; or one that `fully_shard` was called on, which is then not wrapped.
+        optimizer: a bare optimizer of its parameters; `step` and `zero_grad` become the rule's.
+        rule: a rule without optimizer; by default `AdamScale()` for Adam and RMSprop,
+            `AdaScale()` for others. `scaling_rule=` is the same. (adaptdl's own order, with the
+            scheduler in this place, the scaler and the rule after it, is taken as well.)
+        lr_scheduler: kept as an attribute. (adaptdl saved it; save it with your checkpoint.)
+        mp_scaler: the `GradScaler` in use.
+        scale: size of the whole batch in small batches.
+        name: kept as an attribute.
+        ddp_arguments: further arguments of `DistributedDataParallel`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        rule: ScalingRuleBase | LRScheduler | None = None,
+        lr_scheduler: Any = None,
+        mp_scaler: Any = None,
+        scaling_rule: ScalingRuleBase | None = None,
+        name: str = "adaptdl-dataparallel",
+        *,
+        scale: float | None = None,
+        **ddp_arguments: Any,
+    ) -> None:
+        super().__init__()
+        _check_names(ddp_arguments)
+        given = _by_kind(rule, lr_scheduler, mp_scaler, scaling_rule)
+        rule, mp_scaler = given.get("rule"), given.get("mp_scaler")
+        if rule is None:
+            rule = AdamScale() if isinstance(optimizer, Adam | RMSprop) else AdaScale()
+        self.module = model
+        self.scaling_rule = rule
+        self.lr_scheduler = given.get("lr_scheduler")
+        self.name = given.get("name", name)
+        self.leading_dimension: int | None = None  # of the first training input
+        self._sharders = sharders(model)  # modules whose gradients fully_shard averages
+        if self._sharders and ddp_arguments:
+            raise TypeError(
+                f"{', '.join(ddp_arguments)}: DistributedDataParallel's arguments, and fully_shard "
+                "averages this model's gradients instead. Leave them out."
+            )
+        ready = dist.is_available() and dist.is_initialized() and not self._sharders
+        # In a list, and so not a submodule: the parameters' names stay `module.*`, as DDP's are.
+        self._parallel = [DistributedDataParallel(model, **ddp_arguments)] if ready else []
+        self._synchronise = True
+        self.process_group = ddp_arguments.get("process_group")
+        if mp_scaler is not None:
+            rule._grad_scaler = mp_scaler
+        if scale is not None:
+            rule.set_scale(scale)
+        rule.initialize(self, optimizer, patch_optimizer=True)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass is the step's last."""
+        return all(ddp.require_backward_grad_sync for ddp in self._parallel) and self._synchronise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: the passes inside are not the step's last, and are not averaged."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            with ExitStack() as stack:
+                for ddp in self._parallel:
+                    stack.enter_context(ddp.no_sync())
+                self._average(False)
+                yield
+        finally:
+            self._synchronise = before
+            self._average(before)
+
+    def _average(self, whether: bool) -> None:
+        for module in self._sharders:
+            module.set_requires_gradient_sync(whether, recurse=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """What this module lacks is DistributedDataParallel's (`register_comm_hook`, `join`)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            parallel = self.__dict__.get("_parallel")
+            if not parallel or name.startswith("_"):
+                raise
+            return wrapped_attribute(self, parallel[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if self.leading_dimension is None and self.training and torch.is_grad_enabled():
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            first = next((x for x in tensors if x.dim() > 0), None)
+            self.leading_dimension = None if first is None else first.shape[0]
+        model = self._parallel[0] if self._parallel else self.module
+        return model(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. (adaptdl ignored this call.)"""
+        super().zero_grad(set_to_none)
+        self.scaling_rule.forget_gradients()
+
+    @property
+    def gain(self) -> float:
+        """How many small-batch steps a step is worth at present."""
+        return self.scaling_rule.gain()
+
+    @property
+    def gns(self) -> GradientStatistics:
+        """The gradient statistics under adaptdl's names."""
+        return GradientStatistics(self.scaling_rule)
+
+    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
+        """Write the statistics to a TensorBoard `SummaryWriter`."""
+        prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
+        factors = self.scaling_rule.factors
+        for tag, value in (
+            ("Gradient_Norm_Sqr", self.gns.sqr_avg()),
+            ("Gradient_Variance", self.gns.var_avg()),
+            ("Gain", self.gain),
+            ("Learning_Rate_Factor", sum(factors) / len(factors)),
+        ):
+            writer.add_scalar(prefix + tag, value, global_step)
+
+
+def _by_kind(third: Any, fourth: Any, fifth: Any, sixth: Any) -> dict[str, Any]:
+    """The arguments after the optimizer by what they are: in our order, or in adaptdl's.
+
+    Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,
+    scaling_rule, name.
+    """
+    given: dict[str, Any] = {}
+    for place, value in enumerate((third, fourth, fifth, sixth)):
+        if value is None:
+            continue
+        if isinstance(value, ScalingRuleBase):
+            kind = "rule"
+        elif hasattr(value, "get_scale"):
+            kind = "mp_scaler"
+        elif isinstance(value, LRScheduler) or place == 1:
+            kind = "lr_scheduler"
+        elif isinstance(value, str) and place == 3:
+            kind = "name"
+        elif place == 2:
+            raise TypeError(f"mp_scaler must be a GradScaler, got {type(value).__name__}.")
+        else:
+            raise TypeError(
+                f"the {'third' if place == 0 else 'sixth'} argument is the scaling rule, got "
+                f"{type(value).__name__}. Pass others by name: lr_scheduler=..., mp_scaler=..."
+            )
+        if kind in given:
+            raise TypeError(
+                "rule and scaling_rule are the same argument; give one of them."
+                if kind == "rule"
+                else f"two arguments are a {kind}: {given[kind]!r} and {value!r}. Give one of them."
+            )
+        given[kind] = value
+    return given
+
+
+def _check_names(ddp_arguments: dict[str, Any]) -> None:
+    """Raise where a keyword is neither ours nor one of `DistributedDataParallel`'s."""
+    theirs = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]  # self, module
+    ours = [*inspect.signature(AdaptiveDataParallel.__init__).parameters][1:-1]
+    for name in ddp_arguments:
+        if name not in theirs:
+            near = difflib.get_close_matches(name, [*ours, *theirs], n=1)
+            raise TypeError(
+                f"AdaptiveDataParallel has no argument {name!r}, and neither has "
+                f"DistributedDataParallel.{f' Did you mean {near[0]}?' if near else ''}"
+            )
+
+
+class GradientStatistics:
+    """A rule's statistics under the names of adaptdl's `GradientNoiseScale`, for ported code."""
+
+    def __init__(self, rule: ScalingRuleBase) -> None:
+        self._rule = rule
+
+    @property
+    def raw_sqr_avg(self) -> tuple[float, ...]:
+        """|true gradient|^2 per parameter group, before the floor."""
+        return self._rule.noise.raw_sqr
+
+    @property
+    def raw_var_avg(self) -> tuple[float, ...]:
+        """The noise at scale 1 per parameter group, before the floor."""
+        return self._rule.noise.raw_var
+
+    def sqr_avg(self) -> float:
+        """|true gradient|^2 of all groups."""
+        return self._rule.noise.sqr_of()
+
+    def var_avg(self) -> float:
+        """The noise at scale 1 of all groups."""
+        return self._rule.noise.var_of()
+
+    def gain(self, scale: float) -> float:
+        """The gain at any scale."""
+        return self._rule.noise.gain(scale)
+
+    def get_progress(self) -> float:
+        return self._rule.progress
+
+    def set_progress(self, progress: float) -> None:
+        self._rule.set_progress(progress)
+
+    @property
+    def accum_scale(self) -> float:
+        """The scale of one pass on all workers together."""
+        return self._rule.scale / self.accum_count
+
+    @property
+    def accum_count(self) -> int:
+        """Passes of the step under way, or of the last one."""
+        return self._rule.passes
+
+    def set_accum_scale(self, accum_scale: float) -> None:
+        """Set the scale of one pass on all workers together."""
+        self._rule.set_scale_per_pass(accum_scale)

@@ -1,0 +1,409 @@
+"""The sharded module: gradients go to their owners while backward runs (`_reducer.py`)."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer, SparseAdam
+
+from manyhands._core.agreement import Describer
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands._core.wrapper import wrapped_attribute
+from manyhands.sharding._agreement import (
+    Claims,
+    check_agreement,
+    claims_on_groups,
+)
+from manyhands.sharding.zero._flat_params import FlatBucket, Shards
+from manyhands.sharding.zero._oss import OSS
+from manyhands.sharding.zero._reducer import Reducer
+
+
+class ShardedDataParallel(nn.Module):
+    """Data parallelism in which each of N workers keeps 1/N of gradients and optimizer state.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+    >>> model = mh.ShardedDataParallel(model, optimizer)
+    >>> model(torch.ones(2, 3)).sum().backward()
+    >>> optimizer.step()
+
+    After `backward`, `param.grad` is a stand-in for the mean gradient, of which each worker
+    holds a part: clip it with `optimizer.clip_grad_norm`, scale losses with
+    `ShardedGradScaler`. Backward passes inside `no_sync()` accumulate on each worker, in
+    gradients of full size; without it every pass is averaged, and adds to what the owners hold.
+
+    Args:
+        module: the model, on its device.
+        optimizer: the `OSS` of its parameters, or several, perhaps with a scaling rule around.
+        process_group: the workers; those of the optimizer, by default.
+        broadcast_buffers: take rank 0's buffers whenever gradients are averaged, so that they
+            are the same at the next forward.
+        sync_models_at_startup: take rank 0's parameters and buffers now.
+        reduce_buffer_size: elements that travel together; by default what the optimizer says.
+        auto_refresh_trainable: look before each forward whether parameters were frozen or
+            have thawed. If not, call `refresh_trainable` when they have.
+        reduce_fp16: send gradients as float16.
+        warn_on_trainable_params_changed: say so when they have.
+        reduce_dtype: send gradients in this type (bfloat16, for one). They are added up in
+            float32.
+        overlap_gather: let `step` return while the new parameters are still on their way; each
+            module waits for its own in the next forward. Between `step` and the end of that
+            forward, parameters read elsewhere (but in `state_dict`) may be old ones.
+        sharded_optimizer: fairscale's name of `optimizer`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        process_group: Any = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int | None = None,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        warn_on_trainable_params_changed: bool = True,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        overlap_gather: bool = False,
+        sharded_optimizer: Optimizer | Sequence[Optimizer] = (),
+    ) -> None:
+        super().__init__()
+        optimizer = optimizer or sharded_optimizer
+        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._optimizers = [_sharded(one) for one in given]
+        _check(module, self._optimizers, process_group)
+        self.module = module
+        self.process_group = process_group or self._optimizers[0].group
+        self.broadcast_buffers = broadcast_buffers
+        self.auto_refresh_trainable = auto_refresh_trainable
+        self.warn_on_trainable_params_changed = warn_on_trainable_params_changed
+        self.require_backward_grad_sync = True
+        self._workers = self._optimizers[0]._workers
+        self._reducer: Reducer | None = None
+        self.register_load_state_dict_pre_hook(_put_prefix)
+        wire = torch.float16 if reduce_fp16 else reduce_dtype
+        if overlap_gather and self._workers.host is not None:
+            raise ValueError(
+                "overlap_gather=True has nothing to overlap with shared_memory=True: nothing "
+                "travels. Leave one of them out."
+            )
+        if reduce_buffer_size is not None:
+            _check_size(reduce_buffer_size)
+        if self._workers.size == 1:
+            return
+        facts = {
+            "values of reduce_dtype": str(wire),
+            "values of reduce_buffer_size": reduce_buffer_size,
+            "values of broadcast_buffers": broadcast_buffers,
+            "values of sync_models_at_startup": sync_models_at_startup,
+        }
+        sent = broadcast_buffers or sync_models_at_startup
+        claims = _claims_on_model(module, self._optimizers, with_buffers=sent)
+        check_agreement(self._workers, {**facts, **claims})
+        if reduce_buffer_size is not None:
+            for one in self._optimizers:
+                one._bucket_size(reduce_buffer_size)
+        if sync_models_at_startup:
+            self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
+        self._reducer = Reducer(
+            [one._shards for one in self._optimizers],
+            _apart(self._workers, module),
+            self._synchronised(),
+            wire,
+            self._finish(),
+        )
+        for one in self._optimizers:
+            one._listener = weakref.ref(self._reducer)
+            one._overlap = overlap_gather
+        if overlap_gather:
+            self._wait_in_forward()
+
+    def _synchronised(self) -> Callable[[], bool]:
+        me = weakref.ref(self)  # the reducer must not keep the module alive
+
+        def synchronised() -> bool:
+            module = me()
+            return module is None or module.require_backward_grad_sync
+
+        return synchronised
+
+    def _finish(self) -> Callable[[], None]:
+        me = weakref.ref(self)
+
+        def finish() -> None:
+            module = me()
+            if module is not None and module.broadcast_buffers:
+                module.sync_buffers()
+
+        return finish
+
+    def _wait_in_forward(self) -> None:
+        """Let each module wait for its parameters before it runs."""
+        shards = [one._shards for one in self._optimizers]
+        for module in self.module.modules():
+            module.register_forward_pre_hook(_waiting(shards))
+        me = weakref.ref(self)
+        self.module.register_state_dict_pre_hook(lambda *_: _wait_for(me()))
+
+    # -- training ------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, with buffers and parameters made ready for it."""
+        if self._reducer is not None:
+            self._prepare()
+        result = self.module(*inputs, **kwargs)
+        self._wait()
+        return result
+
+    def _prepare(self) -> None:
+        if _inside_ddp(self):
+            raise RuntimeError(
+                "ShardedDataParallel is inside DistributedDataParallel, so gradients would be "
+                "averaged twice. Use one of the two."
+            )
+        for one in self._optimizers:
+            if one._shards.moved:
+                one._follow_moved()
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        assert self._reducer is not None
+        if self.auto_refresh_trainable and self._reducer.trained_changed:
+            if self.warn_on_trainable_params_changed:
+                warnings.warn(
+                    "parameters were frozen or have thawed; their gradients' buckets are laid "
+                    "out anew. (warn_on_trainable_params_changed=False silences this.)",
+                    stacklevel=3,
+                )
+            self.refresh_trainable()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside are not averaged, but add up on each worker."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def reduce(self) -> None:
+        """Average the gradients that `no_sync()` has left. (Backward outside it does so itself.)
+
+        To be called on every worker.
+        """
+        if self._reducer is not None:
+            self._reducer.reduce()
+
+    def refresh_trainable(self) -> None:
+        """Look again which parameters are to be trained; on every worker."""
+        for one in self._optimizers:
+            one.refresh_trainable()
+        if self._reducer is not None:
+            self._reducer.follow_trained()
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Take rank 0's buffers. (They have arrived when it returns, whatever `blocking`.)"""
+        self._workers.broadcast_from_first(list(self.module.buffers()))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        super().zero_grad(set_to_none)
+        if self._reducer is not None:
+            self._reducer.stepped(*(one._shards for one in self._optimizers))
+
+    # -- as the wrapped module -----------------------------------------------------------------
+
+    @property
+    def device_type(self) -> str:
+        """The type of device that the module is on, such as "cuda"; its first parameter's."""
+        return next(self.module.parameters()).device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether the module's parameters are on more than one device."""
+        return len({param.device for param in self.module.parameters()}) > 1
+
+    def __getattr__(self, name: str) -> Any:
+        """What this module does not have is the wrapped one's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return wrapped_attribute(self, self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "a ShardedDataParallel is not copied: it is tied to its optimizer. Copy the model "
+            "inside: copy.deepcopy(model.module)."
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's state dict."""
+        self._wait()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the wrapped module's state dict."""
+        self._wait()
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """`to`, `half` and the like: sharded gradients go along."""
+        self._wait()
+        sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
+        with torch.no_grad():
+            grads = [cast(ShardedGradient, fn(p.grad)) for p in sharded]
+        for param in sharded:
+            param.grad = None
+        super()._apply(fn, recurse)
+        for param, grad in zip(sharded, grads, strict=True):
+            param.grad = grad
+        return self
+
+    def _wait(self) -> None:
+        for one in self._optimizers:
+            one.wait()
+
+
+def _sharded(optimizer: Any) -> OSS:
+    """The OSS inside of scaling rules."""
+    inner = optimizer
+    while not isinstance(inner, OSS) and isinstance(inner, Optimizer):
+        inner = getattr(inner, "optimizer", None)
+    if not isinstance(inner, OSS):
+        raise TypeError(
+            f"ShardedDataParallel needs the model's manyhands.OSS, got {type(optimizer).__name__}: "
+            "it sends each gradient to the worker that keeps the parameter up to date. Write "
+            "OSS(model.parameters(), optim=..., ...)."
+        )
+    return inner
+
+
+def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
+    if not optimizers:
+        raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
+    for inside in module.modules():
+        if isinstance(inside, DistributedDataParallel | ShardedDataParallel):
+            raise TypeError(
+                f"the module contains a {type(inside).__name__} already, and gradients would be "
+                "averaged twice. Wrap the bare module."
+            )
+    for one in optimizers:
+        if isinstance(one.optim, SparseAdam) and one._workers.size > 1:
+            raise TypeError(
+                "SparseAdam takes sparse gradients only, and sharded gradients are dense. Use Adam "
+                "or Adagrad, or keep SparseAdam in an OSS under DistributedDataParallel."
+            )
+        if one._reducer is not None:
+            raise RuntimeError(
+                "this OSS belongs to another ShardedDataParallel already. Give each module an "
+                "optimizer of its own."
+            )
+        if not _same_group(optimizers[0].group if group is None else group, one.group):
+            raise ValueError(
+                "the process group is not the optimizer's (or not that of each of them). Make "
+                "all with the same one: OSS(..., group=group)."
+            )
+    held = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
+    named = dict(module.named_parameters())
+    left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
+    if left_out:
+        raise ValueError(
+            f"{len(left_out)} parameter(s) of the module are in no optimizer: "
+            f"{', '.join(left_out[:4])}{', ...' if len(left_out) > 4 else ''}. Make the OSS from "
+            "module.parameters(), or freeze them with requires_grad_(False)."
+        )
+    if foreign := len(held - {id(p) for p in named.values()}):
+        raise ValueError(
+            f"the optimizer holds {foreign} parameter(s) that are not in the module, and whose "
+            "gradients nobody would average. Make the OSS from module.parameters()."
+        )
+
+
+def _claims_on_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: bool) -> Claims:
+    """What ranks must have alike in a model, and in which order its optimizers hold it."""
+    describer = Describer()
+    names = {id(param): name for name, param in module.named_parameters()}
+    buffers = dict(module.named_buffers()) if with_buffers else {}
+    claims: Claims = {
+        "parameters in the module": [
+            describer.describe(p, name, frozen=True) for name, p in module.named_parameters()
+        ],
+        "buffers in the module": [describer.describe(b, name) for name, b in buffers.items()],
+    }
+    for number, one in enumerate(optimizers):
+        for title, value in claims_on_groups(one.param_groups, names).items():
+            claims[f"{title} of optimizer {number}"] = value
+    return claims
+
+
+def _same_group(first: Any, second: Any) -> bool:
+    world = dist.group.WORLD
+    return (first or world) is (second or world)
+
+
+def _check_size(elements: int) -> None:
+    if elements < 0:
+        raise ValueError(
+            f"reduce_buffer_size must not be negative, got {elements}. It is the number of "
+            "elements that travel together; 0 sends each parameter alone."
+        )
+
+
+def _inside_ddp(module: nn.Module) -> bool:
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
+    return active is not None and any(inner is module for inner in active.modules())
+
+
+def _apart(workers: RankGroup, module: nn.Module) -> RankGroup:
+    """So that two modules' buckets are not taken for each other's in one backward."""
+    device = next(module.parameters()).device
+    return workers if workers.host is not None else workers.with_own_group(device)
+
+
+def _wait_for(module: ShardedDataParallel | None) -> None:
+    if module is not None:
+        module._wait()
+
+
+def _waiting(shards: Sequence[Shards]) -> Callable[..., None]:
+    """A hook that waits for a module's own parameters, and its children's: some modules use
+    these without calling the child (as torch's MultiheadAttention does)."""
+    version = -1
+    buckets: list[FlatBucket] = []
+
+    def wait(used: nn.Module, _: Any) -> None:
+        nonlocal version, buckets
+        if version != sum(each.version for each in shards):
+            version = sum(each.version for each in shards)
+            near = [p for m in (used, *used.children()) for p in m.parameters(recurse=False)]
+            buckets = [bucket for each in shards for bucket in each.buckets_of(near)]
+        for bucket in buckets:
+            bucket.wait()
+
+    return wait
+
+
+def _put_prefix(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    """The plain module's names, as this module has them, where it is part of a larger one."""
+    assert isinstance(module, ShardedDataParallel)
+    module._wait()
+
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -1,0 +1,219 @@
+"""The optimizer's state, from the workers' shares to the plain optimizer's dict and back.
+
+An entry of a piece's state is one of three kinds
+    like     a tensor of the piece's shape: the parameter's is put together from all pieces'
+    small    a tensor of no more than a few numbers (a step count), the same for all pieces
+    value    a plain value
+and, where each parameter has one owner, any other tensor, which travels as it is.
+
+What there is, and the small tensors and values, travel as text; large tensors one by one, so that
+the recipient needs room for the whole state and one more tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands._core.flat import flattened, shaped
+from manyhands.sharding.zero._flat_params import Piece, Shards
+
+SMALL = 8
+
+
+def collected(
+    shards: Shards, optim: Optimizer, frozen: Mapping[int, dict[str, Any]], recipient: int
+) -> dict[int, dict[str, Any]] | None:
+    """The state of every parameter, by index, on the recipient (-1: on every worker).
+
+    That of `frozen` parameters, which have no pieces, is on every worker already.
+    """
+    workers = shards.workers
+    here = recipient in (-1, workers.rank)
+    if not shards.params:  # on any worker
+        return {} if here else None
+    mine = [
+        (piece, dict(optim.state[piece.data]))
+        for pieces in shards.pieces
+        for piece in pieces
+        if piece.data in optim.state
+    ]
+    device = shards.params[0].device
+    texts = workers.all_gather_text(json.dumps([_described(*entry) for entry in mine]), device)
+    result: dict[int, dict[str, Any]] = {i: copy.deepcopy(s) for i, s in frozen.items()}
+    _check_can_travel(texts, type(optim).__name__)
+    for rank, text in enumerate(texts):
+        for number, (index, start, stop, entries) in enumerate(json.loads(text)):
+            state = result.setdefault(index, {})
+            for name, entry in entries.items():
+                if "shape" not in entry:
+                    state.setdefault(name, _from_text(entry))
+                    continue
+                own = mine[number][1][name] if rank == workers.rank else None
+                tensor = _brought(shards, own, entry, rank, recipient, device)
+                if not here:
+                    continue
+                assert tensor is not None
+                if not entry["like"]:
+                    state[name] = tensor.cpu().clone()
+                    continue
+                param = shards.params[index]
+                if name not in state:
+                    state[name] = torch.empty_like(param, dtype=tensor.dtype, device="cpu")
+                whole = shaped(tensor, param) if stop - start == param.numel() else None
+                if whole is not None:
+                    state[name].copy_(whole)
+                else:
+                    flattened(state[name], param)[start:stop] = tensor.view(-1)
+    ordered = {index: result[index] for index in sorted(result)}
+    return ordered if here else None
+
+
+def _brought(
+    shards: Shards,
+    own: Tensor | None,
+    entry: Mapping[str, Any],
+    rank: int,
+    recipient: int,
+    device: torch.device,
+) -> Tensor | None:
+    """A tensor that worker `rank` has, where it is wanted: flat if it is like its piece."""
+    workers = shards.workers
+    shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
+    if own is not None:
+        own = _in_memory_order(own) if entry["like"] else own.contiguous()
+    if recipient == workers.rank == rank:
+        return own
+    if own is None:
+        if recipient not in (-1, workers.rank):
+            return None
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        tensor = own.to(device)
+    workers.broadcast(tensor, rank, recipient)
+    return tensor
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    return flattened(tensor, tensor).contiguous()
+
+
+def _described(piece: Piece, state: Mapping[str, Any]) -> list[Any]:
+    entries: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            plain = value is None or isinstance(value, bool | int | float | str)
+            entries[name] = {"value": value} if plain else {"unknown": type(value).__name__}
+            continue
+        dtype = str(value.dtype).removeprefix("torch.")
+        like = value.shape == piece.data.shape and value.dim() > 0
+        if like:
+            entries[name] = {"dtype": dtype, "shape": [value.numel()], "like": True}
+        elif value.numel() <= SMALL:
+            entries[name] = {"dtype": dtype, "small": value.tolist()}
+        else:
+            entries[name] = {"dtype": dtype, "shape": list(value.shape), "like": False}
+    return [piece.param, piece.start, piece.stop, entries]
+
+
+def _check_can_travel(texts: Sequence[str], optim: str) -> None:
+    for index, _, _, entries in (held for text in texts for held in json.loads(text)):
+        for name, entry in entries.items():
+            if "unknown" in entry:
+                raise TypeError(
+                    f"{optim} keeps a {entry['unknown']} as {name!r} in the state of parameter "
+                    f"{index}, and only tensors, numbers and strings can be collected. Save each "
+                    "worker's own optimizer.optim.state_dict() instead."
+                )
+
+
+def _from_text(entry: Mapping[str, Any]) -> Any:
+    if "value" in entry:
+        return entry["value"]
+    return torch.tensor(entry["small"], dtype=getattr(torch, entry["dtype"]))
+
+
+def share_of(
+    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
+) -> dict[str, Any]:
+    """This worker's share of a plain optimizer's state dict, for the inner optimizer."""
+    saved = state_dict["state"]
+    state: dict[int, dict[str, Any]] = {}
+    inner_groups, count, first = [], 0, 0
+    for group, given in zip(groups, state_dict["param_groups"], strict=True):
+        members = []
+        for number in range(len(group["params"])):
+            entries = saved.get(given["params"][number])
+            for piece in shards.pieces[first + number]:
+                if entries:
+                    state[count] = part_of(entries, piece, shards.params[piece.param])
+                members.append(count)
+                count += 1
+        first += len(group["params"])
+        options = {k: v for k, v in given.items() if k not in ("params", "param_names")}
+        inner_groups.append({**options, "params": members})
+    return {"state": state, "param_groups": inner_groups}
+
+
+def part_of(entries: Mapping[str, Any], piece: Piece, param: Tensor) -> dict[str, Any]:
+    """A piece's part of a parameter's state."""
+    return {name: _part(name, value, piece, param) for name, value in entries.items()}
+
+
+def _part(name: str, value: Any, piece: Piece, param: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
+    if cut and not piece.whole:
+        return flattened(value, param)[piece.start : piece.stop].clone()
+    return value.clone()
+
+
+def check(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards) -> None:
+    """Raise, on every worker alike, where a state dict does not belong to these parameters."""
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError(
+            "this is no optimizer's state dict: it has no 'state' and 'param_groups', but "
+            f"{sorted(map(str, state_dict))[:8]}."
+        )
+    given = [len(group["params"]) for group in state_dict["param_groups"]]
+    needed = [len(group["params"]) for group in groups]
+    if given != needed:
+        raise ValueError(
+            f"the state dict has parameter groups of {given} parameters, and the optimizer of "
+            f"{needed}. Build the optimizer from the same groups."
+        )
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    foreign = set(state_dict["state"]) - set(numbers)
+    if foreign:
+        raise ValueError(
+            f"the state dict has state of {sorted(map(str, foreign))[:8]}, which are in none of "
+            "its parameter groups: it is damaged, or was put together from several."
+        )
+    for number, param in zip(numbers, shards.params, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            _check_shape(name, value, number, param, shards.even and shards.workers.size > 1)
+
+
+def _check_shape(name: str, value: Any, number: Any, param: Tensor, cut: bool) -> None:
+    if not isinstance(value, Tensor) or value.shape == param.shape:
+        return
+    if value.numel() == param.numel() > SMALL or (cut and value.numel() > SMALL):
+        raise ValueError(
+            f"the state {name!r} of parameter {number} has the shape {tuple(value.shape)}, and "
+            f"the parameter {tuple(param.shape)}. Is it another model's, or optimizer's?"
+        )
+
+
+def placed(value: Any, before: Tensor, after: Tensor) -> Any:
+    """A piece's state, after its parameter was moved or converted."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    dtype = after.dtype if value.dtype == before.dtype else value.dtype
+    return value.to(after.device, dtype)
