@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/ready
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
 
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test quick lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -22,13 +22,18 @@ demo: $(READY) ## the demonstration: a few minutes, then a page with figures
 test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
+quick: $(READY) ## the tests that need no ranks: a few seconds
+	@$(BIN)/python -m pytest --quiet -m quick $(ARGS)
+
 lint: $(READY) ## style, formatting and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
 docs: $(READY) ## the documentation, into site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@# --strict counts only the warnings that are shown, so not with --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict >.docs.log 2>&1 || { grep -v INFO .docs.log; exit 1; }
+	@rm -f .docs.log
 	@echo "The documentation is in site/index.html"
 
 clean: ## remove .venv and everything that was built
