@@ -1,0 +1,56 @@
+"""How large a batch is, in small batches: what counts, and what a saved run brings along."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.scaling._batch import Batch
+
+counts = st.integers(1, 64)
+
+
+@given(workers=counts, passes=counts)
+def test_the_scale_is_workers_times_passes_unless_it_is_set(workers, passes):
+    batch = Batch(workers, passes)
+    assert batch.scale_for(passes) == workers * passes
+    batch.set_scale(per_pass=2.5)
+    assert batch.scale_for(passes) == 2.5 * passes
+    batch.set_scale(scale=7.0)
+    assert batch.scale_for(passes) == 7.0
+
+
+@given(workers=counts, passes=counts)
+def test_the_default_smoothing_is_fairscales_or_where_passes_are_counted_adaptdls(workers, passes):
+    assert Batch(workers, passes).smoothing_for(1.0) == max(1 - workers * passes / 1000, 0)
+    counted = Batch(workers, passes, counts_passes=True)
+    assert counted.smoothing_for(float(workers)) == pytest.approx(0.999**workers)
+
+
+def test_a_smoothing_that_was_set_is_kept_until_none_is_set():
+    batch = Batch()
+    batch.set_smoothing(0.5)
+    assert batch.smoothing_for(64.0) == 0.5
+    batch.set_smoothing(None)
+    assert batch.smoothing_for(64.0) == 0.999 and batch.set_by_user == frozenset()
+
+
+@given(before=counts, now=counts, passes=counts)
+def test_a_saved_scale_keeps_its_proportion_on_another_number_of_workers(before, now, passes):
+    batch = Batch(before, passes)
+    batch.set_scale(scale=3.0 * before * passes)
+    loaded, mismatches = Batch(now, passes).from_state(batch.to_state())
+    assert loaded.scale_for(passes) == pytest.approx(3.0 * now * passes) and mismatches == []
+
+
+def test_what_is_set_in_this_run_wins_and_is_reported():
+    saved = Batch(2, 2)
+    saved.set_scale(scale=16.0)
+    saved.set_smoothing(0.9)
+    ours = Batch(2, 2)
+    ours.set_scale(scale=8.0)
+    ours.set_smoothing(0.5)
+    loaded, mismatches = ours.from_state(saved.to_state())
+    assert (loaded.scale_for(2), loaded.smoothing_for(8.0)) == (8.0, 0.5)
+    assert len(mismatches) == 2
+    same, mismatches = ours.from_state(ours.to_state())
+    assert (same.scale, same.smoothing, mismatches) == (8.0, 0.5, [])

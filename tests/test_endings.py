@@ -1,0 +1,63 @@
+"""However a script ends, it ends at once, with its own exit code, and says nothing of ours.
+
+The scripts clean up nothing: the model and the optimizer are alive when Python shuts down.
+`ending_script.py` starts each of them as new processes, three times here, and fifty times in the
+long tests.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ending_script
+
+SCRIPT = Path(ending_script.__file__)
+PARTS = [part.__name__ for part in ending_script.PARTS]
+
+
+def run(part, way, times):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), part, way, str(times)],
+        capture_output=True,
+        text=True,
+        timeout=60 + 20 * times,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == times
+    return lines
+
+
+def check(part, way, times):
+    code = ending_script.WAYS[way]
+    for line in run(part, way, times):
+        assert line["codes"] == [code] * ending_script.RANKS, line
+        for said in line["stderr"]:
+            if way == "exception":
+                assert said.count("Traceback") == 1, said
+                assert said.rstrip().endswith("ValueError: of the script's own"), said
+            else:
+                assert said == ""
+
+
+@pytest.mark.parametrize("way", ["return", "destroy", "exception"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_script_ends_with_its_own_exit_code(part, way):
+    check(part, way, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ending_script.WAYS)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_script_ends_with_its_own_exit_code_fifty_times(part, way):
+    check(part, way, 50)
+
+
+def test_this_notices_a_script_that_ends_badly(tmp_path):
+    """An abort in Python's shutdown is an exit code of its own."""
+    code = "import atexit, os; atexit.register(os.abort)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert done.returncode == -6

@@ -1,0 +1,79 @@
+"""The house's own rules about names, which no linter knows."""
+
+import ast
+import collections
+import doctest
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import manyhands as mh
+from manyhands import errors
+
+SOURCE = pathlib.Path(mh.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts): ast.parse(path.read_text())
+    for path in sorted(SOURCE.rglob("*.py"))
+}
+PUBLIC = {
+    **{name: getattr(mh, name) for name in mh.__all__},
+    **{
+        name: kind
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and kind.__module__ == errors.__name__
+    },
+}
+
+
+def test_no_two_modules_define_a_class_of_one_name():
+    defined = collections.defaultdict(list)
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                defined[node.name].append(module)
+    assert {name: where for name, where in defined.items() if len(where) > 1} == {}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_has_an_example_in_its_docstring(name):
+    finder = doctest.DocTestFinder(recurse=False)
+    (test,) = finder.find(PUBLIC[name], name, module=False, globs={})
+    assert test.examples, f"{name} has no example (test_public.py runs them)"
+
+
+def test_the_reference_lists_every_public_name_once():
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    listed = re.findall(r"^::: manyhands\.(\w+)$", page, re.MULTILINE)
+    aliases = {"FSDP"}  # the same class, which is mentioned there
+    assert sorted(listed) == sorted({*mh.__all__, "errors"} - aliases)
+
+
+def test_every_module_says_what_it_holds():
+    bare = [module for module, tree in MODULES.items() if not ast.get_docstring(tree)]
+    assert bare == []
+
+
+def test_imports_go_one_way():
+    """No module imports, even in a function or for its types, what imports it."""
+    imports = {
+        module: set(imported(module, tree)) & MODULES.keys() for module, tree in MODULES.items()
+    }
+    while leaves := {module for module, needs in imports.items() if not needs & imports.keys()}:
+        for module in leaves:
+            del imports[module]
+    assert imports == {}, "these modules import each other, or what does"
+
+
+def imported(module, tree):
+    """The modules of ours that a module imports from, by their names below `manyhands`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("manyhands"):
+            base = node.module.removeprefix("manyhands").lstrip(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}".lstrip(".")
+                if full != module and full in MODULES:
+                    yield full
+                elif base and base != module:
+                    yield base if base in MODULES else f"{base}.__init__"
