@@ -4,7 +4,7 @@
     python examples/blocks.py                       # one worker, by itself
 
 While it runs, kill a worker: each prints its process id. The others continue without it and lose
-none of their own work. `manyhands run` starts the worker again, and it joins at the next sync round.
+none of their own work. `manyhands run` starts the worker again; it joins at the next sync round.
 Stop a worker with `kill -STOP`: after --stall seconds (5) the others continue without it.
 
 Each worker steps on its own. In a sync round it sends its difference from the anchor in 8 bits, and
@@ -30,7 +30,12 @@ parser.add_argument("--steps", type=int, default=4000, help="steps of each worke
 parser.add_argument("--every", type=int, default=50, help="steps between two sync rounds")
 parser.add_argument("--batch-size", type=int, default=8, help="images in a worker's batch")
 parser.add_argument("--lr", type=float, default=1e-3, help="the inner learning rate")
-parser.add_argument("--pause", type=float, default=0.01, help="seconds to wait in each step, as if the model were large")
+parser.add_argument(
+    "--pause",
+    type=float,
+    default=0.01,
+    help="seconds to wait in each step, as if the model were large",
+)
 args = parser.parse_args()
 
 # -- data: the split is the same on every worker, each worker draws its own batches --------------
