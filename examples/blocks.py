@@ -1,14 +1,14 @@
-"""Train on scikit-learn's digits with workers that meet once in 50 steps, and may die meanwhile.
+"""Train on scikit-learn's digits with workers that synchronize once in 50 steps, and may die.
 
     manyhands run --workers 4 examples/blocks.py
     python examples/blocks.py                       # one worker, by itself
 
-While it runs, kill a worker: each prints its process id. The others notice, go on without it, and
-lose nothing of their own work; `manyhands run` starts it again, and it takes up the common point at
-the next meeting. Stop one with `kill -STOP`: after --stall seconds (5) the others do without it.
+While it runs, kill a worker: each prints its process id. The others continue without it and lose
+none of their own work. `manyhands run` starts the worker again; it joins at the next sync round.
+Stop a worker with `kill -STOP`: after --stall seconds (5) the others continue without it.
 
-Each worker steps on its own. What travels is the difference from the last common point, in 8 bits,
-and the outer step is DiLoCo's. At 4000 steps about 97 % of the test images are right.
+Each worker steps on its own. In a sync round it sends its difference from the anchor in 8 bits, and
+the outer step is DiLoCo's. After 4000 steps about 97 % of the test images are right.
 
 Needs scikit-learn.
 """
@@ -26,14 +26,19 @@ from torch.nn.functional import cross_entropy
 import manyhands as mh
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--steps", type=int, default=4000, help="of each worker")
-parser.add_argument("--every", type=int, default=50, help="steps from one meeting to the next")
+parser.add_argument("--steps", type=int, default=4000, help="steps of each worker")
+parser.add_argument("--every", type=int, default=50, help="steps between two sync rounds")
 parser.add_argument("--batch-size", type=int, default=8, help="images in a worker's batch")
 parser.add_argument("--lr", type=float, default=1e-3, help="the inner learning rate")
-parser.add_argument("--pause", type=float, default=0.01, help="seconds, as of a large model")
+parser.add_argument(
+    "--pause",
+    type=float,
+    default=0.01,
+    help="seconds to wait in each step, as if the model were large",
+)
 args = parser.parse_args()
 
-# -- data: the split is the same on every worker, the batches are each worker's own --------------
+# -- data: the split is the same on every worker, each worker draws its own batches --------------
 
 torch.set_num_threads(1)
 images, labels = load_digits(return_X_y=True)
@@ -45,15 +50,15 @@ train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=label
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-crew = mh.Crew()  # those whom `manyhands run` has started; by itself, this worker alone
+crew = mh.Crew()  # all workers that `manyhands run` has started; without it, this worker alone
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 optimizer = mh.DiLoCo(optimizer, every=args.every, codec="int8", crew=crew)
 print(f"worker {crew.number} of {crew.size}: process {os.getpid()}, from step {optimizer.steps}")
 
-# -- training: a worker that comes later goes on from the others' step ---------------------------
+# -- training: a joiner continues from the others' step ---------------------------
 
 generator = torch.Generator().manual_seed(1000 * optimizer.steps + crew.number)
-met = optimizer.meetings
+last_shown = optimizer.rounds
 while optimizer.steps < args.steps:
     batch = torch.tensor(train)[torch.randint(len(train), (args.batch_size,), generator=generator)]
     optimizer.zero_grad()
@@ -61,17 +66,17 @@ while optimizer.steps < args.steps:
     loss.backward()
     optimizer.step()
     time.sleep(args.pause)
-    if optimizer.meetings >= met + 10 and crew.rank == 0:
-        met = optimizer.meetings
-        seen = optimizer.snapshot()
+    if optimizer.rounds >= last_shown + 10 and crew.rank == 0:
+        last_shown = optimizer.rounds
+        values = optimizer.snapshot()
         print(
-            f"step {seen['step']}: {seen['workers']} workers, loss {loss.item():.3f}, "
-            f"cosine {seen['cosine']:.2f}, meetings undone {seen['undone']}"
+            f"step {values['step']}: {values['workers']} workers, loss {loss.item():.3f}, "
+            f"cosine {values['cosine']:.2f}, rounds undone {values['undone']}"
         )
-first = crew.rank == 0
-optimizer.finish()  # meets a last time, and leaves
+is_first = crew.rank == 0  # before finish(), with which this worker leaves the crew
+optimizer.finish()  # one last sync round
 
-if first:
+if is_first:
     with torch.no_grad():
         right = (model(images[test]).argmax(dim=1) == labels[test]).double().mean().item()
     print(f"{100 * right:.1f} % of the test images are right after {optimizer.steps} steps")

@@ -1,13 +1,13 @@
-"""Train on scikit-learn's digits with parameters, gradients and state shared out among workers.
+"""Train on scikit-learn's digits with parameters, gradients and state sharded over workers.
 
     torchrun --nproc-per-node 4 examples/fully_sharded.py --steps 100  # stops at 100, and saves
-    torchrun --nproc-per-node 2 examples/fully_sharded.py --steps 200  # goes on from there
+    torchrun --nproc-per-node 2 examples/fully_sharded.py --steps 200  # continues from there
     python examples/fully_sharded.py --checkpoint alone.pt             # one worker holds everything
 
 Each of N workers holds 1/N of each block of the network, and has one block whole at a time. With
 --bf16 the blocks compute in bfloat16, and what the optimizer trains stays float32. The checkpoint
-is the plain model's and the plain optimizer's, written by rank 0, so any number of workers can go
-on with it. At 200 steps of 64 images about 97 % of the test images are right.
+is the plain model's and the plain optimizer's, written by rank 0, so any number of workers can
+continue from it. At 200 steps of 64 images about 97 % of the test images are right.
 
 Needs scikit-learn. It runs on CPUs (gloo); for GPUs say "nccl", and move model and data there.
 """
@@ -100,7 +100,7 @@ while step < args.steps:
     draw = torch.Generator().manual_seed(step)  # the same batch, whatever the number of workers
     batch = torch.randint(len(train), (args.batch_size,), generator=draw)[rank::workers]
     optimizer.zero_grad()
-    for chosen in batch.chunk(args.accumulate):  # gradients stay shared out in between
+    for chosen in batch.chunk(args.accumulate):  # gradients stay sharded between passes
         loss = cross_entropy(model(train_images[chosen]), train_labels[chosen], reduction="sum")
         (loss * workers / args.batch_size).backward()  # the workers' mean is the batch's mean
     norm = model.clip_grad_norm_(args.max_norm)
@@ -109,7 +109,7 @@ while step < args.steps:
     if rank == 0 and step % 50 == 0:
         print(f"step {step:4d}   loss {loss.item() / len(chosen):.3f}   gradient {norm.item():.2f}")
 
-# -- saving: all workers send their slices, rank 0 writes ----------------------------------------
+# -- saving: all ranks send their shards, rank 0 writes ----------------------------------------
 
 state = {
     "model": model.state_dict(),  # whole on rank 0, empty on the others

@@ -1,15 +1,15 @@
-"""Train on scikit-learn's digits with optimizer state and gradients shared out among workers.
+"""Train on scikit-learn's digits with optimizer state and gradients sharded over the workers.
 
     torchrun --nproc-per-node 4 examples/sharded.py --steps 400     # stops at 400, and saves
-    torchrun --nproc-per-node 2 examples/sharded.py --steps 1200    # goes on from there
+    torchrun --nproc-per-node 2 examples/sharded.py --steps 1200    # continues from there
     python examples/sharded.py --steps 1200 --checkpoint alone.pt   # one worker holds everything
 
 Each of N workers holds 1/N of the gradients and of the optimizer's state, and AdaScale makes the
 N-fold batch worth its samples: --steps counts steps of one worker's batch, whatever N is. The
-checkpoint is the plain optimizer's, so any number of workers can go on with it. At 1200 steps about
-97 % of the test images are right, in 1200 steps on one worker, and in 440 on four.
+checkpoint is the plain optimizer's, so any number of workers can continue from it. At 1200 steps
+about 97 % of the test images are right, in 1200 steps on one worker, and in 440 on four.
 
-Needs scikit-learn. It runs on CPUs (gloo); for GPUs say "nccl", and move model and data there.
+Needs scikit-learn. It runs on CPUs (gloo); for GPUs use "nccl", and move model and data there.
 """
 
 import argparse
@@ -74,18 +74,18 @@ if os.path.exists(args.checkpoint):
 while optimizer.progress < args.steps:
     draw = torch.Generator().manual_seed(1000 * optimizer.snapshot()["step"] + rank)
     optimizer.zero_grad()
-    for _ in range(args.accumulate):  # without no_sync(): gradients stay shared out in between
+    for _ in range(args.accumulate):  # without no_sync(): gradients stay sharded between passes
         chosen = torch.randint(len(train), (args.batch_size,), generator=draw)
         loss = cross_entropy(model(train_images[chosen]), train_labels[chosen])
         (loss / args.accumulate).backward()
-    optimizer.clip_grad_norm(args.max_norm)  # not torch's: a worker has a part of the gradient
+    optimizer.clip_grad_norm(args.max_norm)  # not torch's: a rank has only a shard of it
     optimizer.step()
 
     shown = optimizer.snapshot()
     if rank == 0 and shown["step"] % 50 == 0:
         print(f"step {shown['progress']:5.0f}   gain {shown['gain']:.2f}   loss {loss.item():.3f}")
 
-# -- saving: all workers collect, rank 0 writes --------------------------------------------------
+# -- saving: all ranks gather the state, rank 0 writes ----------------------------------------
 
 optimizer.consolidate_state_dict()
 if rank == 0:

@@ -1,4 +1,4 @@
-"""Who is compared in `blocks_sync.py` and `blocks_slow_link.py`, and how a rank measures itself.
+"""The contenders of `blocks_sync.py` and `blocks_slow_link.py`, and how a rank measures itself.
 
 model.py       10 M parameters in about 150 tensors, with gradients that need no computing
 recurrence.py  block momentum as fairseq has it: one all-reduce for each tensor

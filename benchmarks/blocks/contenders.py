@@ -1,4 +1,4 @@
-"""Who is compared: ways to synchronise parameters once in a block of steps.
+"""The contenders: ways to synchronise parameters once in a block of steps.
 
 `make(optimizer, every)` gives what takes the optimizer's place: `step` and `zero_grad`.
 Contenders of one formula end at the same parameters; `about` is how far those that send rounded

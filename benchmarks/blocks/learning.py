@@ -1,4 +1,4 @@
-"""Two tasks to learn, by one worker at the whole batch or by several that meet now and then.
+"""Two tasks to learn, by one worker at the whole batch or by several that synchronize now and then.
 
 The workers are forks of this process, on gloo, and use the library as a user does. Each draws its
 own samples; the one worker of the synchronous run draws as many in one batch.

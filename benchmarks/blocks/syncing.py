@@ -1,4 +1,4 @@
-"""A rank that moves away from the others, and synchronises when it is told to.
+"""A rank that moves away from the others, and synchronises on request.
 
 The inner optimizer does nothing, so a step of every contender is a synchronisation, and only that.
 """

@@ -1,4 +1,4 @@
-"""Who is compared: ways to save and load one model under fully_shard, with AdamW's state.
+"""The contenders: ways to save and load one model under fully_shard, with AdamW's state.
 
 `save(run, path)` and `load(run, path)` are called on every rank. All of them wait until the disk
 has what was written.

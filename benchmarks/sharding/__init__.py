@@ -1,1 +1,1 @@
-"""What the three benchmarks of sharding share: a model, who trains it, its ranks and traffic."""
+"""What the three benchmarks of sharding share: a model, contenders, their ranks and traffic."""

@@ -1,4 +1,4 @@
-"""Who is compared: the ways to train one model with AdamW on several ranks.
+"""The contenders: ways to train one model with AdamW on several ranks.
 
 `make(model)` wraps the model and makes its optimizer. `clear` is how gradients are cleared after a
 step: fairscale's buckets are right only where they are set to zero, and not to None.

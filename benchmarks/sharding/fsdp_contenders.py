@@ -1,4 +1,4 @@
-"""Who is compared where parameters are sharded, too: DDP, torch's `fully_shard`, ours, fairscale's.
+"""The contenders with sharded parameters: DDP, torch's `fully_shard`, ours, fairscale's.
 
 Each is wrapped alike: the embedding, every block and the logits by themselves, and the rest with
 the whole model.

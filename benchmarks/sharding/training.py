@@ -1,4 +1,4 @@
-"""One rank of a contender: it trains when it is told to, and says what that took."""
+"""One rank of a contender: it trains on request, and returns what that took."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 import manyhands as mh
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands.planning import _costs, _model, _sizes
-from manyhands.planning._activations import saved_bytes
-from manyhands.planning._costs import Job, Part, Unit, Weight, costs, ddp_buckets
-from manyhands.planning._model import units
-from manyhands.planning._sizes import in_bytes, shown
-from manyhands.planning._state import States
+from manyhands.planning import _costs, _model, _table
+from manyhands.planning._costs import costs, ddp_buckets
+from manyhands.planning._model import saved_bytes, wrap_params
+from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
+from manyhands.planning._state import OptimizerStateSizes
+from manyhands.planning._table import format_bytes, parse_bytes
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._elementwise import ELEMENTWISE
 from pages import ROOT, blocks, run_page
@@ -317,13 +317,13 @@ def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, build):
 
 weights = st.lists(
     st.builds(
-        Weight,
+        ParamSize,
         elements=st.integers(1, 5000),
         itemsize=st.just(4),
         kind=st.just("float32"),
         trained=st.booleans(),
-        fixed=st.just(4),
-        each=st.just(8),
+        state_fixed=st.just(4),
+        state_per_element=st.just(8),
     ),
     min_size=1,
     max_size=12,
@@ -332,8 +332,8 @@ weights = st.lists(
 
 @given(weights, st.booleans(), st.integers(2, 9), st.integers(16, 4000), st.booleans())
 def test_the_formulas_are_the_limits_of_the_layout(weights, even, workers, bucket, gloo):
-    weights = [*weights, Weight(1, 4, trained=True, fixed=4, each=8)]
-    job = Job((Part(tuple(weights), even),), units=(Unit(tuple(weights)),))
+    weights = [*weights, ParamSize(1, 4, trained=True, state_fixed=4, state_per_element=8)]
+    job = ModelSizes((OptimizerParams(tuple(weights), even),), wraps=(WrapParams(tuple(weights)),))
     ddp, oss, sharded, fully = costs(job, workers, bucket, gloo)
     padded = sum(16 * workers * 4 + w.bytes for w in weights) * 3
     of_gradients, of_all = ddp.gradients, sum(w.bytes for w in weights)
@@ -349,7 +349,7 @@ def test_the_formulas_are_the_limits_of_the_layout(weights, even, workers, bucke
 
 @given(weights, st.integers(1, 9))
 def test_with_one_worker_all_ways_are_alike_and_nothing_is_sent(weights, bucket):
-    job = Job((Part(tuple(weights)),))
+    job = ModelSizes((OptimizerParams(tuple(weights)),))
     assert len(set(costs(job, 1, bucket, gloo=True))) == 1
     assert costs(job, 1, bucket, gloo=True)[0].sent == 0
 
@@ -362,7 +362,7 @@ def test_every_element_has_one_owner(weights, even, workers, bucket):
     else:
         segments = _layout.whole(sizes, workers, bucket, [0] * workers)
     for piece in (piece for segment in segments for piece in segment.buckets):
-        here = sorted(_costs._owned(piece))
+        here = sorted(_costs._owned_ranges(piece))
         library = [(r, run.param, run.size) for r in range(workers) for run in piece.owned(r)]
         assert here == sorted(library)
 
@@ -378,15 +378,17 @@ def test_buckets_of_ddp_are_torchs(sizes, halves):
     indices, _ = dist._compute_bucket_assignment_by_size(
         tensors[::-1], list(_costs.DDP_BUCKETS), [False] * len(sizes)
     )
-    assert ddp_buckets([_model._weight(tensor.requires_grad_()) for tensor in tensors]) == len(
+    assert ddp_buckets([_model._param_size(tensor.requires_grad_()) for tensor in tensors]) == len(
         indices
     )
 
 
 def test_what_fully_sharded_costs_is_its_formula():
-    weights = tuple(Weight(1000, 4, fixed=4, each=8, rows=10) for _ in range(3))
-    block, root = Unit(weights, inside=2), Unit(weights[:0])
-    job = Job((Part(weights * 2),), units=(block, block, root))
+    weights = tuple(
+        ParamSize(1000, 4, state_fixed=4, state_per_element=8, rows=10) for _ in range(3)
+    )
+    block, root = WrapParams(weights, outer=2), WrapParams(weights[:0])
+    job = ModelSizes((OptimizerParams(weights * 2),), wraps=(block, block, root))
     fully = costs(job, 2, 2**20, gloo=False)[3]
     assert (fully.parameters, fully.gradients) == (12_000, 12_000)
     assert fully.optimizer == 6 * (4 + 8 * 500)
@@ -401,7 +403,9 @@ def test_what_fully_sharded_costs_is_its_formula():
 
 def wraps_of(model, least):
     """(elements, the wrap around it) of each."""
-    return [(sum(p.numel() for p in params), inside) for params, inside in units(model, least)]
+    return [
+        (sum(p.numel() for p in params), inside) for params, inside in wrap_params(model, least)
+    ]
 
 
 def test_units_are_gathered_from_the_leaves_up():
@@ -447,7 +451,7 @@ def test_state_is_as_large_as_that_of_the_real_parameter(name, dtype):
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    states = States(kind, options)
+    states = OptimizerStateSizes(kind, options)
     for param in params:
         real = sum(t.nbytes for t in optimizer.state[param].values() if torch.is_tensor(t))
         assert states.bytes(param.shape, dtype, options) == real, tuple(param.shape)
@@ -494,7 +498,7 @@ def test_several_optimizers_are_laid_out_each_by_its_own():
     assert found.optimizer == "Muon and AdamW"
     assert found.rows[0].optimizer == 4 * 2 * 64 * 32 + 2 * (8 * (64 + 32) // 2 + 4)
     assert found.rows[2].optimizer == 4 * 64 * 32 + 8 * 48 + 2 * 4
-    assert "AdamW updates each element" in found.layout and "Muon looks at whole" in found.layout
+    assert "AdamW updates each element" in found.layout and "Muon needs whole" in found.layout
 
 
 # -- models ------------------------------------------------------------------------------------
@@ -680,7 +684,7 @@ def test_what_fully_sharded_cannot_train_is_not_chosen(build, optimizer, said):
     row = found.rows[3]
     assert row.available == (said is None)
     if said is not None:
-        assert f"{FULLY} cannot be taken: " in str(found) and said in str(found)
+        assert f"{FULLY} cannot be used: " in str(found) and said in str(found)
         best = mh.plan(build, optimizer, workers=8, memory=row.total).cheapest
         assert best is None or best.name != FULLY
     assert mh.plan(build, optimizer, workers=1).rows[3].available
@@ -763,14 +767,14 @@ def test_the_lines_to_paste_run():
 def test_sizes_are_read(text, size):
     if text == "1.5k":
         with pytest.raises(ValueError, match="24GiB"):
-            in_bytes(text)
+            parse_bytes(text)
     else:
-        assert in_bytes(text) == size
+        assert parse_bytes(text) == size
 
 
 @given(st.integers(1, 2**60))
 def test_sizes_are_written_with_three_digits(size):
-    assert in_bytes(shown(size)) == pytest.approx(size, rel=0.006)
+    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.006)
 
 
 @pytest.mark.parametrize(
@@ -813,7 +817,7 @@ def test_an_optimizer_of_other_parameters_is_named():
 
 
 def test_examples_of_sizes_run():
-    assert doctest.testmod(_sizes).failed == 0
+    assert doctest.testmod(_table).failed == 0
 
 
 def test_the_page_shows_what_is_printed(tmp_path, capsys):

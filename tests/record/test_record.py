@@ -52,7 +52,7 @@ def raw_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_has_the_optimizers_values_and_ones_own(tmp_path):
+def test_a_line_has_the_optimizers_values_and_the_users(tmp_path):
     path = tmp_path / "runs" / "of today" / "a.jsonl"  # the folders do not exist
     optimizer = Optimizer()
     with Record(path, optimizer, Traffic(), name="AdaScale ×32") as record:
@@ -116,19 +116,19 @@ def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
     "value",
     [True, 3, 0.5, torch.tensor(3), torch.tensor([[0.5]]), torch.tensor(0.5, dtype=torch.bfloat16)],
 )
-def test_numbers_and_one_element_tensors_are_taken(tmp_path, value):
+def test_numbers_and_one_element_tensors_are_recorded(tmp_path, value):
     with Record(tmp_path / "a.jsonl") as record:
         record.step(value=value)
     assert read_record(tmp_path / "a.jsonl").column("value") == [float(value)]
 
 
-def test_a_tensor_with_a_graph_is_taken(tmp_path):
+def test_a_tensor_with_a_graph_is_recorded(tmp_path):
     with Record(tmp_path / "a.jsonl") as record:
         record.step(loss=torch.ones((), requires_grad=True) * 2)
     assert read_record(tmp_path / "a.jsonl").column("loss") == [2.0]
 
 
-def test_numpy_numbers_are_taken(tmp_path):
+def test_numpy_numbers_are_recorded(tmp_path):
     numpy = pytest.importorskip("numpy", reason="numpy is missing")
     with Record(tmp_path / "a.jsonl") as record:
         record.step(a=numpy.float32(0.5), b=numpy.int64(3), c=numpy.float64("nan"))
@@ -159,18 +159,18 @@ def test_what_is_not_a_number_is_refused_by_name(tmp_path, value, named):
 @pytest.mark.parametrize("key", ["step", "time", "manyhands", "gain"])
 def test_a_reserved_key_is_refused(tmp_path, key):
     record = Record(tmp_path / "a.jsonl", Optimizer())
-    with pytest.raises(ValueError, match=f"'{key}' is a key of the record's own"):
+    with pytest.raises(ValueError, match=f"got a value for '{key}', which is already a key"):
         record.step(**{key: 0.5})
     record.close()
 
 
 def test_two_sources_with_one_key_are_refused_before_the_file_is_made(tmp_path):
-    with pytest.raises(ValueError, match="'step' for the same line: Optimizer and Optimizer"):
+    with pytest.raises(ValueError, match="a value for 'step': Optimizer and Optimizer"):
         Record(tmp_path / "a.jsonl", Optimizer(), Optimizer())
     assert not (tmp_path / "a.jsonl").exists()
 
 
-def test_a_noise_scale_is_recorded_beside_a_scaling_rule(tmp_path):
+def test_a_noise_scale_and_a_scaling_rule_share_a_record(tmp_path):
     model = torch.nn.Linear(4, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = mh.AdaScale(inner, num_gradients_to_accumulate=2)
@@ -217,7 +217,7 @@ def test_options_out_of_range_are_refused(tmp_path, options, message):
         Record(tmp_path / "a.jsonl", **options)
 
 
-def test_a_closed_record_takes_no_more_steps(tmp_path):
+def test_a_closed_record_refuses_further_steps(tmp_path):
     record = Record(tmp_path / "a.jsonl")
     record.close()
     record.close()
@@ -226,7 +226,7 @@ def test_a_closed_record_takes_no_more_steps(tmp_path):
 
 
 @pytest.mark.parametrize("writing", [0, 2])
-def test_one_rank_writes_and_the_others_leave_the_disk_alone(tmp_path, writing):
+def test_only_one_rank_writes_to_the_disk(tmp_path, writing):
     def train():
         path = tmp_path / str(dist.get_rank()) / "a.jsonl"
         optimizer = Optimizer()
@@ -290,39 +290,39 @@ def test_tensorboard_reads_what_its_writer_got(tmp_path):
 def test_a_line_that_waits_for_a_gpu_keeps_its_place(tmp_path, monkeypatch):
     from manyhands.record import _record
 
-    class OnItsWay:
+    class PendingNumber:
         here = False
         waited = 0
 
         def __init__(self, value):
             self.value = value
 
-        def is_here(self):
+        def is_ready(self):
             return self.here
 
         def number(self):
-            OnItsWay.waited += not self.here
+            PendingNumber.waited += not self.here
             return self.value
 
-    monkeypatch.setattr(_record, "OnItsWay", OnItsWay)
+    monkeypatch.setattr(_record, "PendingNumber", PendingNumber)
     monkeypatch.setattr(_record, "is_number", lambda value: True)
-    monkeypatch.setattr(_record, "number", lambda value: value)
+    monkeypatch.setattr(_record, "to_number", lambda value: value)
     record = Record(tmp_path / "a.jsonl")
     for step in range(1, 4):
-        record.step(loss=OnItsWay(step))
+        record.step(loss=PendingNumber(step))
     record.step(loss=4.0)
     assert len(raw_lines(tmp_path / "a.jsonl")) == 1  # nothing was waited for
     record.step(loss=5.0)
-    assert OnItsWay.waited == 1  # one line too many
-    OnItsWay.here = True
+    assert PendingNumber.waited == 1  # one line too many
+    PendingNumber.here = True
     record.step(loss=6.0)
-    assert OnItsWay.waited == 1
+    assert PendingNumber.waited == 1
     record.close()
     assert read_record(tmp_path / "a.jsonl").column("loss") == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.gpu
-def test_a_number_on_a_gpu_is_not_waited_for(tmp_path):
+def test_a_step_does_not_wait_for_a_number_on_a_gpu(tmp_path):
     slow = torch.randn(8192, 8192, device="cuda")
     with Record(tmp_path / "a.jsonl") as record:
         record.step(loss=slow[0, 0])

@@ -7,7 +7,7 @@ import pytest
 
 from manyhands.record import Record
 from manyhands.report import write_report
-from manyhands.report._panels import running_mean, thin
+from manyhands.report._curves import choose_scale, running_mean, thin
 from pages import ROOT, run_page
 
 PAGE = ROOT / "docs" / "record.md"
@@ -22,7 +22,7 @@ def test_the_page_runs_from_top_to_bottom(tmp_path):
     assert set(names["run"].header["keys"]) < set(re.findall(r"`(\w+)`", PAGE.read_text("utf-8")))
 
 
-@pytest.mark.parametrize("documented", [Record, thin, running_mean, write_report])
+@pytest.mark.parametrize("documented", [Record, thin, running_mean, choose_scale, write_report])
 def test_docstrings_run(documented):
     if documented is write_report:
         pytest.importorskip("plotly", reason="plotly is missing")

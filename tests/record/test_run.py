@@ -151,7 +151,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(path, damage):
 
 
 @pytest.mark.parametrize("content", ["", "import torch\n", '{"step": 1, "time": 0}\n', "[1, 2]\n"])
-def test_another_file_is_refused_and_left_alone(path, content):
+def test_a_file_that_is_no_record_is_refused_and_not_changed(path, content):
     path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(f"{path} is not a record of manyhands")):
         read_record(path)
@@ -163,7 +163,7 @@ def test_another_file_is_refused_and_left_alone(path, content):
     assert path.read_text() == content
 
 
-def test_a_later_format_is_refused_and_left_alone(path):
+def test_a_later_format_is_refused_and_not_changed(path):
     content = '{"manyhands":{"version":2}}\n'
     path.write_text(content)
     for use in (read_record, Record):
@@ -229,7 +229,7 @@ def test_new_refuses_a_file_that_exists_and_overwrite_empties_it(path):
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
+def test_opening_a_pipe_or_a_device_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(ValueError, match="not a regular file"):

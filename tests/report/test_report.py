@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+import subprocess
 import time
 from html.parser import HTMLParser
 
@@ -10,6 +12,7 @@ import pytest
 
 from manyhands.record import Record, read_record
 from manyhands.report import write_report
+from pages import ROOT
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
 
@@ -200,6 +203,53 @@ def test_a_long_run_is_thinned_out_and_smoothed(tmp_path):
     assert max(faint) == 1e6
     assert mean[100] == pytest.approx(1.0, abs=0.01)
     assert page.figures["loss"]["data"][0]["opacity"] < 1
+
+
+def test_a_spike_is_cut_off_said_and_still_on_the_page(tmp_path):
+    for name in ("calm", "spike"):
+        with Record(tmp_path / name) as record:
+            for step in range(100):
+                record.step(loss=80.0 if (name, step) == ("spike", 50) else 2 - step / 100)
+    path = write_report([tmp_path / "calm", tmp_path / "spike"], tmp_path / "page.html")
+    page = Page(path)
+    bottom, top = page.figures["loss"]["layout"]["yaxis"]["range"]
+    assert bottom <= 1.01 and 2 <= top < 4
+    assert max(page.curves("loss")[1][1]) == 80.0
+    text = path.read_text(encoding="utf-8")
+    assert "Cut off: values from 1.01 to 80; “all values” above shows them." in text
+
+
+def test_a_diverged_run_puts_the_figure_on_a_log_scale(tmp_path):
+    for name, growth in (("calm", -0.01), ("diverged", 1.0)):
+        with Record(tmp_path / name) as record:
+            for step in range(100):
+                record.step(loss=2 + growth * step)
+    page = Page(write_report([tmp_path / "calm", tmp_path / "diverged"], tmp_path / "page.html"))
+    assert page.figures["loss"]["layout"]["yaxis"]["type"] == "log"
+    assert "range" not in page.figures["loss"]["layout"]["yaxis"]
+
+
+def test_the_reader_can_choose_the_axis_and_the_scale(tmp_path, plain):
+    page = Page(write_report(plain, tmp_path / "page.html"))
+    radios = [attributes for _, attributes in page.tags if attributes.get("type") == "radio"]
+    assert [(radio["name"], radio["value"]) for radio in radios] == [
+        ("axis", "step"), ("axis", "time"), ("height", "best"), ("height", "all"), ("height", "log")
+    ]  # fmt: skip
+    assert [radio["value"] for radio in radios if "checked" in radio] == ["step", "best"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is missing")
+def test_each_choice_of_heights_gives_plotly_another_axis():
+    script = ROOT / "src" / "manyhands" / "report" / "page.js"
+    function = re.search(r"^function heights.*?^}", script.read_text("utf-8"), re.M | re.S)[0]
+    axis = {"title": "loss", "type": "log", "range": [0, 1]}
+    code = f"{function}\nfor (const choice of ['best', 'all', 'log'])"
+    code += f" console.log(JSON.stringify(heights({json.dumps(axis)}, choice)))"
+    lines = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True).stdout
+    best, whole, log = map(json.loads, lines.splitlines())
+    assert best == axis
+    assert whole == {"title": "loss", "type": "linear", "autorange": True}
+    assert log == {"title": "loss", "type": "log", "exponentformat": "power", "autorange": True}
 
 
 def test_values_that_are_not_finite_are_gaps_and_said_in_the_table(tmp_path):

@@ -1,9 +1,16 @@
 """The command line: `manyhands COMMAND ...`.
 
-Each command is a module of this package with a function of the same name (or a `typer.Typer` of
-several), and one entry in `COMMANDS`. Its arguments are the function's, its help is the docstring
-(typer reads both), and its `CONTEXT_SETTINGS`, if it has any, are click's.
-Nothing is imported before `main` runs, so `import manyhands` needs no typer.
+    plan.py         which sharding a model needs, before training
+    run.py          start the workers of a crew
+    demo.py         train a small network at two batch sizes, and compare
+    report.py       records to a page with figures
+    checkpoint.py   show what a checkpoint holds, and convert it to plain files
+    _printable.py   text from a stranger's file on a terminal
+
+Each command is a module with a function of the same name (or a `typer.Typer` with several), and one
+entry in `COMMANDS`. typer reads the command's arguments off the function and its help off the
+docstring. `CONTEXT_SETTINGS`, if a module has them, are passed to click.
+No command is imported before `main` runs, so `import manyhands` needs no typer.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ COMMANDS = [
 
 
 def main() -> None:
-    """The entry point of the program `manyhands`."""
+    """Run the program `manyhands`: its entry point."""
     try:
         import typer  # noqa: F401
     except ImportError:
@@ -35,14 +42,14 @@ def main() -> None:
 
 
 def app() -> Any:
-    """The program, as a `typer.Typer` with every command."""
+    """Return the program, a `typer.Typer` with every command."""
     import typer
 
     program = typer.Typer(
         name="manyhands", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown"
     )
 
-    # With a callback a single command, too, is called by its name.
+    # Without a callback, typer would not ask for the name of a program's only command.
     @program.callback()
     def manyhands() -> None:
         """More workers for the PyTorch training loop you have."""

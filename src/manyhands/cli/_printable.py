@@ -1,10 +1,10 @@
-"""Text of a file on a terminal: as itself, or as what it is called, never as a command to it."""
+"""Text from a file, made safe for a terminal: escape sequences are shown and not obeyed."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""What a terminal would obey (escapes, returns, marks that turn the direction) is spelled out.
+    r"""Spell out all characters that a terminal would obey: escapes, returns, direction marks.
 
     >>> print(printable("loss\x1b[2J"))
     loss\x1b[2J

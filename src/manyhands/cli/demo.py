@@ -1,4 +1,4 @@
-"""`manyhands demo`: one network, trained by one worker and by four, and what came of it.
+"""`manyhands demo`: train one network on one worker and on four, and compare the results.
 
 The training is `examples/digits.py`, in a process of its own or in several under torchrun. This
 file starts it, follows the record that it writes, and compares the records at the end.
@@ -27,7 +27,7 @@ import manyhands
 from manyhands.record import Run, read_record
 from manyhands.report import write_report
 
-BATCH = 4
+BATCH = 4  # images in a small batch
 
 
 @dataclass(frozen=True)
@@ -45,37 +45,37 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the records and the page.")] = Path(
         "runs/demo"
     ),
-    workers: Annotated[int, typer.Option(min=1, help="Workers that share a large batch.")] = 4,
+    workers: Annotated[int, typer.Option(min=1, help="Workers that share the large batch.")] = 4,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches per worker and step.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the baseline.")] = 4800,
     seed: Annotated[int, typer.Option(help="For the network and the batches.")] = 0,
 ) -> None:
     """Train a small network with a batch and with 32 times that batch, and compare."""
     for package, module in (("plotly", "plotly"), ("scikit-learn", "sklearn")):
-        if find_spec(module) is None:  # say so now, and not when the work is done
+        if find_spec(module) is None:  # found out now, and not after minutes of training
             _stop(f'it needs {package}, which is not installed: pip install "manyhands[cli]"')
     console = Console(highlight=False)
     console.print(
         f"Handwritten digits, {steps:,} steps of {BATCH} images: the baseline. Then batches "
         f"{workers * accumulate} times as large, from {workers} workers with {accumulate} batches "
-        "each, with the same learning rate and schedule, adapted by a rule.\n"
+        "each, with the same learning rate and schedule, adapted by a scaling rule.\n"
     )
     script = _script()
     out.mkdir(parents=True, exist_ok=True)
     shared = (f"--steps={steps}", f"--seed={seed}", f"--batch-size={BATCH}")
-    with _bars(console) as bars:
+    with _progress_bars(console) as bars:
         runs = [
             _train(training, [str(script), *shared], out, bars, steps)
             for training in _trainings(workers, accumulate)
         ]
     page = write_report(runs, out / "report.html", title="manyhands demo")
-    console.print(_table(runs))
+    console.print(_comparison(runs))
     console.print(_verdict(runs, workers, accumulate))
     console.print(f"\nThe curves: {page.resolve()}", soft_wrap=True)
 
 
 def _trainings(workers: int, accumulate: int) -> list[Training]:
-    """The baseline, and three ways to train with the large batch."""
+    """Return the baseline, and three ways to train with the large batch."""
     scale, several = workers * accumulate, f"--accumulate={accumulate}"
     return [
         Training("baseline", "baseline", 1, (), counts_gain=True),
@@ -91,7 +91,7 @@ def _trainings(workers: int, accumulate: int) -> list[Training]:
 
 
 def _script() -> Path:
-    """examples/digits.py: in the wheel it is in the package, in a checkout beside src."""
+    """Return the path of examples/digits.py: inside the package in a wheel, or next to src."""
     package = Path(manyhands.__file__).parent
     places = [folder / "examples" / "digits.py" for folder in (package, package.parents[1])]
     for place in places:
@@ -104,7 +104,7 @@ def _script() -> Path:
 
 
 def _train(training: Training, script: Sequence[str], out: Path, bars: Progress, steps: int) -> Run:
-    """Run the script to its end, showing the newest values of its record meanwhile."""
+    """Run the script to its end. Meanwhile, show the newest values of its record."""
     record, log = (out / f"{training.file}.{kind}" for kind in ("jsonl", "log"))
     record.unlink(missing_ok=True)  # an earlier demo's
     command = [sys.executable]
@@ -114,38 +114,40 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
     command += [*script, *training.options, f"--record={record}", f"--name={training.name}"]
     bar = bars.add_task(training.name, total=steps, shown="starting")
     newest: dict[str, Any] = {}
-    with _started(command, log) as process:
+    with _run_process(command, log) as process:
         lines = _follow(record)
         running = True
         while running:
             running = process.poll() is None
             for line in next(lines):
                 newest.update(line)
-            bars.update(bar, completed=_done(training, newest), shown=_shown(newest))
+            bars.update(
+                bar, completed=_schedule_position(training, newest), shown=_describe(newest)
+            )
             time.sleep(0.1 if running else 0.0)
     bars.stop_task(bar)
     if process.returncode:
         typer.echo(log.read_text(encoding="utf-8", errors="replace"), err=True)
         _stop(
-            f"{training.name} ended with exit code {process.returncode}. What it said stands "
-            f"above, and in {log}. It was started with\n    {' '.join(command)}"
+            f"{training.name} ended with exit code {process.returncode}. Its output is "
+            f"above and in {log}. The command was\n    {' '.join(command)}"
         )
     if not bars.console.is_terminal:
-        bars.console.print(f"{training.name}: {_shown(newest)}")
+        bars.console.print(f"{training.name}: {_describe(newest)}")
     return read_record(record)
 
 
 @contextmanager
-def _started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is over when the block is, come what may."""
+def _run_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process, and end it with the block, even if the block raises."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            # Ctrl-C is for us, and torchrun then gets one signal: a second one would stop it
-            # while it stops its workers.
+            # Ctrl-C reaches only this process, which then sends torchrun one signal. A second one
+            # would stop torchrun while it stops its workers.
             start_new_session=True,
         )
         try:
@@ -157,18 +159,18 @@ def _started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
 
 
 def _follow(record: Path) -> Iterator[list[dict[str, Any]]]:
-    """Each `next` gives the lines that were completed since the last one."""
+    """Yield the lines that were completed since the last `next`."""
     while not record.exists():
         yield []
-    rest = b""
+    rest = b""  # of a line that is being written
     with record.open("rb") as file:
         while True:
             *complete, rest = (rest + file.read()).split(b"\n")
             yield [json.loads(line) for line in complete]
 
 
-def _done(training: Training, line: dict[str, Any]) -> float:
-    """How far the schedule is, in steps of the baseline."""
+def _schedule_position(training: Training, line: dict[str, Any]) -> float:
+    """Return the position in the schedule, in steps of the baseline."""
     if training.counts_gain:
         return float(line.get("progress", 0.0))
     return float(line.get("step", 0) * line.get("scale", 0.0))
@@ -177,7 +179,7 @@ def _done(training: Training, line: dict[str, Any]) -> float:
 # -- what is shown -----------------------------------------------------------------------------
 
 
-def _bars(console: Console) -> Progress:
+def _progress_bars(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -189,13 +191,13 @@ def _bars(console: Console) -> Progress:
     )
 
 
-def _shown(line: dict[str, Any]) -> str:
+def _describe(line: dict[str, Any]) -> str:
     if "accuracy" not in line:
         return "starting"
     return f"{line['accuracy']:.1%} right after {line['step']:,} steps"
 
 
-def _table(runs: Sequence[Run]) -> Table:
+def _comparison(runs: Sequence[Run]) -> Table:
     table = Table("", title="On images that no run was trained on", title_justify="left")
     for heading in ("accuracy", "steps", "samples", "time", "average gain"):
         table.add_column(heading, justify="right")
@@ -213,7 +215,7 @@ def _table(runs: Sequence[Run]) -> Table:
 
 
 def _verdict(runs: Sequence[Run], workers: int, accumulate: int) -> str:
-    """What the table says of AdaScale, for better or worse, and what it does not say."""
+    """Return what the table says about AdaScale, good or bad, and what it does not say."""
     baseline, adascale, *_ = runs
     points = 100 * (adascale.lines[-1]["accuracy"] - baseline.lines[-1]["accuracy"])
     lines = [
@@ -225,8 +227,8 @@ def _verdict(runs: Sequence[Run], workers: int, accumulate: int) -> str:
     cores, batches = os.cpu_count() or 1, workers * accumulate
     if cores < batches:
         lines.append(
-            f"The time is this machine's, where {cores} core(s) take turns at the {batches} "
-            "batches of a step. With a worker for each batch it is the number of steps that counts."
+            f"The times are of this machine, whose {cores} core(s) take turns with the {batches} "
+            "batches of a step. With a worker for each batch, the number of steps decides."
         )
     return "\n".join(lines)
 

@@ -24,37 +24,39 @@ def plan(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Where the function is that builds the model, such as my_module:build_model.",
+            help="The function that builds the model, such as my_module:build_model.",
         ),
     ],
-    optimizer: Annotated[str, typer.Option(help="One of torch.optim.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="An optimizer of torch.optim.")] = "adamw",
     optimizer_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Such as momentum=0.9; once for each."),
+        typer.Option(metavar="NAME=VALUE", help="An option such as momentum=0.9; repeat for more."),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="How many share the training.")] = 8,
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 8,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each worker, such as 24GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of each worker, such as 24GiB.")
     ] = None,
     input: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SHAPE[:DTYPE]",
             help="One worker's input, such as 8x3x224x224 or 8x128:int64, to measure activations; "
-            "once for each argument of the forward.",
+            "repeat for each argument of forward().",
         ),
     ] = None,
-    backend: Annotated[str, typer.Option(metavar="nccl|gloo", help="Who sends.")] = "nccl",
+    backend: Annotated[
+        str, typer.Option(metavar="nccl|gloo", help="Communication backend.")
+    ] = "nccl",
 ) -> None:
     """Compare ways to train a model on several workers: bytes held, bytes sent, what fits.
 
-    The model is built on torch's meta device, where tensors have no memory, so a plan for a model
-    of any size takes a laptop. The exit code is 1 if nothing fits.
+    The model is built on torch's meta device, where tensors have no memory, so a laptop can plan a
+    model of any size. The exit code is 1 if nothing fits.
     """
-    builder = _imported(model)
-    options = dict(map(_option, optimizer_option or []))
+    builder = _import_object(model)
+    options = dict(map(_parse_option, optimizer_option or []))
     try:
-        inputs = None if input is None else tuple(map(_tensor, input))
+        inputs = None if input is None else tuple(map(_parse_input, input))
         found = make_plan(
             builder,
             optimizer,
@@ -66,24 +68,24 @@ def plan(
         )
     except (TypeError, ValueError) as error:
         _stop(str(error))
-    _show(found)
+    _print_plan(found)
     if found.cheapest is None:
         raise typer.Exit(1)
 
 
-def _imported(name: str) -> Any:
+def _import_object(name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         _stop(f"{name!r} is not MODULE:FUNCTION, such as my_module:build_model for my_module.py.")
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.insert(0, str(Path.cwd()))  # the program's own folder is there instead
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
-            raise
+            raise  # the module exists, and one that it imports is missing
         _stop(
-            f"there is no module {module!r}. Run the command in the folder of {error.name}.py, and "
-            "leave out the .py."
+            f"there is no module {module!r}. Run the command in the folder that has "
+            f"{error.name}.py, and leave out the .py."
         )
     finally:
         sys.path.pop(0)
@@ -94,25 +96,25 @@ def _imported(name: str) -> Any:
     return found
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _parse_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
         _stop(f"--optimizer-option takes NAME=VALUE, such as momentum=0.9, got {text!r}.")
     try:
         return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):
-        return name, value
+        return name, value  # a bare word is text
 
 
-def _tensor(text: str) -> torch.Tensor:
+def _parse_input(text: str) -> torch.Tensor:
     shape, colon, name = text.partition(":")
     dtype = getattr(torch, name, None) if colon else torch.float32
     if re.fullmatch(r"\d+([x,]\d+)*", shape) is None or not isinstance(dtype, torch.dtype):
-        _stop(f"--input takes a shape and perhaps a type, such as 8x128:int64, got {text!r}.")
+        _stop(f"--input takes a shape and optionally a dtype, such as 8x128:int64, got {text!r}.")
     return torch.empty([int(size) for size in re.split("[x,]", shape)], dtype=dtype, device="meta")
 
 
-def _show(found: Plan) -> None:
+def _print_plan(found: Plan) -> None:
     console = Console(highlight=False)
     heading, *lines = found.cells
     table = Table(title=found.title, title_justify="left")
@@ -120,7 +122,7 @@ def _show(found: Plan) -> None:
     best = found.cheapest
     for row, name in zip(found.rows, heading[1:], strict=True):
         style = "bold" if row is best else "" if row.available else "dim"
-        table.add_column(_broken(name), justify="right", style=style)
+        table.add_column(_break_heading(name), justify="right", style=style)
     for line in lines:
         table.add_row(*line, end_section=line[0] in ("bytes per worker", "collectives"))
     console.print(table)
@@ -131,8 +133,8 @@ def _show(found: Plan) -> None:
         console.print(f"\n{escape(best.code)}", soft_wrap=True)
 
 
-def _broken(name: str) -> str:
-    """A heading on several lines, so that the table fits a narrow window."""
+def _break_heading(name: str) -> str:
+    """Return a heading on several lines, so that the table fits a narrow window."""
     return re.sub(r"(?<=Sharded)(?=Data)|(?<=\+) ", "\n", name)
 
 

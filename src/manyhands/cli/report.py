@@ -1,4 +1,4 @@
-"""`manyhands report`: records to a page with figures."""
+"""`manyhands report`: draw records on one page with figures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from manyhands.report import write_report
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Files that mh.Record wrote.")],
-    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="What to write above it.")] = "Training runs",
-    show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in the browser.")] = False,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Training runs",
+    show: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
+    ] = False,
 ) -> None:
-    """Compare recorded runs on one page with figures, which opens without a network."""
-    read = [_read(path) for path in runs]
+    """Compare recorded runs on one page with figures. The page opens without a network."""
+    read = [_read_run(path) for path in runs]
     if any(out.resolve() == path.resolve() for path in runs):
         _stop(f"--out {out} is one of the runs, and would be overwritten. Choose another file.")
     try:
@@ -32,9 +34,9 @@ def report(
         webbrowser.open(page.resolve().as_uri())
 
 
-def _read(path: Path) -> Run:
+def _read_run(path: Path) -> Run:
     if not path.exists():
-        _stop(f"{path} does not exist. Give the path that mh.Record(path) was given.")
+        _stop(f"{path} does not exist. Give the path that was given to mh.Record(path).")
     if path.is_dir():
         _stop(f"{path} is a folder. Name the records in it, for example {path}/*.jsonl")
     try:

@@ -1,6 +1,7 @@
 """What each sharding costs a worker: sizes in, bytes and collectives out. Integers only.
 
-With N workers, P bytes of parameters and G of gradients (of what is trained), and S of state:
+With N workers, P bytes of parameters, G of gradients (of trained parameters) and S of optimizer
+state:
 
                           parameters  gradients  state   sent in a step
     DDP                   P           G          S       2 G (N-1)/N            all-reduce
@@ -8,13 +9,14 @@ With N workers, P bytes of parameters and G of gradients (of what is trained), a
     ShardedDataParallel   P           G / N      S / N   (G + P) (N-1)/N        slices, parameters
     FSDP                  P / N       G / N      S / N   (2 P + G) (N-1)/N      gathered twice
 
-These are the formulas; the numbers come from the layout that the library will use
-(`sharding/zero/_layout.py`; for FSDP the rows of each parameter, in wraps), paddings and uneven
-shares included, for the worker that holds most. What is sent is the mean over the workers.
+These are the formulas. The numbers come from the layout that the library uses
+(`sharding/zero/_layout.py`; for FSDP the rows of each parameter, in wraps), with its padding and
+its uneven shards, for the worker that holds most. `sent` is the mean over the workers.
 
-In flight, at most: a gradient that autograd has just made and, where gradients are sharded, the
-buckets under way, what has come for them, and a bucket that is being filled. For FSDP, all that
-is whole, coming or leaving while a wrap's gradients are computed.
+`in_flight` is the most that a worker holds on top of its gradients while they are made and sent:
+the gradient that autograd has just made and, if gradients are sharded, the bucket that is being
+filled, the buckets that are being reduced, and the slices that have arrived for them. For FSDP it
+is every whole tensor, and every tensor on its way, while a wrap's gradients are computed.
 """
 
 from __future__ import annotations
@@ -24,80 +26,17 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._reducer import IN_FLIGHT
 
 MIB = 2**20
-DDP_BUCKETS = (1 * MIB, 25 * MIB)  # torch's first bucket, and the others
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter; of state it has `fixed` bytes for each piece, and `each` for each element."""
-
-    elements: int
-    itemsize: int
-    kind: Hashable = "float32"  # dtype and device: what may share a bucket
-    trained: bool = True
-    fixed: int = 0
-    each: int = 0
-    rows: int = 1  # its first dimension, along which FSDP divides it
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.itemsize
-
-    def state(self, elements: int) -> int:
-        return self.fixed + self.each * elements
-
-    def share(self, workers: int) -> int:
-        """Elements of the first of so many workers; the others pad theirs to as many."""
-        return -(-self.rows // workers) * (self.elements // max(1, self.rows))
-
-
-@dataclass(frozen=True)
-class Part:
-    """The parameters of one optimizer; `even` if it works element by element."""
-
-    weights: tuple[Weight, ...]
-    even: bool = True
-
-    @property
-    def trained(self) -> list[Weight]:
-        return [weight for weight in self.weights if weight.trained and weight.elements]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The parameters of one wrap of FSDP's; `inside` is the number of the wrap around it."""
-
-    weights: tuple[Weight, ...]
-    inside: int | None = None
-
-
-@dataclass(frozen=True)
-class Job:
-    """A model to be trained: its optimizers' parameters, the others, and what else there is."""
-
-    parts: tuple[Part, ...]
-    others: tuple[Weight, ...] = ()
-    units: tuple[Unit, ...] = ()  # what FSDP gathers together, in the order of a forward's ends
-    buffers: int = 0  # bytes
-    buffer_messages: int = 0  # with which rank 0 sends them before each forward
-
-    @property
-    def trained(self) -> list[Weight]:
-        return [weight for part in self.parts for weight in part.trained]
-
-    @property
-    def parameters(self) -> int:
-        owned = sum(weight.bytes for part in self.parts for weight in part.weights)
-        return owned + sum(weight.bytes for weight in self.others)
+DDP_BUCKETS = (1 * MIB, 25 * MIB)  # the size of torch's first bucket, and of all others
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one worker, in bytes; `sent` and `collectives` are those of one step."""
+    """Bytes that one worker holds, and its bytes and collectives in one step."""
 
     parameters: int
     gradients: int
@@ -108,264 +47,312 @@ class Cost:
 
 
 @dataclass
-class _Sent:
-    """A bucket of gradients. `slices` are by rank, or one number for all ranks."""
+class _GradientBucket:
+    """A bucket of gradients, with the bytes of each rank's slice, or one number for all ranks."""
 
     size: int
     slices: list[int]
-    rows: int  # of a slice's size that come for each slice
-    landing: int  # of that size that are needed to add them up
-    gradients: dict[int, int]  # which it has parts of, and their bytes
-    viewed: bool  # it lies inside of one gradient, and is not copied
+    received: int  # how many slices a rank's receive buffer has room for
+    summing: int  # how many more slices of memory the sum takes
+    gradients: dict[int, int]  # bytes of each gradient that lies in the bucket, by id of ParamSize
+    is_view: bool  # the bucket is a range of one gradient, so nothing is copied into it
 
 
 @dataclass
-class _Laid:
-    """All parts in buckets, and what every worker owns of them."""
+class _BucketLayout:
+    """All parameters in buckets, and what every rank owns of them."""
 
-    state: list[int]  # by rank, and what they all have beside that
-    state_of_all: int = 0
+    state: list[int]  # bytes of state by rank
+    state_on_every_rank: int = 0  # bytes that come on top of these, equal on all ranks
     parameters: int = 0
-    shared: int = 0  # messages that bring the new parameters
-    sent: list[_Sent] = field(default_factory=list)
+    parameter_messages: int = 0  # collectives that bring the new parameters
+    buckets: list[_GradientBucket] = field(default_factory=list)
 
     @property
-    def exchanged(self) -> int:
-        return sum(bucket.size for bucket in self.sent)
+    def bucket_bytes(self) -> int:
+        return sum(bucket.size for bucket in self.buckets)
 
 
-def costs(job: Job, workers: int, bucket_size: int | None, gloo: bool) -> tuple[Cost, ...]:
-    """Of the four ways, in the order of the table above."""
-    if workers == 1:
-        state = sum(weight.state(weight.elements) for weight in job.trained)
-        alone = Cost(job.parameters, _gradients(job), state, 0, 0, 0)
+def costs(sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: bool) -> tuple[Cost, ...]:
+    """Return the costs of the four ways, in the order of the table above."""
+    if workers == 1:  # nothing is sharded or sent, and no bucket is made
+        alone = Cost(sizes.parameter_bytes, sizes.gradient_bytes, sizes.state_bytes, 0, 0, 0)
         return alone, alone, alone, alone
-    laid = _laid_out(job, workers, bucket_size, gloo)
-    ddp = _ddp(job, workers)
-    return ddp, _oss(ddp, laid, workers), _sharded(job, laid, workers), _fully(job, workers, gloo)
-
-
-def _gradients(job: Job) -> int:
-    return sum(weight.bytes for weight in job.trained)
-
-
-def _ddp(job: Job, workers: int) -> Cost:
-    trained = job.trained
-    return Cost(
-        parameters=job.parameters,
-        gradients=_gradients(job),
-        optimizer=sum(weight.state(weight.elements) for weight in trained),
-        in_flight=max(weight.bytes for weight in trained),
-        sent=_travels(2 * _gradients(job) + job.buffers, workers),
-        collectives=ddp_buckets(trained) + job.buffer_messages,
+    layout = _lay_out(sizes, workers, bucket_size, gloo)
+    ddp = _ddp_cost(sizes, workers)
+    return (
+        ddp,
+        _oss_cost(ddp, layout, workers),
+        _sharded_ddp_cost(sizes, layout, workers),
+        _fsdp_cost(sizes, workers, gloo),
     )
 
 
-def _oss(ddp: Cost, laid: _Laid, workers: int) -> Cost:
+def _sent_per_worker(size: int, workers: int) -> int:
+    """Return the bytes each worker sends in one all-gather or reduce-scatter of `size` bytes."""
+    return round(size * (workers - 1) / workers)
+
+
+# -- DDP, OSS and ShardedDataParallel ------------------------------------------------------------
+
+
+def _ddp_cost(sizes: ModelSizes, workers: int) -> Cost:
     return Cost(
-        parameters=laid.parameters,
+        parameters=sizes.parameter_bytes,
+        gradients=sizes.gradient_bytes,
+        optimizer=sizes.state_bytes,
+        # Gradients are views of DDP's buckets, so only autograd's newest gradient is extra.
+        in_flight=max(param.bytes for param in sizes.trained),
+        # An all-reduce is a reduce-scatter and an all-gather, hence twice the gradients.
+        sent=_sent_per_worker(2 * sizes.gradient_bytes + sizes.buffers, workers),
+        collectives=ddp_buckets(sizes.trained) + sizes.buffer_messages,
+    )
+
+
+def ddp_buckets(params: Sequence[ParamSize]) -> int:
+    """Return how many buckets DistributedDataParallel reduces in a step.
+
+    A bucket is closed once it has reached its size. Parameters are taken from the last to the
+    first, which is about the order in which backward reaches them.
+    """
+    closed_buckets, filled, closed = 0, dict[Hashable, int](), dict[Hashable, int]()
+    for param in reversed(params):
+        kind = param.kind
+        filled[kind] = filled.get(kind, 0) + param.bytes
+        if filled[kind] >= DDP_BUCKETS[min(closed.get(kind, 0), 1)]:
+            closed[kind], filled[kind] = closed.get(kind, 0) + 1, 0
+            closed_buckets += 1
+    return closed_buckets + sum(size > 0 for size in filled.values())
+
+
+def _oss_cost(ddp: Cost, layout: _BucketLayout, workers: int) -> Cost:
+    return Cost(
+        parameters=layout.parameters,
         gradients=ddp.gradients,
-        optimizer=max(laid.state) + laid.state_of_all,
+        optimizer=max(layout.state) + layout.state_on_every_rank,
         in_flight=ddp.in_flight,
-        sent=ddp.sent + _travels(laid.exchanged, workers),
-        collectives=ddp.collectives + laid.shared,
+        sent=ddp.sent + _sent_per_worker(layout.bucket_bytes, workers),
+        collectives=ddp.collectives + layout.parameter_messages,
     )
 
 
-def _sharded(job: Job, laid: _Laid, workers: int) -> Cost:
-    held, most = _backward(laid.sent, 1 if all(part.even for part in job.parts) else workers)
-    if len(held) == 1:  # all ranks are alike
+def _sharded_ddp_cost(sizes: ModelSizes, layout: _BucketLayout, workers: int) -> Cost:
+    # With equal slices all ranks hold the same, so one rank is simulated: a huge model on a
+    # thousand workers would take minutes otherwise.
+    all_alike = all(optimizer.elementwise for optimizer in sizes.optimizers)
+    held, most = _simulate_backward(layout.buckets, 1 if all_alike else workers)
+    if len(held) == 1:
         held, most = held * workers, most * workers
-    worst = max(range(workers), key=lambda rank: held[rank] + laid.state[rank])
-    peak = max(map(sum, zip(most, laid.state, strict=True)))  # perhaps of another worker
-    flags = sum(len(part.weights) for part in job.parts)  # a byte each: which were used
+    worst = max(range(workers), key=lambda rank: held[rank] + layout.state[rank])
+    # The peak may be another rank's than the one that holds most after backward.
+    peak = max(map(sum, zip(most, layout.state, strict=True)))
+    used_flags = sum(len(optimizer.params) for optimizer in sizes.optimizers)  # one byte each
     return Cost(
-        parameters=laid.parameters,
+        parameters=layout.parameters,
         gradients=held[worst],
-        optimizer=laid.state[worst] + laid.state_of_all,
-        in_flight=peak - held[worst] - laid.state[worst],
-        sent=_travels(2 * laid.exchanged + 2 * flags + job.buffers, workers),
-        collectives=len(laid.sent) + laid.shared + 1 + job.buffer_messages,
+        optimizer=layout.state[worst] + layout.state_on_every_rank,
+        in_flight=peak - held[worst] - layout.state[worst],
+        sent=_sent_per_worker(2 * layout.bucket_bytes + 2 * used_flags + sizes.buffers, workers),
+        # The one is the all-reduce of the flags that say which parameters were used.
+        collectives=len(layout.buckets) + layout.parameter_messages + 1 + sizes.buffer_messages,
     )
 
 
-def _backward(buckets: Sequence[_Sent], ranks: int) -> tuple[list[int], list[int]]:
-    """Bytes of gradients that each rank holds after backward, and the most while it runs."""
+def _simulate_backward(
+    buckets: Sequence[_GradientBucket], ranks: int
+) -> tuple[list[int], list[int]]:
+    """Return each rank's bytes of gradients after backward, and the most while backward runs."""
     held, most = [0] * ranks, [0] * ranks
-    for place, bucket in enumerate([*buckets, None]):  # None: all are full, the last ones under way
-        flying = buckets[max(0, place - IN_FLIGHT) : place]
-        present = [*flying, bucket] if bucket else flying
-        copied = sum(one.size for one in present if not one.viewed)
-        viewed = {i: size for one in present if one.viewed for i, size in one.gradients.items()}
-        coming = buckets[place : place + 2]  # an operation makes those of weight and bias together
-        arriving = [s for one in coming for i, s in one.gradients.items() if i not in viewed]
-        common = copied + sum(viewed.values()) + max(arriving, default=0)
+    # The last round has no bucket to fill: all are full, and the last ones are being reduced.
+    for place, bucket in enumerate([*buckets, None]):
+        reducing = buckets[max(0, place - IN_FLIGHT) : place]
+        present = [*reducing, bucket] if bucket else reducing
+        copied = sum(one.size for one in present if not one.is_view)
+        viewed = {i: size for one in present if one.is_view for i, size in one.gradients.items()}
+        # One autograd node makes the gradients of a weight and its bias together, so a gradient
+        # of the next bucket may be there already.
+        newest = buckets[place : place + 2]
+        arriving = [s for one in newest for i, s in one.gradients.items() if i not in viewed]
+        on_every_rank = copied + sum(viewed.values()) + max(arriving, default=0)
         if place > IN_FLIGHT:
-            _add(held, buckets[place - IN_FLIGHT - 1].slices)
+            _add_slices(held, buckets[place - IN_FLIGHT - 1].slices)
         now = held.copy()
-        for one in flying:
-            _add(now, one.slices, one.rows + (one.landing if one is flying[0] else 0))
-        most = [max(before, size + common) for before, size in zip(most, now, strict=True)]
+        for one in reducing:
+            # Only the oldest bucket is being summed; the others still receive.
+            times = one.received + (one.summing if one is reducing[0] else 0)
+            _add_slices(now, one.slices, times)
+        most = [max(old, size + on_every_rank) for old, size in zip(most, now, strict=True)]
     for one in buckets[-IN_FLIGHT:]:
-        _add(held, one.slices)
+        _add_slices(held, one.slices)
     return held, [max(pair) for pair in zip(held, most, strict=True)]
 
 
-def _add(sizes: list[int], more: Sequence[int], times: int = 1) -> None:
+def _add_slices(sizes: list[int], slices: Sequence[int], times: int = 1) -> None:
     for rank in range(len(sizes)):
-        sizes[rank] += times * more[rank % len(more)]
+        sizes[rank] += times * slices[rank % len(slices)]  # one number stands for all ranks
+
+
+# -- FSDP --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Wrap:
-    """Bytes of one wrap: of its parameters and gradients whole, and as they travel, padded."""
+class _WrapBytes:
+    """Bytes of one wrap, with padding wherever tensors travel."""
 
-    whole: int
-    gradients: int
-    reduced: int
-    rows: int  # what comes for the worker's share of `reduced`, and is not summed up in its place
+    gathered: int  # its whole parameters
+    gradients: int  # its whole gradients, as autograd makes them
+    reduced: int  # its gradients in the memory of the reduce-scatter
+    received: int  # slices that arrive for this rank and are not summed in place
 
 
-def _fully(job: Job, workers: int, gloo: bool) -> Cost:
+def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
     state = sum(
-        weight.state(weight.share(workers))
-        if part.even
-        else -(-weight.fixed * weight.share(workers) // weight.elements)
-        for part in job.parts
-        for weight in part.trained
+        param.state_bytes(param.shard_elements(workers))
+        if optimizer.elementwise
+        # The state of a whole tensor, of which a shard has its proportion.
+        else -(-param.state_fixed * param.shard_elements(workers) // param.elements)
+        for optimizer in sizes.optimizers
+        for param in optimizer.trained
     )
-    wraps = [_wrap(unit, workers, gloo) for unit in job.units]
-    gathered = sum(wrap.whole for wrap in wraps)
+    wraps = [_wrap_bytes(wrap, workers, gloo) for wrap in sizes.wraps]
+    gathered = sum(wrap.gathered for wrap in wraps)
     reduced = sum(wrap.reduced for wrap in wraps)
-    kept = sum(w.whole for w, unit in zip(wraps, job.units, strict=True) if unit.inside is None)
-    gatherings = sum(1 if unit.inside is None else 2 for unit in job.units if unit.weights)
-    flags = sum(len(unit.weights) for unit in job.units)  # a byte each: which were used
+    # The outermost wrap stays gathered from forward to backward; all others are gathered twice.
+    stays = sum(
+        b.gathered for b, wrap in zip(wraps, sizes.wraps, strict=True) if wrap.outer is None
+    )
+    all_gathers = sum(1 if wrap.outer is None else 2 for wrap in sizes.wraps if wrap.params)
+    used_flags = sum(len(wrap.params) for wrap in sizes.wraps)  # one byte each
+    most = _most_in_fsdp_backward(sizes.wraps, wraps, workers)
     return Cost(
         parameters=gathered // workers,
         gradients=reduced // workers,
         optimizer=state,
-        in_flight=max(0, _most_whole(job.units, wraps, workers) - reduced // workers),
-        sent=_travels(2 * gathered - kept + reduced + 2 * flags, workers),
-        collectives=gatherings * (workers if gloo else 1)
+        in_flight=max(0, most - reduced // workers),
+        sent=_sent_per_worker(2 * gathered - stays + reduced + 2 * used_flags, workers),
+        collectives=all_gathers * (workers if gloo else 1)  # on gloo N broadcasts
         + sum(wrap.reduced > 0 for wrap in wraps)
-        + 1,
+        + 1,  # the flags
     )
 
 
-def _wrap(unit: Unit, workers: int, gloo: bool) -> _Wrap:
-    trained = [weight for weight in unit.weights if weight.trained]
-    reduced = sum(workers * weight.share(workers) * weight.itemsize for weight in trained)
-    in_place = all(weight.itemsize >= 4 for weight in trained)  # half precision is summed wider
-    return _Wrap(
-        whole=sum(workers * w.share(workers) * w.itemsize for w in unit.weights),
-        gradients=sum(weight.bytes for weight in trained),
+def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _WrapBytes:
+    trained = [param for param in wrap.params if param.trained]
+    reduced = sum(workers * param.shard_elements(workers) * param.itemsize for param in trained)
+    in_place = all(param.itemsize >= 4 for param in trained)  # half precision is summed in float32
+    return _WrapBytes(
+        gathered=sum(workers * p.shard_elements(workers) * p.itemsize for p in wrap.params),
+        gradients=sum(param.bytes for param in trained),
         reduced=reduced,
-        rows=reduced // workers * (workers - 1 - in_place) if gloo else 0,
+        received=reduced // workers * (workers - 1 - in_place) if gloo else 0,
     )
 
 
-def _most_whole(units: Sequence[Unit], wraps: Sequence[_Wrap], workers: int) -> int:
-    """The most bytes of gradients, shares of them, and whole parameters while backward runs.
+def _most_in_fsdp_backward(
+    wraps: Sequence[WrapParams], sizes: Sequence[_WrapBytes], workers: int
+) -> int:
+    """Return the most bytes of gradients, their shards and whole parameters during backward.
 
-    A wrap is whole while any inside of it computes; its gradients are given to their owners
-    once all inside of it are done. Meanwhile come the parameters of the next wrap, and the
-    gradients of the last one are under way, until the next ones are laid out.
+    A wrap is whole while any wrap inside it computes. Its gradients are reduced once all wraps
+    inside it are done. Meanwhile the parameters of the next wrap arrive, and the gradients of the
+    last one are still being reduced, until the next ones are laid out.
     """
     most = owned = leaving = 0
-    open_: list[int] = []
-    for number in reversed(range(len(units))):
-        open_.append(number)
-        coming = wraps[number - 1].whole if number else 0
-        present = sum(wraps[i].whole + wraps[i].gradients for i in open_)
-        most = max(most, owned + leaving + coming + present)
-        after = units[number - 1].inside if number else None
-        while open_ and (not number or open_[-1] != after):  # until the one around the next
-            done = wraps[open_.pop()]
-            present -= done.whole
+    open_wraps: list[int] = []
+    for number in reversed(range(len(wraps))):
+        open_wraps.append(number)
+        arriving = sizes[number - 1].gathered if number else 0  # prefetched
+        present = sum(sizes[i].gathered + sizes[i].gradients for i in open_wraps)
+        most = max(most, owned + leaving + arriving + present)
+        next_outer = wraps[number - 1].outer if number else None
+        # Close every wrap that does not contain the next one.
+        while open_wraps and (not number or open_wraps[-1] != next_outer):
+            done = sizes[open_wraps.pop()]
+            present -= done.gathered
             owned += done.reduced // workers
-            most = max(most, owned + coming + present + done.reduced)
+            # Gradients and the reduce-scatter's copy of them are there together for a moment.
+            most = max(most, owned + arriving + present + done.reduced)
             present -= done.gradients
-            leaving = done.reduced + done.rows if done.reduced else leaving
+            leaving = done.reduced + done.received if done.reduced else leaving
     return most
-
-
-def _travels(size: int, workers: int) -> int:
-    """What each worker sends so that its share of `size` bytes is where it is needed."""
-    return round(size * (workers - 1) / workers)
-
-
-def ddp_buckets(weights: Sequence[Weight]) -> int:
-    """How many buckets DistributedDataParallel reduces: full once they reach their size."""
-    count, filled, done = 0, dict[Hashable, int](), dict[Hashable, int]()
-    for weight in reversed(weights):
-        kind = weight.kind
-        filled[kind] = filled.get(kind, 0) + weight.bytes
-        if filled[kind] >= DDP_BUCKETS[min(done.get(kind, 0), 1)]:
-            done[kind], filled[kind] = done.get(kind, 0) + 1, 0
-            count += 1
-    return count + sum(size > 0 for size in filled.values())
 
 
 # -- the library's own layout ------------------------------------------------------------------
 
 
-def _laid_out(job: Job, workers: int, bucket_size: int | None, gloo: bool) -> _Laid:
-    """Everything in buckets, as `OSS` does it (see `Shards.lay_out`)."""
-    laid = _Laid([0] * workers)
-    untouched = [weight for part in job.parts for weight in part.weights if not weight.trained]
-    laid.parameters = sum(weight.bytes for weight in (*untouched, *job.others))
-    for part in job.parts:
-        kinds: dict[Hashable, list[tuple[int, int]]] = {}
-        for i, weight in reversed(list(enumerate(part.weights))):
-            if weight.trained and weight.elements:
-                kinds.setdefault(weight.kind, []).append((i, weight.elements))
-        for sizes in kinds.values():
-            itemsize = part.weights[sizes[0][0]].itemsize
-            total = sum(elements for _, elements in sizes)
+def _lay_out(sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: bool) -> _BucketLayout:
+    """Put all parameters into buckets, as `OSS` does (see `_flat_params.py`)."""
+    layout = _BucketLayout([0] * workers)
+    frozen = [param for one in sizes.optimizers for param in one.params if not param.trained]
+    layout.parameters = sum(param.bytes for param in (*frozen, *sizes.others))
+    for optimizer in sizes.optimizers:
+        kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of its parameters
+        for i, param in reversed(list(enumerate(optimizer.params))):
+            if param.trained and param.elements:
+                kinds.setdefault(param.kind, []).append((i, param.elements))
+        for indices in kinds.values():
+            itemsize = optimizer.params[indices[0][0]].itemsize
+            total = sum(elements for _, elements in indices)
             largest = bucket_size or _layout.bucket_size(workers, total)
-            if part.even:
-                segments = _layout.even(sizes, workers, largest)
+            if optimizer.elementwise:
+                segments = _layout.even(indices, workers, largest)
             else:
-                segments = _layout.whole(sizes, workers, largest, [0] * workers)
+                segments = _layout.whole(indices, workers, largest, [0] * workers)
             for segment in segments:
                 for bucket in segment.buckets:
-                    _count(laid, part, bucket, itemsize, gloo)
-    return laid
+                    _add_bucket(layout, optimizer, bucket, itemsize, gloo)
+    return layout
 
 
-def _count(laid: _Laid, part: Part, bucket: _layout.Bucket, itemsize: int, gloo: bool) -> None:
-    workers = len(laid.state)
+def _add_bucket(
+    layout: _BucketLayout,
+    optimizer: OptimizerParams,
+    bucket: _layout.Bucket,
+    itemsize: int,
+    gloo: bool,
+) -> None:
+    workers = len(layout.state)
     size = bucket.size * itemsize
-    viewed = bucket.runs[0].size == bucket.size
-    if part.even:
-        slices = [bucket.cuts[1] * itemsize]
-        laid.shared += workers if gloo else 1
+    is_view = bucket.runs[0].size == bucket.size
+    if optimizer.elementwise:
+        slices = [bucket.cuts[1] * itemsize]  # equal slices: one number for all ranks
+        layout.parameter_messages += workers if gloo else 1  # N broadcasts, or one all-gather
     else:
         slices = [(b - a) * itemsize for a, b in pairwise(bucket.cuts)]
-        laid.shared += sum(length > 0 for length in slices)
-    # As in `RankGroup.exchange`: slices from the others, a reduce-scatter, or an all-to-all.
-    wide = itemsize >= 4  # or else the sum is of another type, and is put together apart
-    rows = workers - 1 if gloo else 1 if part.even and wide else workers
-    landing = 3 if not wide else 1 if rows == workers else 0
-    weights = [part.weights[run.param] for run in bucket.runs]
-    gradients = {id(weight): weight.bytes for weight in weights}
-    laid.parameters += size
-    laid.sent.append(_Sent(size, slices, rows, landing, gradients, viewed))
-    if part.even and viewed:  # a huge parameter has many of these
-        laid.state_of_all += part.weights[bucket.runs[0].param].state(bucket.cuts[1])
+        layout.parameter_messages += sum(length > 0 for length in slices)
+    # `RankGroup.reduce_scatter_slices` receives the other ranks' slices one by one (gloo), calls
+    # NCCL's reduce-scatter for even slices, or an all-to-all for uneven ones.
+    full_precision = itemsize >= 4  # half precision is summed in float32, in memory of its own
+    if gloo:
+        received = workers - 1
+    else:
+        received = 1 if optimizer.elementwise and full_precision else workers
+    summing = 3 if not full_precision else 1 if received == workers else 0
+    params = [optimizer.params[run.param] for run in bucket.runs]
+    gradients = {id(param): param.bytes for param in params}
+    layout.parameters += size
+    layout.buckets.append(_GradientBucket(size, slices, received, summing, gradients, is_view))
+    if optimizer.elementwise and is_view:
+        # A huge parameter has many such buckets; counting them rank by rank would be slow.
+        param = optimizer.params[bucket.runs[0].param]
+        layout.state_on_every_rank += param.state_bytes(bucket.cuts[1])
         return
-    for rank, index, elements in _owned(bucket):
-        laid.state[rank] += part.weights[index].state(elements)
+    for rank, index, elements in _owned_ranges(bucket):
+        layout.state[rank] += optimizer.params[index].state_bytes(elements)
 
 
-def _owned(bucket: _layout.Bucket) -> Iterator[tuple[int, int, int]]:
-    """(rank, parameter, elements) for each piece of it that a worker owns."""
+def _owned_ranges(bucket: _layout.Bucket) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, parameter, elements) for each range of a parameter that one rank owns.
+
+    `Bucket.owned` answers the same for one rank; asking it for a thousand ranks would
+    read all runs a thousand times.
+    """
     cuts = bucket.cuts
     for run in bucket.runs:
         at, end = run.offset, run.offset + run.size
         rank = bisect_right(cuts, at) - 1
         while at < end:
-            upto = min(end, cuts[rank + 1])
-            if upto > at:
-                yield rank, run.param, upto - at
-            at, rank = upto, rank + 1
+            stop = min(end, cuts[rank + 1])
+            if stop > at:
+                yield rank, run.param, stop - at
+            at, rank = stop, rank + 1

@@ -1,47 +1,85 @@
-"""Sizes in bytes as people write them: "24GiB", "24 GB", "512MiB", or a plain number."""
+"""A model in integers: all that `_costs.py` has to know of it.
+
+No tensors and no modules here, so costs can be computed, and tested, for any made-up model.
+"""
 
 from __future__ import annotations
 
-import math
-import re
-
-UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
-    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
-}
-NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 
-def in_bytes(size: float | str) -> int:
-    """The number of bytes.
+@dataclass(frozen=True)
+class ParamSize:
+    """A parameter's size, and the size of its optimizer state.
 
-    >>> in_bytes("1.5 KiB"), in_bytes("24GB"), in_bytes(512)
-    (1536, 24000000000, 512)
+    Each shard of the parameter has `state_fixed` bytes of state, and `state_per_element` bytes for
+    each of its elements.
     """
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", size.lower())
-        if match is None or match[2] not in UNITS:
-            raise ValueError(
-                f'a size is a number and a unit, such as "24GiB", "24GB" or "512MiB", got {size!r}.'
-            )
-        size = float(match[1]) * UNITS[match[2]]
-    if isinstance(size, bool) or not isinstance(size, int | float):
-        raise TypeError(f'a size is a number of bytes or a text such as "24GiB", got {size!r}.')
-    if not (math.isfinite(size) and size > 0):
-        raise ValueError(f"a size must be positive, got {size!r}.")
-    return int(size)
+
+    elements: int
+    itemsize: int
+    kind: Hashable = "float32"  # dtype and device; only parameters of one kind share a bucket
+    trained: bool = True
+    state_fixed: int = 0
+    state_per_element: int = 0
+    rows: int = 1  # the first dimension, along which FSDP shards
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    def state_bytes(self, elements: int) -> int:
+        return self.state_fixed + self.state_per_element * elements
+
+    def shard_elements(self, workers: int) -> int:
+        """Elements of FSDP's largest shard, to which all other shards are padded."""
+        return -(-self.rows // workers) * (self.elements // max(1, self.rows))
 
 
-def shown(size: int) -> str:
-    """Three or four digits and a unit.
+@dataclass(frozen=True)
+class OptimizerParams:
+    """The parameters of one optimizer, and whether it updates each element by itself."""
 
-    >>> shown(0), shown(1536), shown(24 * 2**30)
-    ('0 B', '1.50 KiB', '24.0 GiB')
-    """
-    power, value = 0, float(size)
-    while value >= 1023.5 and power < len(NAMES) - 1:
-        power, value = power + 1, value / 1024
-    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {NAMES[power]}"
+    params: tuple[ParamSize, ...]
+    elementwise: bool = True
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        return [param for param in self.params if param.trained and param.elements]
+
+
+@dataclass(frozen=True)
+class WrapParams:
+    """The parameters of one FSDP wrap, and the number of the wrap around it."""
+
+    params: tuple[ParamSize, ...]
+    outer: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model: the parameters of its optimizers, all others, and its buffers."""
+
+    optimizers: tuple[OptimizerParams, ...]
+    others: tuple[ParamSize, ...] = ()
+    wraps: tuple[WrapParams, ...] = ()  # in the order in which a forward pass finishes them
+    buffers: int = 0  # bytes
+    buffer_messages: int = 0  # broadcasts of buffers from rank 0 before each forward
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        return [param for optimizer in self.optimizers for param in optimizer.trained]
+
+    @property
+    def parameter_bytes(self) -> int:
+        optimized = sum(param.bytes for one in self.optimizers for param in one.params)
+        return optimized + sum(param.bytes for param in self.others)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(param.bytes for param in self.trained)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(param.state_bytes(param.elements) for param in self.trained)

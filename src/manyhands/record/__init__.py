@@ -1,4 +1,8 @@
-"""The run log: one line a step, written by one worker, read back as one run.
+"""Write a run's values, one line for each step, and read them back as one run.
+
+    _record.py   sources, numbers and tensors → lines, without waiting for a GPU
+    _file.py     lines ↔ JSON in a file that is only ever appended to
+    _run.py      a file, perhaps of several starts → one run
 
 A record is a text file of JSON lines. A header says what the file is; each further line is one
 optimizer step:
@@ -9,13 +13,13 @@ optimizer step:
 
 Three rules keep a file whole and let a run be resumed:
 
-- A line goes out in a single write to a descriptor opened for appending, so that a crash leaves
-  complete lines. At most the last one is cut off; readers ignore it and a resumed run removes it.
+- A line is one write to a descriptor opened for appending, so a crash leaves complete lines. At
+  most the last one is cut off; readers ignore it, and a resumed run removes it.
 - Opening an existing record writes another header. The lines after it go on from there.
 - A line supersedes the earlier lines of its own and of later steps: a run that reached step 100
   and was resumed from step 90 reads as one run, with one line for each step.
 
-JSON has no word for the numbers that are not finite: they are the strings "nan", "inf" and "-inf"
+JSON has no numbers that are not finite. They are the strings "nan", "inf" and "-inf"
 in the file, and floats again when it is read.
 """
 

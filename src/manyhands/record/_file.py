@@ -1,6 +1,6 @@
 """A record on disk: lines to JSON and back, and a file that is only ever appended to.
 
-Nothing here knows what a step is, only that a line has a whole number "step" and a "time".
+This file knows of a line only that it has a whole number "step" and a "time".
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ HEADER = "manyhands"
 
 Line = dict[str, Any]
 
-_LARGEST = 2**53  # of a step and of its seconds: whole numbers are exact up to here
+_LARGEST = 2**53  # limit for a step and its seconds: floats are exact for whole numbers up to here
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
-    """A descriptor to append to, and the last line of the record that is continued, if any."""
+    """Return a descriptor to append to, and the last line of a continued record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if mode == "new":
@@ -43,37 +43,37 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file: a pipe would be waited for, and a device has no end.
+    """Return a descriptor of a regular file, and refuse anything else.
 
-    A link is followed, as the user has named it.
+    Opening a pipe could block, and reading a device might not end. Links are followed.
     """
     file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
     os.close(file)
-    raise ValueError(f"{path} is not a regular file, and a record is one. Choose another path.")
+    raise ValueError(f"{path} is not a regular file, as a record must be. Choose another path.")
 
 
 def _last_line(path: Path) -> tuple[Line | None, int]:
-    """The last complete line of a record, and where it ends."""
+    """Return the last complete line of a record, and the offset at which it ends."""
     last, end, number = b"", 0, 0
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
             if number == 1 and not raw.startswith(f'{{"{HEADER}"'.encode()):
-                raise ValueError(foreign(path) + " It is left as it is: choose another path.")
+                raise ValueError(not_a_record(path) + " It was not changed: choose another path.")
             if not raw.endswith(b"\n"):
                 number -= 1
                 break
             last, end = raw, end + len(raw)
-    line = parse(last, path, number) if last else None
+    line = parse_line(last, path, number) if last else None
     return line[HEADER] if line and HEADER in line else line, end
 
 
-def append(file: int, path: Path, line: Line) -> None:
-    """Write one line at once and whole."""
+def append_line(file: int, path: Path, line: Line) -> None:
+    """Write one whole line in a single call."""
     data = _to_json(line).encode() + b"\n"
     written = os.write(file, data)
-    if written < len(data):  # the disk is full: take the piece back, so that no line is cut
+    if written < len(data):  # the disk is full: take back what was written of the line
         os.ftruncate(file, os.fstat(file).st_size - written)
         raise OSError(errno.ENOSPC, "no space left for the next line", str(path))
 
@@ -81,8 +81,8 @@ def append(file: int, path: Path, line: Line) -> None:
 def _to_json(line: Line) -> str:
     try:
         return _encode(line)
-    except ValueError:  # something is not finite
-        return _encode(_named(line))
+    except ValueError:  # a number is not finite; checking every line beforehand would cost more
+        return _encode(_name_nonfinite(line))
     except TypeError as error:
         raise TypeError(
             f"snapshot() must give plain Python values (numbers, strings, lists, None): {error}. "
@@ -90,34 +90,36 @@ def _to_json(line: Line) -> str:
         ) from error
 
 
-def _named(value: Any) -> Any:
-    """`value` with the numbers that are not finite as strings."""
+def _name_nonfinite(value: Any) -> Any:
+    """Return `value` with strings in place of the numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: _named(entry) for key, entry in value.items()}
+        return {key: _name_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_named(entry) for entry in value]
+        return [_name_nonfinite(entry) for entry in value]
     return value if not isinstance(value, float) or math.isfinite(value) else str(float(value))
 
 
-def parse(raw: bytes, path: Path, number: int) -> Line:
-    """One line of a record, checked."""
+def parse_line(raw: bytes, path: Path, number: int) -> Line:
+    """Read and check one line of a record. The file may come from a stranger."""
     try:
         line: Line = json.loads(raw)
         if HEADER in line:
             version = line[HEADER]["version"]
+            # A later format may have other fields: say "version" then, and not "damaged".
             complete = version != FORMAT_VERSION or _is_header(line[HEADER])
         else:
             version = FORMAT_VERSION
-            line = {key: _unnamed(value) for key, value in line.items()}
+            line = {key: _restore_nonfinite(value) for key, value in line.items()}
             complete = _is_step(line["step"]) and _is_time(line["time"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         complete = False
     if not complete or (number == 1 and HEADER not in line):
         raise ValueError(
-            foreign(path)
+            not_a_record(path)
             if number == 1
             else f"{path}, line {number} is damaged: it is not a line of a record. "
-            "The lines before it are whole; delete it and what follows to go on from there."
+            "The lines before it are complete. Delete it and all lines after it to continue from "
+            "there."
         )
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -134,6 +136,7 @@ def _is_header(header: dict[str, Any]) -> bool:
 
 
 def _is_step(value: Any) -> bool:
+    # type(), because isinstance would accept True.
     return type(value) is int and 0 <= value <= _LARGEST
 
 
@@ -141,14 +144,14 @@ def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= _LARGEST
 
 
-def _unnamed(value: Any) -> Any:
+def _restore_nonfinite(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unnamed(entry) for entry in value]
+        return [_restore_nonfinite(entry) for entry in value]
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def flat(line: Line) -> Iterator[tuple[str, Any]]:
-    """("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2); the rest as it is."""
+def flatten(line: Line) -> Iterator[tuple[str, Any]]:
+    """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and all other values unchanged."""
     for key, value in line.items():
         if isinstance(value, list):
             yield from ((f"{key}/{index}", entry) for index, entry in enumerate(value))
@@ -156,5 +159,5 @@ def flat(line: Line) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def foreign(path: Path) -> str:
+def not_a_record(path: Path) -> str:
     return f"{path} is not a record of manyhands: it does not begin with a record's header."

@@ -1,4 +1,4 @@
-"""A record, read back as one run."""
+"""Reading a record: the file of one start or of several, as one run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from manyhands.record._file import HEADER, Line, flat, foreign, open_file, parse
+from manyhands.record._file import (
+    HEADER,
+    Line,
+    flatten,
+    not_a_record,
+    open_file,
+    parse_line,
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A record, read: its header and its lines, one for each step."""
+    """A record that was read: its last header and its lines, one for each step."""
 
     path: Path
     name: str
@@ -22,8 +29,8 @@ class Run:
 
     @cached_property
     def columns(self) -> list[str]:
-        """Every column there is; a list of values per parameter group gives "lr/0", "lr/1"."""
-        return list(dict.fromkeys(key for line in self.lines for key, _ in flat(line)))
+        """The names of all columns; a list (one value per parameter group) gives "lr/0", "lr/1"."""
+        return list(dict.fromkeys(key for line in self.lines for key, _ in flatten(line)))
 
     @cached_property
     def own(self) -> list[str]:
@@ -32,7 +39,7 @@ class Run:
         return list(dict.fromkeys(key for line in self.lines for key in line if key not in ours))
 
     def column(self, key: str) -> list[Any]:
-        """One value for each line, None where a line has none.
+        """Return one value for each line, None for a line without the key.
 
         `column("lr")` gives a list per line, `column("lr/0")` the first group's number.
         """
@@ -50,37 +57,38 @@ class Run:
         ]
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with a row for each line and the columns of `columns`."""
+        """Return a `pandas.DataFrame` with a row for each line and the columns of `columns`."""
         try:
             import pandas
         except ImportError as error:
             raise ImportError(
                 "to_pandas() needs pandas, which is not installed: pip install pandas"
             ) from error
-        return pandas.DataFrame([dict(flat(line)) for line in self.lines], columns=self.columns)
+        return pandas.DataFrame([dict(flatten(line)) for line in self.lines], columns=self.columns)
 
 
 def read_record(path: str | os.PathLike[str]) -> Run:
-    """Read a record as one run: resumed parts joined, one line for each step.
+    """Read a record as one run, with one line for each step, however often it was resumed.
 
-    A last line without its end (the run was stopped while writing, or is writing now) is
-    ignored. Any other damage is a `ValueError` that names the line.
+    An incomplete last line (the run was stopped while writing, or is writing now) is ignored.
+    Any other damage is a `ValueError` that names the line.
 
-    After a resumption "time" goes on from the last line that was kept, so that it is the time
-    spent on the steps that count.
+    When a run is resumed, "time" continues from the last line that was kept: it is the time spent
+    on the steps that count.
     """
     path = Path(path)
     header: dict[str, Any] = {}
     lines: list[Line] = []
-    earlier, resumed = 0.0, False  # seconds before this part of the file
+    earlier, resumed = 0.0, False  # seconds of all starts before this one
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n"):  # only the last line can be incomplete
                 break
-            line = parse(raw, path, number)
+            line = parse_line(raw, path, number)
             if HEADER in line:
                 header, resumed = line[HEADER], True
                 continue
+            # The run went back to a checkpoint, so the later lines do not count any more.
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
             if resumed:
@@ -88,5 +96,5 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             line["time"] += earlier
             lines.append(line)
     if not header:
-        raise ValueError(foreign(path))
+        raise ValueError(not_a_record(path))
     return Run(path, header["name"], header, lines)

@@ -1,12 +1,12 @@
 """Records to one page with figures.
 
-    record(s) ── _panels.py: what to draw ── _panels.py: which points
-                                │
-                 _page.py: the table      _page.py: plotly figures and one HTML file
+    _panels.py   runs → figures: which there are, and which curves are in each
+    _curves.py   curves → fewer points, a mean, and a vertical scale (plain numbers)
+    _page.py     figures and a table → one HTML file
+    page.html, page.css, page.js   the page's frame, its look, and what happens on a click
 
-The page is one file with everything in it, plotly's JavaScript too (4.8 MB of it), so that it opens
-without a network and can be sent by mail. Only `write_report` needs plotly, and only when it
-is called.
+The page has everything in it, plotly's JavaScript too (4.8 MB of it), so that it opens without a
+network and can be sent by mail. Only `write_report` needs plotly, and only when it is called.
 """
 
 from manyhands.report._page import write_report

@@ -1,4 +1,8 @@
-"""Panels and a table to one HTML file, with everything in it."""
+"""Runs to one HTML file: a table with a row for each run, and a figure for each panel.
+
+The file has everything in it, so that it opens without a network. plotly draws in the reader's
+browser; `page.js` gives it the figures, and draws them again when the reader makes another choice.
+"""
 
 from __future__ import annotations
 
@@ -15,65 +19,11 @@ from typing import Any
 from manyhands.record import Run, read_record
 from manyhands.report._panels import Panel, axes, numbers, panels
 
-NOTHING = "–"
-
-
-def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """The headings, and for each run one cell for each of them."""
-    own = list(dict.fromkeys(key for run in runs for key in run.own))
-    headings = ["steps", "progress", "time", "average gain", "skipped", "not finite"]
-    rows = [
-        [
-            _number(_last(run, "step")),
-            _number(_last(run, "progress")),
-            _duration(_last(run, "time")),
-            _number(_average(run, "gain")),
-            _number(_last(run, "skipped")),
-            _number(_last(run, "nonfinite")),
-            *(_number(_last(run, key)) for key in own),
-        ]
-        for run in runs
-    ]
-    return headings + [f"last {key}" for key in own], rows
-
-
-def _values(run: Run, column: str) -> list[float]:
-    if column not in run.columns:
-        return []
-    return [value for value in numbers(run, column) if value is not None]
-
-
-def _last(run: Run, column: str) -> float | None:
-    values = _values(run, column)
-    return values[-1] if values else None
-
-
-def _average(run: Run, column: str) -> float | None:
-    values = [value for value in _values(run, column) if math.isfinite(value)]
-    return sum(values) / len(values) if values else None
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return NOTHING
-    if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None or not math.isfinite(seconds):
-        return _number(seconds)
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-# Told apart by most colour-blind readers, and legible on white and on black.
+# Most colour-blind readers can tell these apart, on white and on black.
 _COLOURS = ("#3d85c6", "#e07b00", "#1f9e77", "#c2569b", "#7d6bd6", "#b8960c", "#d1495b", "#2aa5bd")
 _AXES = {"progress": "progress", "step": "steps", "time": "time"}
+_HEIGHTS = {"best": "best fit", "all": "all values", "log": "log scale"}
+_NO_VALUE = "–"
 
 RunOrPath = Run | str | os.PathLike[str]
 
@@ -94,7 +44,9 @@ def write_report(
     >>> page.name
     'report.html'
 
-    A long curve is thinned out to about 2,000 points, in which a single spike stays visible.
+    A long curve is thinned out to about 2,000 points, in which a single spike stays visible. Each
+    figure begins with the vertical scale on which its curves can be told apart, also if one of
+    them diverges; on the page, the reader can choose all values or a log scale.
     """
     several = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
     if not several:
@@ -103,7 +55,7 @@ def write_report(
     page = _page(read, title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name taken from a path may hold bytes that are no text.
+    # The name of a run may come from a path, which may hold bytes that are not text.
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
@@ -124,18 +76,21 @@ def _page(runs: list[Run], title: str) -> str:
     return Template((here / "page.html").read_text("utf-8")).substitute(
         title=html.escape(title),
         style=(here / "page.css").read_text("utf-8"),
-        switch=_switch(list(data["axes"])) if shown else "",
-        table=_table(runs, labels),
-        figures="\n".join(map(_place, shown)) or "<p>These runs have no steps yet.</p>",
+        switch=_switch("axis", "Curves against", {name: _AXES[name] for name in data["axes"]})
+        + _switch("height", "Heights", _HEIGHTS)
+        if shown
+        else "",
+        table=_summary_table(runs, labels),
+        figures="\n".join(map(_figure_element, shown)) or "<p>These runs have no steps yet.</p>",
         plotly=get_plotlyjs(),
-        # In a script element only "<" could end it; in JSON it can be written so.
+        # Only "<" could end the script element early, and JSON has another way to write it.
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         script=(here / "page.js").read_text("utf-8"),
     )
 
 
 def _figure(panel: Panel) -> Any:
-    """A plotly figure. Its colours of paper and ink, and its horizontal axis, are the page's."""
+    """Return a plotly figure. `page.js` adds the page's colours and the horizontal axis."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure(
@@ -149,7 +104,9 @@ def _figure(panel: Panel) -> Any:
         }
     )
     if panel.logarithmic:
-        figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+        figure.update_yaxes(type="log", exponentformat="power")
+    if panel.range is not None:
+        figure.update_yaxes(range=panel.range)
     for curve in panel.curves:
         figure.add_scatter(
             name=html.escape(curve.label),  # plotly reads names as HTML
@@ -169,7 +126,7 @@ def _colour(run: int) -> str:
 
 
 def _labels(runs: list[Run]) -> list[str]:
-    """The runs' names, with the file where two have the same."""
+    """Return the runs' names, with the file if two runs have the same name."""
     names = [run.name for run in runs]
     labels = [
         name if names.count(name) == 1 else f"{name} ({run.path})"
@@ -181,8 +138,8 @@ def _labels(runs: list[Run]) -> list[str]:
     ]
 
 
-def _place(panel: Panel) -> str:
-    """Where the script puts a figure."""
+def _figure_element(panel: Panel) -> str:
+    """Return the element in which the script draws a figure."""
     meaning = f"<figcaption>{html.escape(panel.meaning)}</figcaption>" if panel.meaning else ""
     title = html.escape(panel.title)
     return (
@@ -190,16 +147,17 @@ def _place(panel: Panel) -> str:
     )
 
 
-def _switch(names: list[str]) -> str:
-    choices = "".join(
-        f'<label><input type="radio" name="axis" value="{name}"{" checked" * (not index)}>'
-        f"<span>{_AXES[name]}</span></label>"
-        for index, name in enumerate(names)
+def _switch(name: str, legend: str, choices: dict[str, str]) -> str:
+    """Return radio buttons, the first of which is chosen."""
+    buttons = "".join(
+        f'<label><input type="radio" name="{name}" value="{value}"{" checked" * (not index)}>'
+        f"<span>{text}</span></label>"
+        for index, (value, text) in enumerate(choices.items())
     )
-    return f'<fieldset class="switch"><legend>Curves against</legend>{choices}</fieldset>'
+    return f'<fieldset class="switch"><legend>{legend}</legend>{buttons}</fieldset>'
 
 
-def _table(runs: list[Run], labels: list[str]) -> str:
+def _summary_table(runs: list[Run], labels: list[str]) -> str:
     headings, rows = summary(runs)
     head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in ["run", *headings])
     body = "\n".join(
@@ -210,3 +168,60 @@ def _table(runs: list[Run], labels: list[str]) -> str:
         for number, (label, cells) in enumerate(zip(labels, rows, strict=True))
     )
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+
+# -- the table: one row for each run -----------------------------------------------------------
+
+
+def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings, and for each run one cell for each heading."""
+    own = list(dict.fromkeys(key for run in runs for key in run.own))
+    headings = ["steps", "progress", "time", "average gain", "skipped", "not finite"]
+    rows = [
+        [
+            _format(_last_value(run, "step")),
+            _format(_last_value(run, "progress")),
+            _format_duration(_last_value(run, "time")),
+            _format(_mean(run, "gain")),
+            _format(_last_value(run, "skipped")),
+            _format(_last_value(run, "nonfinite")),
+            *(_format(_last_value(run, key)) for key in own),
+        ]
+        for run in runs
+    ]
+    return headings + [f"last {key}" for key in own], rows
+
+
+def _numbers_of(run: Run, column: str) -> list[float]:
+    if column not in run.columns:
+        return []
+    return [value for value in numbers(run, column) if value is not None]
+
+
+def _last_value(run: Run, column: str) -> float | None:
+    values = _numbers_of(run, column)
+    return values[-1] if values else None
+
+
+def _mean(run: Run, column: str) -> float | None:
+    values = [value for value in _numbers_of(run, column) if math.isfinite(value)]
+    return sum(values) / len(values) if values else None
+
+
+def _format(value: float | None) -> str:
+    if value is None:
+        return _NO_VALUE
+    # Counts stay whole, and large numbers are not written as 1.2e+05.
+    if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def _format_duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return _format(seconds)
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

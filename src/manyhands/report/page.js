@@ -1,12 +1,23 @@
 const { figures, axes } = JSON.parse(document.getElementById("data").textContent);
 const plots = [...document.querySelectorAll(".plot")];
-const choices = [...document.querySelectorAll("[name=axis]")];
+const switches = [...document.querySelectorAll(".switch input")];
 const boxes = [...document.querySelectorAll("table [type=checkbox]")];
+
+const chosen = (name) => switches.find((input) => input.name === name && input.checked).value;
+
+// A figure's own scale ("best") has a range only if a few values would flatten all others.
+function heights(yaxis, choice) {
+  if (choice === "best") return yaxis;
+  const { range, type, ...rest } = yaxis;
+  const log = { type: "log", exponentformat: "power" };
+  return { ...rest, ...(choice === "log" ? log : { type: "linear" }), autorange: true };
+}
 
 function draw() {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
-  const axis = choices.find((choice) => choice.checked).value;
+  const axis = chosen("axis");
+  const height = chosen("height");
   const hidden = new Set(boxes.filter((box) => !box.checked).map((box) => Number(box.value)));
   const line = { gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false };
 
@@ -22,7 +33,7 @@ function draw() {
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line") },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--quiet"), activecolor: colour("--ink") },
       xaxis: { ...layout.xaxis, ...line, title: { text: axes[axis] } },
-      yaxis: { ...layout.yaxis, ...line },
+      yaxis: { ...heights(layout.yaxis, height), ...line },
     }, {
       responsive: true, displaylogo: false,
       modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
@@ -32,6 +43,6 @@ function draw() {
 
 if (figures.length) {
   draw();
-  [...choices, ...boxes].forEach((input) => input.addEventListener("change", draw));
+  [...switches, ...boxes].forEach((input) => input.addEventListener("change", draw));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 }

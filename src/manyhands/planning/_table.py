@@ -1,0 +1,203 @@
+"""A plan: the four ways as rows, as a table, and in words. And sizes as people write them.
+
+`_plan.py` fills these in; the command `manyhands plan` and `print` show them. Nothing is computed
+here beyond sums and comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train, and its cost to the worker that holds most; sizes in bytes.
+
+    `gradients` and `optimizer` are held after `backward` and after `step`; `in_flight` is the most
+    that is held on top, while gradients are made and sent. `sent`, the mean over the workers, and
+    `collectives` count one step. `activations` is None if no input was given, `fits` is None if no
+    memory was given. `obstacle` says why the model cannot be trained in this way.
+    """
+
+    name: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    in_flight: int
+    buffers: int
+    activations: int | None
+    sent: int
+    collectives: int
+    fits: bool | None
+    obstacle: str | None
+    code: str
+
+    @property
+    def available(self) -> bool:
+        """Whether the model and its optimizers can be trained in this way."""
+        return self.obstacle is None
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes that are counted, for one worker."""
+        held = self.parameters + self.gradients + self.optimizer
+        return held + self.in_flight + self.buffers + (self.activations or 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of `mh.plan`: a row for each way to train. Print it to see the table.
+
+    If nothing fits, `enough` is the number of workers on which the most sharded way would fit.
+    """
+
+    rows: tuple[Row, ...]
+    optimizer: str
+    layout: str
+    wraps: str
+    elements: int
+    workers: int
+    memory: int | None
+    enough: int | None = None
+
+    @property
+    def cheapest(self) -> Row | None:
+        """The way that fits and sends the fewest bytes; of equal ones the simplest."""
+        # Rows are ordered from the simplest to the most sharded, and min() returns the first.
+        fitting = [row for row in self.rows if row.available and row.fits is not False]
+        return min(fitting, key=lambda row: row.sent, default=None)
+
+    @property
+    def title(self) -> str:
+        """The model's size, its optimizers and the number of workers."""
+        workers = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        return f"{self.elements:,} parameters, {self.optimizer}, {workers}"
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """The table: a heading, and a line for each kind of cost with a cell for each way."""
+        first = self.rows[0]
+        lines: list[tuple[str, Callable[[Row], str]]] = [
+            ("parameters", lambda row: format_bytes(row.parameters)),
+            ("gradients", lambda row: format_bytes(row.gradients)),
+            ("optimizer state", lambda row: format_bytes(row.optimizer)),
+            ("in flight", lambda row: format_bytes(row.in_flight)),
+        ]
+        if first.buffers:
+            lines.append(("module buffers", lambda row: format_bytes(row.buffers)))
+        if first.activations is not None:
+            lines.append(("activations", lambda row: format_bytes(row.activations or 0)))
+        lines += [
+            ("bytes per worker", lambda row: format_bytes(row.total)),
+            ("sent per step", lambda row: format_bytes(row.sent)),
+            ("collectives", lambda row: f"{row.collectives:,}"),
+        ]
+        if self.memory is not None:
+            lines.append((f"fits {format_bytes(self.memory)}", self._fits_cell))
+        return [
+            ["", *(row.name for row in self.rows)],
+            *([label, *map(cell, self.rows)] for label, cell in lines),
+        ]
+
+    def _fits_cell(self, row: Row) -> str:
+        assert self.memory is not None
+        return "yes" if row.fits else f"{format_bytes(row.total - self.memory)} over"
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that explain the table."""
+        notes = [self.layout, self.wraps]
+        if self.rows[0].activations is None:
+            notes.append("Activations are not counted: no input was given.")
+        notes += [f"{row.name} cannot be used: {row.obstacle}" for row in self.rows if row.obstacle]
+        return notes
+
+    @property
+    def verdict(self) -> str:
+        """The way to take, or how much memory is missing."""
+        best = self.cheapest
+        if best is not None:
+            fits = "" if self.memory is None else f" that fits {format_bytes(self.memory)}"
+            return f"The cheapest{fits}: {best.name}"
+        assert self.memory is not None
+        least = most_sharded(self.rows)
+        text = f"Nothing fits. {least.name} is {format_bytes(least.total - self.memory)} over, and "
+        if self.enough is not None:
+            text += f"would fit on {self.enough:,} workers."
+        else:
+            text += "no number of workers was found on which it would fit."
+        return text
+
+    def __str__(self) -> str:
+        best = self.cheapest
+        code = [] if best is None else ["", *(f"    {line}" for line in best.code.splitlines())]
+        return "\n".join(
+            [self.title, "", *_align(self.cells), "", *self.notes, "", self.verdict, *code]
+        )
+
+
+def most_sharded(rows: Sequence[Row]) -> Row:
+    """Return the last row that can be used: rows are ordered by how much they shard."""
+    return [row for row in rows if row.available][-1]
+
+
+def _align(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for row in cells
+    ]
+
+
+# -- sizes in bytes: "24GiB", "24 GB", "512MiB", or a plain number -----------------------------
+
+UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
+}
+UNIT_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def parse_bytes(size: float | str) -> int:
+    """Return the number of bytes.
+
+    >>> parse_bytes("1.5 KiB"), parse_bytes("24GB"), parse_bytes(512)
+    (1536, 24000000000, 512)
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", size.lower())
+        if match is None or match[2] not in UNITS:
+            raise ValueError(
+                f'a size is a number and a unit, such as "24GiB", "24GB" or "512MiB", got {size!r}.'
+            )
+        size = float(match[1]) * UNITS[match[2]]
+    if isinstance(size, bool) or not isinstance(size, int | float):
+        raise TypeError(f'a size is a number of bytes or a text such as "24GiB", got {size!r}.')
+    if not (math.isfinite(size) and size > 0):
+        raise ValueError(f"a size must be positive, got {size!r}.")
+    return int(size)
+
+
+def format_bytes(size: int) -> str:
+    """Return three or four digits and a unit.
+
+    >>> format_bytes(0), format_bytes(1536), format_bytes(24 * 2**30)
+    ('0 B', '1.50 KiB', '24.0 GiB')
+    """
+    power, value = 0, float(size)
+    while value >= 1023.5 and power < len(UNIT_NAMES) - 1:
+        power, value = power + 1, value / 1024
+    # The bounds are those at which rounding would give one digit more.
+    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {UNIT_NAMES[power]}"
