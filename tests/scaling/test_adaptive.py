@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import manyhands as mh
-from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
+from oracle import FACTORS, OPTIMIZERS, PlainRun, loss_of, make_batches, make_model, two_groups
 from ranks import raises_on_ranks, run_ranks
 
 
@@ -51,12 +51,12 @@ def test_training_is_the_plain_run_with_passes_counted(kind, inner, workers, cal
     arguments = (kind, inner, passes, call)
     ours = run_ranks(workers, train, *arguments) if workers > 1 else [train(*arguments)]
     model = make_model(torch.float64)
-    oracle = Plain(
+    oracle = PlainRun(
         model,
         OPTIMIZERS[inner](two_groups(model)),
         FACTORS[kind],
         preconditioned=kind == "AdamScale",
-        mix_units=True,
+        mix_norm_kinds=True,
         smoothing=0.9,
     )
     x, y = make_batches(len(passes), workers * max(passes), dtype=torch.float64)

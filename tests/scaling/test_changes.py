@@ -140,13 +140,13 @@ def test_adamscale_goes_back_to_before_its_first_step():
         for a in range(2):
             loss_of(model, x[step, a], y[step, a]).backward()
         optimizer.step()
-    assert optimizer.noise.unit == "preconditioned"
+    assert optimizer.noise.norm_kind == "preconditioned"
     optimizer.zero_grad()
     optimizer.load_state_dict(state)
     for a in range(2):
         loss_of(model, x[0, a], y[0, a]).backward()
     optimizer.step()
-    assert optimizer.noise.unit == "plain"
+    assert optimizer.noise.norm_kind == "plain"
 
 
 def test_a_scale_can_be_set_after_loading():
@@ -253,7 +253,7 @@ SAID = {
     ),
     "floor_each_step": (True, lambda rule: rule.noise.floor_each_step, False),
     "var_floor": (0.0, lambda rule: rule.noise.var_floor, 1e-6),
-    "second_moment_floor": (0.01, lambda rule: rule._meter.tap.norms.floor, 1e-3),
+    "second_moment_floor": (0.01, lambda rule: rule._tracker.tap.norms.floor, 1e-3),
 }
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
+from oracle import FACTORS, OPTIMIZERS, PlainRun, loss_of, make_batches, make_model, two_groups
 from ranks import run_ranks
 
 STEPS = 8  # AdamScale's preconditioner sets in after five
@@ -111,7 +111,7 @@ def results(rule, setup):
 def plain(rule, optimizer, setup):
     workers, passes = SETUPS[setup]
     model = make_model(torch.float64)
-    oracle = Plain(
+    oracle = PlainRun(
         model,
         OPTIMIZERS[optimizer](two_groups(model)),
         FACTORS[rule],

@@ -10,8 +10,8 @@ from torch import nn
 import manyhands as mh
 from manyhands._core.norms import norm, norms
 from manyhands.scaling._averages import NoiseAverage
-from manyhands.scaling._noise import Reading
-from manyhands.scaling._preconditioned import Preconditioned
+from manyhands.scaling._noise import NormSums
+from manyhands.scaling._preconditioned import PreconditionedNorm
 from oracle import loss_of, make_batches, make_model, preconditioners
 from ranks import run_ranks
 
@@ -61,7 +61,7 @@ KINDS = {
 }
 
 
-def divided_by(optimizer, param, group):
+def unscale(optimizer, param, group):
     state = optimizer.state[param]
     if "exp_avg_sq" in state:
         second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
@@ -82,20 +82,20 @@ def test_gradients_are_divided_by_what_the_optimizer_divides_them_by(kind, layou
         data = data.to(memory_format=torch.channels_last)
     param = nn.Parameter(data)
     optimizer = KINDS[kind]([param])
-    measure = Preconditioned(optimizer)
+    measure = PreconditionedNorm(optimizer)
     for step in range(8):
         grad = torch.randn_like(param)
         (length,) = measure.many([0], [grad])
         if step < 5:
             expected = grad.double().norm()
         else:
-            scale = divided_by(optimizer, param, optimizer.param_groups[0])
+            scale = unscale(optimizer, param, optimizer.param_groups[0])
             expected = (grad.double() / scale.double()).norm()
         assert float(length) == pytest.approx(float(expected), rel=2e-5)
         param.grad = grad
         optimizer.step()
     strange = torch.randn(shape[layout][::-1]).permute(*range(len(shape[layout]))[::-1])
-    scale = divided_by(optimizer, param, optimizer.param_groups[0])
+    scale = unscale(optimizer, param, optimizer.param_groups[0])
     expected = (strange.double() / scale.double()).norm()
     assert float(measure.one(0, strange)) == pytest.approx(float(expected), rel=2e-5)
 
@@ -117,10 +117,10 @@ def test_tiny_second_moments_count_as_a_part_of_the_mean(layout):
     corrected = 1 - 0.999**6
     floored = second.clamp(min=1e-3 * float(second.mean()))
     expected = (grad.double() / ((floored / corrected).sqrt() + 1e-8)).norm()
-    assert float(Preconditioned(optimizer, 1e-3).one(0, grad)) == pytest.approx(
+    assert float(PreconditionedNorm(optimizer, 1e-3).one(0, grad)) == pytest.approx(
         float(expected), rel=2e-5
     )
-    assert float(Preconditioned(optimizer).one(0, grad)) > 1e3 * float(expected)
+    assert float(PreconditionedNorm(optimizer).one(0, grad)) > 1e3 * float(expected)
     with pytest.raises(ValueError, match="second_moment_floor must be at least 0 and below 1"):
         mh.AdamScale(optimizer, second_moment_floor=1.0)
 
@@ -240,7 +240,7 @@ def batches_of(model, optimizer, x, y):
 @pytest.mark.parametrize("kind", ["Adam", "AdamW amsgrad", "Adam fused", "RMSprop"])
 @pytest.mark.parametrize("reset", RESETS)
 def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
-    """Norms of plain and of divided gradients differ by orders of magnitude: never mix them."""
+    """NormKind of plain and of divided gradients differ by orders of magnitude: never mix them."""
     x, y = make_batches(16, 2)
     model, options = make_model(), {"num_gradients_to_accumulate": 2, "smoothing": 0.9}
     inner = KINDS[kind](model.parameters())
@@ -248,7 +248,7 @@ def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
     optimizer = mh.AdamScale(inner, **options)
     for noise in batches_of(model, optimizer, x[:8], y[:8]):
         assert noise.measured
-    assert optimizer.noise.unit == "preconditioned"
+    assert optimizer.noise.norm_kind == "preconditioned"
     RESETS[reset](optimizer, fresh)
     optimizer.zero_grad()
     other = copy.deepcopy(model)
@@ -258,10 +258,10 @@ def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
         batches_of(other, begun, x[8:], y[8:]),
         strict=True,
     ):
-        assert ours.unit == anew.unit
+        assert ours.norm_kind == anew.norm_kind
         assert ours.raw_var == pytest.approx(anew.raw_var, rel=1e-6)
         assert ours.raw_sqr == pytest.approx(anew.raw_sqr, rel=1e-6, abs=1e-9)
-    assert optimizer.noise.unit == "preconditioned"  # again
+    assert optimizer.noise.norm_kind == "preconditioned"  # again
 
 
 @pytest.mark.filterwarnings("ignore:in the first block all")  # both ranks train on equal data
@@ -278,7 +278,7 @@ def test_averages_start_anew_when_blocks_reset_the_optimizer_inside():
             optimizer.zero_grad()
             loss_of(model, x[step, 0], y[step, 0]).backward()
             optimizer.step()
-            units.append(inner.noise.unit)
+            units.append(inner.noise.norm_kind)
         return units
 
     plain, divided = ["plain"], ["preconditioned"]
@@ -287,10 +287,10 @@ def test_averages_start_anew_when_blocks_reset_the_optimizer_inside():
 
 
 def test_averages_of_both_kinds_are_mixed_as_adaptdl_does_but_not_after_a_reset():
-    plain = Reading((2000.0,), (400.0,), 2, 2.0)
-    divided = Reading((3.0,), (1.0,), 2, 2.0, unit="preconditioned")
-    mixed = NoiseAverage(1, mix_units=True).after(plain, 0.9).after(divided, 0.9)
-    assert mixed.after(plain, 0.9).raw_var == NoiseAverage(1).after(plain, 0.9).raw_var
+    plain = NormSums((2000.0,), (400.0,), 2, 2.0)
+    divided = NormSums((3.0,), (1.0,), 2, 2.0, norm_kind="preconditioned")
+    mixed = NoiseAverage(1, mix_norm_kinds=True).add(plain, 0.9).add(divided, 0.9)
+    assert mixed.add(plain, 0.9).raw_var == NoiseAverage(1).add(plain, 0.9).raw_var
 
 
 def test_a_state_that_was_replaced_by_one_of_the_same_age_gets_its_own_floor():
@@ -305,10 +305,10 @@ def test_a_state_that_was_replaced_by_one_of_the_same_age_gets_its_own_floor():
         return optimizer
 
     optimizer, other = trained(1.0), trained(100.0)
-    measure, grad = Preconditioned(optimizer, 1e-3), torch.randn(8, 6)
+    measure, grad = PreconditionedNorm(optimizer, 1e-3), torch.randn(8, 6)
     measure.one(0, grad)
     optimizer.load_state_dict(other.state_dict())
-    assert measure.one(0, grad) == Preconditioned(other, 1e-3).one(0, grad)
+    assert measure.one(0, grad) == PreconditionedNorm(other, 1e-3).one(0, grad)
 
 
 class OnDevice(torch.Tensor):
@@ -330,16 +330,16 @@ def test_a_count_on_the_device_is_asked_for_only_where_somebody_else_has_changed
     optimizer = torch.optim.Adam([param])
     step = torch.tensor(6.0).as_subclass(OnDevice)
     optimizer.state[param] = {"step": step}
-    measure = Preconditioned(optimizer)
+    measure = PreconditionedNorm(optimizer)
     OnDevice.asked = 0
     for _ in range(4):  # the optimizer's steps
-        assert measure.unit == "preconditioned"
+        assert measure.norm_kind == "preconditioned"
         step.add_(1.0)
-        measure.stepped()
+        measure.optimizer_stepped()
     assert OnDevice.asked == 1
     step.zero_()
-    assert measure.unit == "plain"
+    assert measure.norm_kind == "plain"
     optimizer.state[param] = {"step": torch.tensor(9.0).as_subclass(OnDevice)}
-    assert measure.unit == "preconditioned"
+    assert measure.norm_kind == "preconditioned"
     optimizer.state.clear()
-    assert measure.unit == "plain"
+    assert measure.norm_kind == "plain"

@@ -72,7 +72,7 @@ def test_a_step_starts_clean_however_gradients_are_cleared(who, set_to_none, aba
             for a in range(abandoned):
                 (loss_of(model, x[0, a] * 9, y[0, a]) / 2).backward()
         (optimizer if who == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-        before = optimizer._meter.average
+        before = optimizer._tracker.average
         for a in range(2):
             (loss_of(model, x[step, a], y[step, a]) / 2).backward()
         seen = optimizer.noise
@@ -532,9 +532,9 @@ def test_leaving_consecutive_gradients_behind_starts_the_average_anew():
 def test_dropping_the_optimizer_drops_its_hooks():
     model = make_model()
     optimizer = sgd(model)
-    tap = weakref.ref(optimizer._meter.tap)
+    tap = weakref.ref(optimizer._tracker.tap)
     calls = []
-    optimizer._meter.tap.gradient = lambda *_: calls.append(1)
+    optimizer._tracker.tap.on_gradient = lambda *_: calls.append(1)
     (model[0].weight.sum() + 0.0).backward()
     assert calls == [1]
     del optimizer
