@@ -175,7 +175,7 @@ def test_a_rule_may_be_bound_to_torchs_own_data_parallel():
     assert run_ranks(2, run) == [4.0, 4.0]
 
 
-def test_a_scheduler_may_stand_in_third_place_as_adaptdl_has_it():
+def test_a_scheduler_may_be_the_third_argument_as_in_adaptdl():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(optimizer, 0.9)
@@ -264,7 +264,7 @@ def test_legw_decides_the_baselines_batch_once_and_ranks_agree_on_it(delayed):
     assert torch.equal(one["weights"], other["weights"])
 
 
-def test_legw_goes_on_with_the_baselines_batch_it_was_saved_with(tmp_path):
+def test_legw_continues_with_the_saved_baseline_batch(tmp_path):
     begun = train_legw([6], [])
     torch.save(begun["state"], tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
@@ -310,7 +310,7 @@ def step_of_no_tensor():
     rule.step()
 
 
-def test_legw_where_no_input_is_a_tensor():
+def test_legw_without_a_tensor_among_the_inputs():
     raises_on_ranks(2, RuntimeError, step_of_no_tensor, match="no tensor came into the model")
 
 
@@ -370,7 +370,7 @@ def test_a_step_below_the_smallest_scale_is_an_error_on_every_rank():
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
-def test_a_misspelt_keyword_is_an_error_that_names_it(ranks):
+def test_a_misspelled_keyword_is_an_error_that_names_it(ranks):
     def run():
         with pytest.raises(TypeError, match=r"'scaling_rul'.* Did you mean scaling_rule\?"):
             adaptive(scaling_rul=mh.AdaScale())

@@ -40,7 +40,7 @@ def test_at_scale_1_the_gain_is_exactly_1(sqr, var):
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=8), scales)
-def test_the_estimate_is_the_sample_variance_and_what_is_left_of_the_mean(values, scale):
+def test_the_estimate_is_the_sample_variance_and_the_rest_of_the_squared_mean(values, scale):
     """Gradients with one element: what statistics calls s^2, and mean^2 - s^2 / n."""
     n = len(values)
     mean = sum(values) / n
@@ -70,7 +70,7 @@ def test_the_estimate_is_unbiased():
     assert biased.sqr_of() > 1.2  # a floor at every step cuts off only one side
 
 
-def test_identical_gradients_have_no_noise_and_opposite_ones_nothing_else():
+def test_identical_gradients_have_no_noise_and_opposite_ones_have_no_signal():
     same = estimate(NormSums((8.0,), (4.0,), 2, 2.0))
     assert (same.sqr, same.var) == ((4.0,), (0.0,))
     opposite = estimate(NormSums((8.0,), (0.0,), 2, 2.0))
@@ -78,7 +78,7 @@ def test_identical_gradients_have_no_noise_and_opposite_ones_nothing_else():
     assert apply_floor(opposite.sqr, 0.0) == (0.0,)
 
 
-def test_one_gradient_alone_tells_nothing():
+def test_one_gradient_alone_is_an_error():
     with pytest.raises(ValueError, match="at least 2 gradients"):
         estimate(NormSums((1.0,), (1.0,), 1, 1.0))
 
@@ -119,7 +119,7 @@ def test_the_estimate_survives_a_change_of_scale(sqr, var):
     assert average.gain(4.0) == 2.5
 
 
-def test_readings_in_another_unit_start_the_average_anew():
+def test_another_kind_of_norm_restarts_the_average():
     """AdamScale measures plain gradients at first; adaptdl averages both kinds."""
     plain = NormSums((2000.0,), (400.0,), 2, 2.0)
     divided = NormSums((3.0,), (1.0,), 2, 2.0, norm_kind="preconditioned")
@@ -148,7 +148,7 @@ def test_a_gradient_of_zero_gains_nothing_without_a_floor(var):
     assert average.noise_scale(0) is None
 
 
-def test_a_reading_with_anything_infinite_is_not_finite():
+def test_sums_with_any_infinite_number_are_not_finite():
     assert NormSums((1.0,), (1.0,), 2, 2.0).all_finite
     for bad in (math.nan, math.inf):
         assert not NormSums((bad, 1.0), (1.0, 1.0), 2, 2.0).all_finite

@@ -169,7 +169,7 @@ def test_one_worker_one_pass_is_bitwise_the_bare_optimizer(rule, optimizer):
 @pytest.mark.parametrize("debias_ewma", [True, False])
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize(("rule", "optimizer"), COMBINATIONS)
-def test_a_saved_run_goes_on_bitwise(rule, optimizer, passes, debias_ewma, tmp_path):
+def test_a_saved_run_continues_bitwise(rule, optimizer, passes, debias_ewma, tmp_path):
     options = {"debias_ewma": debias_ewma, "scale": 3.0}
     whole = list_params(train(rule, optimizer, passes, **options), save_at=4, to=tmp_path / "run")
     state = torch.load(tmp_path / "run", weights_only=True)

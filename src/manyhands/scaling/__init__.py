@@ -5,9 +5,9 @@ In the order in which a gradient meets them:
 _hooks.py             hooks where autograd adds to `param.grad`
 _fsdp_params.py       under `fully_shard`: the tensors that autograd computes on
 _tap.py               counts backward passes, and takes |g|^2 of each micro-batch
-_norm_kinds.py        which norm is taken: the plain one, or
-_preconditioned.py    the norm of the gradient as Adam or RMSprop divides it
-_replicated_state.py  their second moments, where each rank holds only a shard
+_norm_kinds.py        the kinds of norm, and the plain one
+_preconditioned.py    the other kind: the norm of a gradient as Adam or RMSprop divides it
+_replicated_state.py  second moments on every rank, if each rank holds only a shard
 _mean_gradient.py     |G|^2 of the averaged gradient, and the payload to the other ranks
 _step_stats.py        one step's numbers, and what the ranks must agree on
 _late_ranks.py        an error for the rank that the others wait for

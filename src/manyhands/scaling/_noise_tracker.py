@@ -185,7 +185,7 @@ class NoiseTracker:
         return self.average.add(sums, self._smoothing(sums.scale))
 
     def _check_loss_scale_known(self, signals: ScalerSignals, stats: StepStats) -> None:
-        """Raise if the statistics were taken without the loss scale that they contain."""
+        """Raise if the statistics contain a loss scale that cannot be divided out any more."""
         advice = "Pass it when wrapping: grad_scaler=scaler."
         if signals.grad_scale is None:
             raise RuntimeError(

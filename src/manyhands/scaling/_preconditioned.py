@@ -2,7 +2,7 @@
 
 v are the optimizer's own second moments, bias-corrected. On a CPU, a block of elements at a time
 goes through a small scratch buffer, so that only g and v are read from memory. If eps is negligible
-beside every root, the squared norm is computed as g . (g / v), at half the cost.
+compared with every root, the squared norm is computed as g . (g / v), at half the cost.
 """
 
 from __future__ import annotations

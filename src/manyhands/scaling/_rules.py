@@ -257,7 +257,7 @@ class LEGWScale(ScalingRuleBase):
 
     def _extra_options(self) -> Options:
         return {
-            name: Option(None, value, check=partial(_check_number, name, least))
+            name: Option(None, value, check=partial(_check_legw_number, name, least))
             for name, value, least in (
                 ("base_warmup_epochs", self._warmup_epochs, 0.0),
                 ("data_size", self._data_size, 1.0),
@@ -312,7 +312,7 @@ class LEGWScale(ScalingRuleBase):
         }
 
 
-def _check_number(name: str, least: float, value: Any) -> Any:
+def _check_legw_number(name: str, least: float, value: Any) -> Any:
     # Also catches LEGWScale(optimizer, ...): the optimizer is the third argument.
     if not isinstance(value, Real) or not float(value) >= least:
         raise ValueError(

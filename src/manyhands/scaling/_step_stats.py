@@ -76,7 +76,7 @@ class RankClaims:
             if max(values) != min(values):
                 raise RuntimeError(
                     f"workers disagree on the {name}: {_list_by_rank(values)}. "
-                    "Every worker must be given the same."
+                    "Set the same on every worker."
                 )
         if max(claims.passes_seen for claims in table) < table[0].passes:
             return False  # the caller of `step` knows why, and raises
@@ -126,7 +126,7 @@ class StepStats:
             self._copied.record()
 
     def read(self, extras: Sequence[Tensor] = ()) -> tuple[NormSums | None, list[float]]:
-        """Return the norm sums, if any, and the extras given here or to `start_copy`.
+        """Return the norm sums, if any, and the values of the extras, from here or `start_copy`.
 
         Everything comes in one copy, because each copy from a GPU is a synchronization.
         """

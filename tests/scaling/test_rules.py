@@ -1,4 +1,4 @@
-"""What is particular to one rule."""
+"""Properties of single rules and of the norms that they measure."""
 
 import copy
 import math
@@ -101,7 +101,7 @@ def test_gradients_are_divided_by_what_the_optimizer_divides_them_by(kind, layou
 
 
 @pytest.mark.parametrize("layout", ["small", "larger than a chunk", "strange"])
-def test_tiny_second_moments_count_as_a_part_of_the_mean(layout):
+def test_tiny_second_moments_are_raised_to_a_fraction_of_the_mean(layout):
     """A weight that has had no gradient yet does not outweigh the others when it gets one."""
     shape = (700, 501) if layout == "larger than a chunk" else (8, 6)
     param = nn.Parameter(torch.randn(shape))
@@ -126,7 +126,7 @@ def test_tiny_second_moments_count_as_a_part_of_the_mean(layout):
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])
-def test_the_floor_goes_on_bitwise(eps):
+def test_the_floor_continues_bitwise(eps):
     """It is looked at every sixteen steps, so a continued run has to know when it was last."""
 
     def run(save_at=None, load=None, steps=24):
@@ -239,7 +239,7 @@ def batches_of(model, optimizer, x, y):
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW amsgrad", "Adam fused", "RMSprop"])
 @pytest.mark.parametrize("reset", RESETS)
-def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
+def test_averages_restart_when_the_optimizer_was_reset(kind, reset):
     """NormKind of plain and of divided gradients differ by orders of magnitude: never mix them."""
     x, y = make_batches(16, 2)
     model, options = make_model(), {"num_gradients_to_accumulate": 2, "smoothing": 0.9}
@@ -265,7 +265,7 @@ def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
 
 
 @pytest.mark.filterwarnings("ignore:in the first block all")  # both ranks train on equal data
-def test_averages_start_anew_when_blocks_reset_the_optimizer_inside():
+def test_averages_restart_when_blocks_reset_the_optimizer_inside():
     """BMUF resets Adam's state at every sync round."""
 
     def run():
@@ -325,7 +325,7 @@ class OnDevice(torch.Tensor):
         return float(self.as_subclass(torch.Tensor))
 
 
-def test_a_count_on_the_device_is_asked_for_only_where_somebody_else_has_changed_it():
+def test_a_step_count_on_the_device_is_read_only_if_something_else_has_changed_it():
     param = nn.Parameter(torch.randn(3))
     optimizer = torch.optim.Adam([param])
     step = torch.tensor(6.0).as_subclass(OnDevice)
