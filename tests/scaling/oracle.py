@@ -79,7 +79,7 @@ def preconditioners(optimizer):
     return result
 
 
-class Plain:
+class PlainRun:
     """Train on `x, y` with a learning rate that `factor(sqr, var, scale, progress)` scales."""
 
     def __init__(
@@ -90,14 +90,14 @@ class Plain:
         scale=None,
         preconditioned=False,
         smoothing=None,
-        mix_units=False,
+        mix_norm_kinds=False,
     ):
         self.model, self.optimizer, self.factor = model, optimizer, factor
         self.scale, self.preconditioned, self.smoothing = scale, preconditioned, smoothing
         self.sizes = [len(g["params"]) for g in optimizer.param_groups]
         self.biased = [[0.0] * len(self.sizes), [0.0] * len(self.sizes)]
         self.weight = 0.0
-        self.warm, self.mix_units = False, mix_units
+        self.warm, self.mix_norm_kinds = False, mix_norm_kinds
         self.progress = 0.0
         self.gains = []
 
@@ -125,7 +125,7 @@ class Plain:
         var = [(s - b) * scale / (n - 1) for s, b in zip(small, big, strict=True)]
         theta = max(1 - n / 1000, 0) if self.smoothing is None else self.smoothing
         started = self.preconditioned and any((d != 1).any() for d in pinv)
-        if started and not self.warm and not self.mix_units:  # other units: start anew
+        if started and not self.warm and not self.mix_norm_kinds:  # other units: start anew
             self.biased, self.weight = [[0.0] * len(self.sizes), [0.0] * len(self.sizes)], 0.0
         self.warm = started
         self.weight = theta * self.weight + 1 - theta

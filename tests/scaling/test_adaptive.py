@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import manyhands as mh
-from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
+from oracle import FACTORS, OPTIMIZERS, PlainRun, loss_of, make_batches, make_model, two_groups
 from ranks import raises_on_ranks, run_ranks
 
 
@@ -51,12 +51,12 @@ def test_training_is_the_plain_run_with_passes_counted(kind, inner, workers, cal
     arguments = (kind, inner, passes, call)
     ours = run_ranks(workers, train, *arguments) if workers > 1 else [train(*arguments)]
     model = make_model(torch.float64)
-    oracle = Plain(
+    oracle = PlainRun(
         model,
         OPTIMIZERS[inner](two_groups(model)),
         FACTORS[kind],
         preconditioned=kind == "AdamScale",
-        mix_units=True,
+        mix_norm_kinds=True,
         smoothing=0.9,
     )
     x, y = make_batches(len(passes), workers * max(passes), dtype=torch.float64)
@@ -175,7 +175,7 @@ def test_a_rule_may_be_bound_to_torchs_own_data_parallel():
     assert run_ranks(2, run) == [4.0, 4.0]
 
 
-def test_a_scheduler_may_stand_in_third_place_as_adaptdl_has_it():
+def test_a_scheduler_may_be_the_third_argument_as_in_adaptdl():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(optimizer, 0.9)
@@ -264,7 +264,7 @@ def test_legw_decides_the_baselines_batch_once_and_ranks_agree_on_it(delayed):
     assert torch.equal(one["weights"], other["weights"])
 
 
-def test_legw_goes_on_with_the_baselines_batch_it_was_saved_with(tmp_path):
+def test_legw_continues_with_the_saved_baseline_batch(tmp_path):
     begun = train_legw([6], [])
     torch.save(begun["state"], tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
@@ -310,7 +310,7 @@ def step_of_no_tensor():
     rule.step()
 
 
-def test_legw_where_no_input_is_a_tensor():
+def test_legw_without_a_tensor_among_the_inputs():
     raises_on_ranks(2, RuntimeError, step_of_no_tensor, match="no tensor came into the model")
 
 
@@ -370,7 +370,7 @@ def test_a_step_below_the_smallest_scale_is_an_error_on_every_rank():
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
-def test_a_misspelt_keyword_is_an_error_that_names_it(ranks):
+def test_a_misspelled_keyword_is_an_error_that_names_it(ranks):
     def run():
         with pytest.raises(TypeError, match=r"'scaling_rul'.* Did you mean scaling_rule\?"):
             adaptive(scaling_rul=mh.AdaScale())

@@ -30,7 +30,7 @@ def run(inner, way, overflow_at=(), scale=True, passes=2, delayed=False):
     model = make_model()
     amp = scaler(enabled=scale)
     options = {"num_gradients_to_accumulate": passes, "delayed": delayed}
-    if way != "told by step":
+    if way != "passed on by step":
         options["grad_scaler"] = amp
     optimizer = mh.AdaScale(INNERS[inner](two_groups(model)), **options)
     x, y = make_batches(STEPS, passes)
@@ -55,7 +55,7 @@ def run(inner, way, overflow_at=(), scale=True, passes=2, delayed=False):
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("way", ["told by step", "gain before step", "unscaled and clipped"])
+@pytest.mark.parametrize("way", ["passed on by step", "gain before step", "unscaled and clipped"])
 @pytest.mark.parametrize("inner", INNERS)
 def test_a_loss_scale_changes_nothing(inner, way, delayed):
     """The scale grows every second step here, by a power of two."""
@@ -69,7 +69,7 @@ def test_a_loss_scale_changes_nothing(inner, way, delayed):
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("way", ["told by step", "gain before step", "unscaled and clipped"])
+@pytest.mark.parametrize("way", ["passed on by step", "gain before step", "unscaled and clipped"])
 @pytest.mark.parametrize("inner", INNERS)
 def test_an_overflowed_step_is_skipped_by_the_optimizer_and_the_statistics(inner, way, delayed):
     model, optimizer, _ = run(inner, way, overflow_at=(1, 3), delayed=delayed)
@@ -97,7 +97,7 @@ def test_the_bare_optimizer_under_a_scaler_is_matched_bitwise(inner):
         ).backward()
         amp.step(optimizer)
         amp.update()
-    ours, _, _ = run(inner, "told by step", overflow_at=(2,), passes=1)
+    ours, _, _ = run(inner, "passed on by step", overflow_at=(2,), passes=1)
     for p, q in zip(ours.parameters(), bare.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -157,11 +157,11 @@ def under_ddp():
     return [optimizer.snapshot()["skipped"], optimizer.progress, amp.get_scale()]
 
 
-def test_a_last_step_that_overflowed_is_not_counted_when_its_reading_lands():
+def test_a_last_step_that_overflowed_is_not_counted_when_its_statistics_arrive():
     """The state dict brings in the reading that is on its way, and who decided its step."""
-    _, optimizer, _ = run("SGD", "told by step", overflow_at=(STEPS - 1,), delayed=True)
+    _, optimizer, _ = run("SGD", "passed on by step", overflow_at=(STEPS - 1,), delayed=True)
     _, until_then, _ = run(
-        "SGD", "told by step", overflow_at=(STEPS - 1,), scale=False, delayed=True
+        "SGD", "passed on by step", overflow_at=(STEPS - 1,), scale=False, delayed=True
     )
     state, expected = (o.state_dict()["manyhands"] for o in (optimizer, until_then))
     assert state["skipped"] == 1
@@ -193,7 +193,7 @@ def test_without_a_scaler_a_non_finite_gradient_steps_but_leaves_the_statistics_
             for a in range(passes):
                 loss_of(wrapped, x[step, rank + a], y[step, rank + a]).backward()
             if step == 2:
-                before = optimizer._meter.average
+                before = optimizer._tracker.average
             try:
                 optimizer.step()
             except RuntimeError as error:

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.scaling._averages import (
-    Debiased,
+    DebiasedAverage,
     NoiseAverage,
     PaperAverage,
-    is_finite,
-    restored,
-    saved,
+    load_average,
+    save_average,
 )
-from manyhands.scaling._noise import Reading, estimate, floored, gain
+from manyhands.scaling._noise import NormSums, apply_floor, estimate, gain
 from manyhands.scaling._rules import legw_factor, sde_beta
 
 norms = st.floats(0.0, 1e6)
@@ -41,12 +40,12 @@ def test_at_scale_1_the_gain_is_exactly_1(sqr, var):
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=8), scales)
-def test_the_estimate_is_the_sample_variance_and_what_is_left_of_the_mean(values, scale):
+def test_the_estimate_is_the_sample_variance_and_the_rest_of_the_squared_mean(values, scale):
     """Gradients with one element: what statistics calls s^2, and mean^2 - s^2 / n."""
     n = len(values)
     mean = sum(values) / n
     s2 = sum((v - mean) ** 2 for v in values) / (n - 1)
-    result = estimate(Reading((sum(v * v for v in values),), (mean * mean,), n, scale))
+    result = estimate(NormSums((sum(v * v for v in values),), (mean * mean,), n, scale))
     assert result.var[0] / scale * n == pytest.approx(s2 * 1.0, rel=1e-6, abs=1e-6)
     assert result.sqr[0] == pytest.approx(mean * mean - s2 / n, rel=1e-6, abs=1e-6)
 
@@ -63,35 +62,35 @@ def test_the_estimate_is_unbiased():
     average = NoiseAverage(1)
     biased = NoiseAverage(1, floor_each_step=True)
     for s, m in zip(squares.tolist(), means.tolist(), strict=True):
-        reading = Reading((s,), (m,), n, scale)
-        average, biased = average.after(reading, 0.9995), biased.after(reading, 0.9995)
+        sums = NormSums((s,), (m,), n, scale)
+        average, biased = average.add(sums, 0.9995), biased.add(sums, 0.9995)
     assert average.sqr_of() == pytest.approx(1.0, abs=0.1)
     assert average.var_of() == pytest.approx(32.0, rel=0.01)
     assert average.gain(8.0) == pytest.approx(33.0 / 5.0, rel=0.02)
     assert biased.sqr_of() > 1.2  # a floor at every step cuts off only one side
 
 
-def test_identical_gradients_have_no_noise_and_opposite_ones_nothing_else():
-    same = estimate(Reading((8.0,), (4.0,), 2, 2.0))
+def test_identical_gradients_have_no_noise_and_opposite_ones_have_no_signal():
+    same = estimate(NormSums((8.0,), (4.0,), 2, 2.0))
     assert (same.sqr, same.var) == ((4.0,), (0.0,))
-    opposite = estimate(Reading((8.0,), (0.0,), 2, 2.0))
+    opposite = estimate(NormSums((8.0,), (0.0,), 2, 2.0))
     assert (opposite.sqr, opposite.var) == ((-4.0,), (8.0,))
-    assert floored(opposite.sqr, 0.0) == (0.0,)
+    assert apply_floor(opposite.sqr, 0.0) == (0.0,)
 
 
-def test_one_gradient_alone_tells_nothing():
+def test_one_gradient_alone_is_an_error():
     with pytest.raises(ValueError, match="at least 2 gradients"):
-        estimate(Reading((1.0,), (1.0,), 1, 1.0))
+        estimate(NormSums((1.0,), (1.0,), 1, 1.0))
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), smoothings)
 def test_a_debiased_average_lies_among_its_values(values, smoothing):
-    average = Debiased()
+    average = DebiasedAverage()
     for value in values:
         average = average.add((value,), smoothing)
     (result,) = average.value(0.0, 1)
     assert min(values) - 1e-6 <= result <= max(values) + 1e-6
-    assert restored(Debiased, saved(average)) == average
+    assert load_average(DebiasedAverage, save_average(average)) == average
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), smoothings)
@@ -101,10 +100,10 @@ def test_the_papers_average_is_the_plain_mean_at_first(values, smoothing):
         average = average.add((value,), smoothing)
     if len(values) < 1 / (1 - smoothing) - 1e-6:
         assert average.value(0.0, 1)[0] == pytest.approx(sum(values) / len(values), abs=1e-6)
-    assert restored(PaperAverage, saved(average)) == average
+    assert load_average(PaperAverage, save_average(average)) == average
 
 
-@pytest.mark.parametrize("kind", [Debiased, PaperAverage])
+@pytest.mark.parametrize("kind", [DebiasedAverage, PaperAverage])
 def test_a_constant_is_its_own_average_from_the_first_step(kind):
     average = kind()
     for smoothing in (0.9, 0.5, 0.99, 0.0):  # it may change from step to step
@@ -115,25 +114,25 @@ def test_a_constant_is_its_own_average_from_the_first_step(kind):
 @given(norms, norms)
 def test_the_estimate_survives_a_change_of_scale(sqr, var):
     """fairscale's rescaling gives 2.00 where 2.50 is true; nothing is rescaled here."""
-    average = NoiseAverage(1, Debiased((1.0,), (1.0,)), Debiased((4.0,), (1.0,)))
+    average = NoiseAverage(1, DebiasedAverage((1.0,), (1.0,)), DebiasedAverage((4.0,), (1.0,)))
     assert average.gain(2.0) == pytest.approx(5.0 / 3.0)
     assert average.gain(4.0) == 2.5
 
 
-def test_readings_in_another_unit_start_the_average_anew():
+def test_another_kind_of_norm_restarts_the_average():
     """AdamScale measures plain gradients at first; adaptdl averages both kinds."""
-    plain = Reading((2000.0,), (400.0,), 2, 2.0)
-    divided = Reading((3.0,), (1.0,), 2, 2.0, unit="preconditioned")
-    fresh = NoiseAverage(1).after(divided, 0.9)
-    assert NoiseAverage(1).after(plain, 0.9).after(divided, 0.9).raw_var == fresh.raw_var
-    mixed = NoiseAverage(1, mix_units=True).after(plain, 0.9).after(divided, 0.9)
+    plain = NormSums((2000.0,), (400.0,), 2, 2.0)
+    divided = NormSums((3.0,), (1.0,), 2, 2.0, norm_kind="preconditioned")
+    fresh = NoiseAverage(1).add(divided, 0.9)
+    assert NoiseAverage(1).add(plain, 0.9).add(divided, 0.9).raw_var == fresh.raw_var
+    mixed = NoiseAverage(1, mix_norm_kinds=True).add(plain, 0.9).add(divided, 0.9)
     assert mixed.raw_var[0] > 100.0
 
 
 def test_the_floor_of_the_noise_can_be_lowered():
-    tiny = Reading((4e-9,), (1e-9,), 2, 2.0)
-    assert NoiseAverage(1).after(tiny, 0.0).gain(2.0) == pytest.approx(2.0, rel=1e-2)
-    lower = NoiseAverage(1, var_floor=0.0).after(tiny, 0.0)
+    tiny = NormSums((4e-9,), (1e-9,), 2, 2.0)
+    assert NoiseAverage(1).add(tiny, 0.0).gain(2.0) == pytest.approx(2.0, rel=1e-2)
+    lower = NoiseAverage(1, var_floor=0.0).add(tiny, 0.0)
     assert lower.gain(2.0) == pytest.approx(2.0)
     assert lower.raw_var[0] == pytest.approx(2e-9)
 
@@ -142,23 +141,23 @@ def test_the_floor_of_the_noise_can_be_lowered():
 def test_a_gradient_of_zero_gains_nothing_without_a_floor(var):
     """0 / 0: nothing was seen that a larger batch would average away."""
     assert gain(0.0, var, 4.0) == 1.0
-    zero = Reading((0.0, 8.0), (0.0, 2.0), 2, 2.0)  # of the second group's batches, one was zero
-    average = NoiseAverage(2, var_floor=0.0).after(zero, 0.0)
+    zero = NormSums((0.0, 8.0), (0.0, 2.0), 2, 2.0)  # of the second group's batches, one was zero
+    average = NoiseAverage(2, var_floor=0.0).add(zero, 0.0)
     assert average.gain(2.0, 0) == 1.0
     assert average.gain(2.0, 1) == pytest.approx(2.0)
     assert average.noise_scale(0) is None
 
 
-def test_a_reading_with_anything_infinite_is_not_finite():
-    assert is_finite(Reading((1.0,), (1.0,), 2, 2.0))
+def test_sums_with_any_infinite_number_are_not_finite():
+    assert NormSums((1.0,), (1.0,), 2, 2.0).all_finite
     for bad in (math.nan, math.inf):
-        assert not is_finite(Reading((bad, 1.0), (1.0, 1.0), 2, 2.0))
-        assert not is_finite(Reading((1.0,), (bad,), 2, 2.0))
+        assert not NormSums((bad, 1.0), (1.0, 1.0), 2, 2.0).all_finite
+        assert not NormSums((1.0,), (bad,), 2, 2.0).all_finite
 
 
 def test_the_loss_scale_is_divided_out_squared():
-    reading = Reading((4.0,), (16.0,), 2, 3.0).divided_by(2.0)
-    assert (reading.squares, reading.mean, reading.scale) == ((1.0,), (4.0,), 3.0)
+    sums = NormSums((4.0,), (16.0,), 2, 3.0).unscale(2.0)
+    assert (sums.small_squares, sums.mean_square, sums.scale) == ((1.0,), (4.0,), 3.0)
 
 
 @given(st.floats(1.0, 64.0), st.floats(0.0, 1e5))

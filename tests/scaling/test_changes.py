@@ -87,7 +87,7 @@ def test_a_proportion_that_makes_no_sense_is_an_error_and_changes_nothing():
     assert not optimizer.state
 
 
-def test_a_given_scale_survives_where_passes_are_counted():
+def test_an_explicit_scale_survives_where_passes_are_counted():
     def run(load=None):
         model = make_model()
         rule = mh.AdaScale()
@@ -107,7 +107,7 @@ def test_a_given_scale_survives_where_passes_are_counted():
     assert run(load=run()) == 8.0
 
 
-def test_a_reading_on_its_way_is_dropped_by_a_load():
+def test_statistics_in_flight_are_dropped_by_a_load():
     model = make_model()
     optimizer = mh.AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, delayed=True
@@ -140,13 +140,13 @@ def test_adamscale_goes_back_to_before_its_first_step():
         for a in range(2):
             loss_of(model, x[step, a], y[step, a]).backward()
         optimizer.step()
-    assert optimizer.noise.unit == "preconditioned"
+    assert optimizer.noise.norm_kind == "preconditioned"
     optimizer.zero_grad()
     optimizer.load_state_dict(state)
     for a in range(2):
         loss_of(model, x[0, a], y[0, a]).backward()
     optimizer.step()
-    assert optimizer.noise.unit == "plain"
+    assert optimizer.noise.norm_kind == "plain"
 
 
 def test_a_scale_can_be_set_after_loading():
@@ -241,9 +241,9 @@ def test_progress_can_be_set():
         optimizer.set_progress(-1.0)
 
 
-# -- what was said in this run, and what the state dict says -----------------------------------
+# -- options set in this run, and options in the state dict ------------------------------------
 
-SAID = {
+EXPLICIT = {
     "scale": (12.0, lambda rule: rule.scale, 2.0),
     "smoothing": (0.5, lambda rule: rule.smoothing, 0.998),
     "debias_ewma": (
@@ -253,7 +253,7 @@ SAID = {
     ),
     "floor_each_step": (True, lambda rule: rule.noise.floor_each_step, False),
     "var_floor": (0.0, lambda rule: rule.noise.var_floor, 1e-6),
-    "second_moment_floor": (0.01, lambda rule: rule._meter.tap.norms.floor, 1e-3),
+    "second_moment_floor": (0.01, lambda rule: rule._tracker.tap.norms.floor, 1e-3),
 }
 
 
@@ -272,9 +272,9 @@ def rule_after(steps, load=None, **options):
     return rule
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_what_was_said_in_this_run_wins_over_the_state_dict_and_the_rest_is_taken_from_it(name):
-    said, read, default = SAID[name]
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_explicit_options_win_over_the_state_dict_and_all_others_come_from_it(name):
+    said, read, default = EXPLICIT[name]
     saved_by_default = copy.deepcopy(rule_after(8).state_dict())
     both = f"{name}={said} here, {default} in the state dict"
     with pytest.warns(UserWarning, match=re.escape(both)) as warned:
@@ -292,7 +292,7 @@ def test_what_was_said_in_this_run_wins_over_the_state_dict_and_the_rest_is_take
     assert read(back) == default
 
 
-def test_all_that_differs_is_said_in_one_warning():
+def test_one_warning_names_all_options_that_differ():
     state = copy.deepcopy(rule_after(2, scale=4.0).state_dict())
     message = "scale=12.0 here, 4.0 in the state dict; smoothing=0.5 here, 0.998 in the state dict"
     with pytest.warns(UserWarning, match=re.escape(message)) as warned:
@@ -301,7 +301,7 @@ def test_all_that_differs_is_said_in_one_warning():
     assert (rule.scale, rule.smoothing) == (12.0, 0.5)
 
 
-def test_a_scale_that_was_set_before_loading_was_said():
+def test_a_scale_that_was_set_before_loading_is_explicit():
     state = copy.deepcopy(rule_after(2).state_dict())
     rule = rule_after(0)
     rule.set_scale(6.0)
@@ -316,7 +316,7 @@ def test_a_scale_that_was_set_before_loading_was_said():
     assert rule.scale == 15.0
 
 
-def test_the_other_kind_of_average_goes_on_from_the_same_values():
+def test_the_other_kind_of_average_continues_from_the_same_values():
     rule = rule_after(12, smoothing=0.75)
     state = copy.deepcopy(rule.state_dict())
     with pytest.warns(UserWarning, match="debias_ewma=False here"):

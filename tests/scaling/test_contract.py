@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from oracle import FACTORS, OPTIMIZERS, Plain, loss_of, make_batches, make_model, two_groups
+from oracle import FACTORS, OPTIMIZERS, PlainRun, loss_of, make_batches, make_model, two_groups
 from ranks import run_ranks
 
 STEPS = 8  # AdamScale's preconditioner sets in after five
@@ -111,7 +111,7 @@ def results(rule, setup):
 def plain(rule, optimizer, setup):
     workers, passes = SETUPS[setup]
     model = make_model(torch.float64)
-    oracle = Plain(
+    oracle = PlainRun(
         model,
         OPTIMIZERS[optimizer](two_groups(model)),
         FACTORS[rule],
@@ -169,7 +169,7 @@ def test_one_worker_one_pass_is_bitwise_the_bare_optimizer(rule, optimizer):
 @pytest.mark.parametrize("debias_ewma", [True, False])
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize(("rule", "optimizer"), COMBINATIONS)
-def test_a_saved_run_goes_on_bitwise(rule, optimizer, passes, debias_ewma, tmp_path):
+def test_a_saved_run_continues_bitwise(rule, optimizer, passes, debias_ewma, tmp_path):
     options = {"debias_ewma": debias_ewma, "scale": 3.0}
     whole = list_params(train(rule, optimizer, passes, **options), save_at=4, to=tmp_path / "run")
     state = torch.load(tmp_path / "run", weights_only=True)

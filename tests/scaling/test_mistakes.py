@@ -55,7 +55,7 @@ def test_a_world_size_without_a_process_group():
         mh.AdaScale(sgd(), world_size=4)
 
 
-def test_something_else_than_an_optimizer():
+def test_an_argument_that_is_no_optimizer():
     with pytest.raises(TypeError, match=r"wraps a torch.optim.Optimizer, got generator"):
         mh.AdaScale(make_model().parameters())
 
@@ -86,7 +86,7 @@ def test_a_rule_is_bound_once():
         rule.initialize(None, sgd())
 
 
-def test_adamscale_around_what_it_does_not_know():
+def test_adamscale_around_an_unsupported_optimizer():
     with pytest.raises(TypeError, match="knows how for Adam, AdamW and RMSprop"):
         mh.AdamScale(sgd())
     with pytest.raises(TypeError, match="rescale_adam=True is for Adam"):
@@ -229,7 +229,7 @@ def test_pickling():
         torch.save(mh.AdaScale(sgd()), "/dev/null")
 
 
-def test_unscaled_losses_that_nobody_divides():
+def test_unscaled_losses_that_are_never_divided():
     model = make_model()
     optimizer = mh.AdaScale(sgd(model), num_gradients_to_accumulate=2, is_scaled_loss=False)
     with pytest.raises(RuntimeError, match="after the step's last backward"):
@@ -262,7 +262,7 @@ def test_one_sample_left_open():
     optimizer.step()
 
 
-def test_groups_added_behind_the_wrappers_back():
+def test_groups_added_to_the_inner_optimizer():
     model = make_model()
     inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer = mh.AdaScale(inner)
@@ -392,7 +392,7 @@ def disagree_later(what):
         ("accumulation of one, with no_sync", r"was called on rank\(s\) 1"),
     ],
 )
-def test_workers_that_come_to_disagree(what, message):
+def test_workers_that_disagree_later(what, message):
     raises_on_ranks(2, RuntimeError, disagree_later, what, match=message, timeout=10)
 
 
@@ -503,7 +503,7 @@ def in_another_order():
     return [optimizer.progress for optimizer in optimizers]
 
 
-def test_two_optimizers_on_one_model_do_not_meet_each_others_collectives():
+def test_the_collectives_of_two_optimizers_on_one_model_are_not_mixed_up():
     first, second = run_ranks(2, in_another_order, timeout=20)
     assert first == second
 

@@ -182,7 +182,7 @@ def test_an_optimizer_that_evaluates_the_closure_often_runs_it_often():
 
 
 def test_arguments_of_step_and_zero_grad_are_passed_on():
-    class Told(torch.optim.SGD):
+    class Recorder(torch.optim.SGD):
         def step(self, closure=None, *, note=None):
             self.note = note
             return super().step(closure)
@@ -192,7 +192,7 @@ def test_arguments_of_step_and_zero_grad_are_passed_on():
             super().zero_grad(set_to_none)
 
     model = make_model()
-    optimizer = mh.AdaScale(Told(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    optimizer = mh.AdaScale(Recorder(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     x, y = make_batches(1, 2)
     backward(model, x[0], y[0], 2)
     optimizer.step(note="here")
@@ -384,7 +384,7 @@ def test_noise_that_was_not_measured_is_not_a_number():
     snapshot = optimizer.snapshot()
     assert (snapshot["sqr"], snapshot["var"], snapshot["noise_scale"]) == ([None], [None], [None])
     assert (snapshot["gain"], snapshot["progress"]) == (1.0, 2.0)
-    assert not optimizer._meter.tap.mean.difference.previous  # no copy of the gradient is kept
+    assert not optimizer._tracker.tap.previous_gradient  # no copy of the gradient is kept
 
 
 def test_delayed_statistics_are_those_of_the_step_before():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.scaling._averages import Debiased, NoiseAverage
+from manyhands.scaling._averages import DebiasedAverage, NoiseAverage
 from manyhands.scaling._rules import legw_factor
 from ranks import run_ranks
 
@@ -226,8 +226,8 @@ def rule_knowing(kind, raw):
     base = torch.optim.Adam if kind is mh.AdamScale else torch.optim.SGD
     rule = kind(base([{"params": [p]} for p in params], lr=0.1))
     ones = (1.0,) * groups
-    rule._meter.average = NoiseAverage(
-        groups, Debiased(tuple(raw["sqr"]), ones), Debiased(tuple(raw["var"]), ones)
+    rule._tracker.average = NoiseAverage(
+        groups, DebiasedAverage(tuple(raw["sqr"]), ones), DebiasedAverage(tuple(raw["var"]), ones)
     )
     return rule
 

@@ -1,4 +1,4 @@
-"""The statistics are right however the gradients come about.
+"""The statistics are right, whatever way the gradients are computed.
 
 Each test takes the small batches' gradients one at a time with plain autograd, works the
 estimate out by hand, and compares with what the hooks have measured.
@@ -34,7 +34,7 @@ def by_hand(small_gradients):
     return float((n * big - small) / (n - 1)), float((small - big) * n / (n - 1))
 
 
-def taken_alone(model, losses):
+def grads_alone(model, losses):
     """The gradient of each loss, one at a time, zeros where a parameter takes no part."""
     params = list(model.parameters())
     return [
@@ -72,13 +72,13 @@ def test_a_step_starts_clean_however_gradients_are_cleared(who, set_to_none, aba
             for a in range(abandoned):
                 (loss_of(model, x[0, a] * 9, y[0, a]) / 2).backward()
         (optimizer if who == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-        before = optimizer._meter.average
+        before = optimizer._tracker.average
         for a in range(2):
             (loss_of(model, x[step, a], y[step, a]) / 2).backward()
         seen = optimizer.noise
         fresh = copy.deepcopy(model)
         losses = [loss_of(fresh, x[step, a], y[step, a]) for a in (0, 1)]
-        _, var = by_hand(taken_alone(fresh, losses))
+        _, var = by_hand(grads_alone(fresh, losses))
         s = optimizer.smoothing
         weight = before.var.weight[0] if step else 0.0
         total = before.var.total[0] if step else 0.0
@@ -97,7 +97,7 @@ def test_autograd_grad_is_not_a_backward_pass():
     for a in range(2):
         (loss_of(model, x[0, a], y[0, a]) / 2).backward()
         torch.autograd.grad(loss_of(model, x[0, 0], y[0, 0]), list(model.parameters()))
-    check(optimizer, taken_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)]))
+    check(optimizer, grads_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)]))
     optimizer.step()
 
 
@@ -121,14 +121,14 @@ def test_an_error_in_the_middle_of_backward_leaves_nothing_behind():
         model.zero_grad()
     for a in range(2):
         (loss_of(model, x[0, a], y[0, a]) / 2).backward()
-    check(optimizer, taken_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)]))
+    check(optimizer, grads_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)]))
 
 
 def test_clipping_changes_the_step_and_not_the_statistics():
     model = make_model()
     optimizer = sgd(model, num_gradients_to_accumulate=2)
     x, y = make_batches(1, 2)
-    expected = taken_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)])
+    expected = grads_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)])
     before = [p.detach().clone() for p in model.parameters()]
     for a in range(2):
         (loss_of(model, x[0, a], y[0, a]) / 2).backward()
@@ -141,7 +141,7 @@ def test_clipping_changes_the_step_and_not_the_statistics():
     assert float(moved.norm()) == pytest.approx(0.1 * optimizer.factors[0] * 1e-3, rel=1e-3)
 
 
-# -- the ways a gradient may come about ---------------------------------------------------------
+# -- the ways a gradient may be computed -------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -184,7 +184,7 @@ def test_activation_checkpointing(reentrant, shared, head, embed, set_to_none):
         alone.load_state_dict(model.state_dict())
         for a in range(2):
             (model(x[step, a]).square().mean() / 2).backward()
-        check(optimizer, taken_alone(alone, [alone(x[step, a]).square().mean() for a in range(2)]))
+        check(optimizer, grads_alone(alone, [alone(x[step, a]).square().mean() for a in range(2)]))
         optimizer.step()
 
 
@@ -195,7 +195,7 @@ def test_several_losses_of_one_micro_batch_are_one_sample():
     for step in range(2):
         optimizer.zero_grad()
         before = optimizer.noise
-        expected = taken_alone(model, [loss_of(model, x[step, a], y[step, a]) for a in range(2)])
+        expected = grads_alone(model, [loss_of(model, x[step, a], y[step, a]) for a in range(2)])
         for a in range(2):
             out = model(x[step, a])
             first, second = ((out - y[step, a]) ** 2).mean(dim=0) / 2
@@ -216,7 +216,7 @@ def test_a_parameter_without_gradient_in_a_step_counts_as_zero():
     def losses():
         return [model["a"](x[0, 0]).sum() + model["b"](x[0, 0]).sum(), model["a"](x[0, 1]).sum()]
 
-    expected = taken_alone(model, losses())
+    expected = grads_alone(model, losses())
     for loss in losses():
         (loss / 2).backward()
     check(optimizer, expected)
@@ -237,7 +237,7 @@ def test_frozen_parameters_are_measured_from_when_they_thaw():
             model.requires_grad_(True)
         trained = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
         losses = [loss_of(model, x[step, a], y[step, a]) for a in range(2)]
-        expected = taken_alone(trained, losses)
+        expected = grads_alone(trained, losses)
         for a in range(2):
             (loss_of(model, x[step, a], y[step, a]) / 2).backward()
         check(optimizer, expected)
@@ -249,7 +249,7 @@ def test_sparse_gradients():
     optimizer = sgd(model, num_gradients_to_accumulate=2)
     index = torch.tensor([[1, 2, 2], [2, 3, 9]])
     dense = nn.Embedding.from_pretrained(model.weight.detach().clone(), freeze=False)
-    expected = taken_alone(dense, [dense(i).square().mean() for i in index])
+    expected = grads_alone(dense, [dense(i).square().mean() for i in index])
     for i in index:
         (model(i).square().mean() / 2).backward()
     check(optimizer, expected)
@@ -302,7 +302,7 @@ def test_compiled_models():
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = sgd(model, num_gradients_to_accumulate=2)
     x, y = make_batches(1, 2)
-    expected = taken_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)])
+    expected = grads_alone(model, [loss_of(model, x[0, a], y[0, a]) for a in range(2)])
     for a in range(2):
         (loss_of(compiled, x[0, a], y[0, a]) / 2).backward()
     check(optimizer, expected)
@@ -321,7 +321,7 @@ def test_double_backward_through_the_gradient():
         (slope,) = torch.autograd.grad(value, inputs, create_graph=True)
         return value + slope.square().sum()
 
-    expected = taken_alone(model, [loss(a) for a in range(2)])
+    expected = grads_alone(model, [loss(a) for a in range(2)])
     for a in range(2):
         (loss(a) / 2).backward(create_graph=False)
     check(optimizer, expected)
@@ -355,7 +355,7 @@ def statistics_under_ddp(options, passes, use_no_sync, set_to_none):
             with wrapped.no_sync() if quiet else torch.enable_grad():
                 (loss_of(wrapped, x[step, i], y[step, i]) / passes).backward()
         losses = [loss_of(alone, x[step, i], y[step, i]) for i in range(world * passes)]
-        check(optimizer, taken_alone(alone, losses))
+        check(optimizer, grads_alone(alone, losses))
         optimizer.step()
     return list(optimizer.noise.raw_sqr)
 
@@ -385,7 +385,7 @@ def two_losses_under_ddp(use_no_sync):
                         losses = ((wrapped(x[step, i]) - y[step, i]) ** 2).mean(dim=0) / 4
                         losses[part].backward()
         losses = [loss_of(alone, x[step, i], y[step, i]) for i in range(4)]
-        check(optimizer, taken_alone(alone, losses))
+        check(optimizer, grads_alone(alone, losses))
         optimizer.step()
 
 
@@ -417,7 +417,7 @@ def parameters_differ_by_rank():
     alone = copy.deepcopy(model)
     check(
         optimizer,
-        taken_alone(alone, [sum(alone[n](x[0, r]).sum() for n in uses[r]) for r in range(2)]),
+        grads_alone(alone, [sum(alone[n](x[0, r]).sum() for n in uses[r]) for r in range(2)]),
     )
     optimizer.step()
 
@@ -457,7 +457,7 @@ def reentrant_under_ddp(head):
         optimizer.zero_grad()
         alone.load_state_dict(model.state_dict())
         wrapped(x[step, rank]).square().mean().backward()
-        check(optimizer, taken_alone(alone, [alone(x[step, r]).square().mean() for r in range(2)]))
+        check(optimizer, grads_alone(alone, [alone(x[step, r]).square().mean() for r in range(2)]))
         optimizer.step()
 
 
@@ -482,7 +482,10 @@ def in_two_groups():
         alone = copy.deepcopy(model)
         loss_of(wrapped, x[step, rank], y[step, rank]).backward()
         pair = (0, 1) if rank < 2 else (2, 3)
-        check(optimizer, taken_alone(alone, [loss_of(alone, x[step, i], y[step, i]) for i in pair]))
+        check(
+            optimizer,
+            grads_alone(alone, [loss_of(alone, x[step, i], y[step, i]) for i in pair]),
+        )
         optimizer.step()
     return optimizer.progress
 
@@ -502,7 +505,7 @@ def test_one_gradient_a_step_is_compared_with_the_one_before():
     before = None
     for step in range(3):
         optimizer.zero_grad()
-        (now,) = taken_alone(model, [loss_of(model, x[step, 0], y[step, 0])])
+        (now,) = grads_alone(model, [loss_of(model, x[step, 0], y[step, 0])])
         loss_of(model, x[step, 0], y[step, 0]).backward()
         if before is not None:
             sqr, var = by_hand([before, now])  # at scale 2: each of the two is one small batch
@@ -512,7 +515,7 @@ def test_one_gradient_a_step_is_compared_with_the_one_before():
         before = now
 
 
-def test_leaving_consecutive_gradients_behind_starts_the_average_anew():
+def test_the_average_restarts_after_consecutive_gradients():
     model = make_model()
     optimizer = sgd(model, scale=1.0)
     x, y = make_batches(4, 2)
@@ -523,7 +526,7 @@ def test_leaving_consecutive_gradients_behind_starts_the_average_anew():
     optimizer.set_num_gradients_to_accumulate(2)
     optimizer.set_scale(2.0)
     optimizer.zero_grad()
-    expected = taken_alone(model, [loss_of(model, x[3, a], y[3, a]) for a in range(2)])
+    expected = grads_alone(model, [loss_of(model, x[3, a], y[3, a]) for a in range(2)])
     for a in range(2):
         (loss_of(model, x[3, a], y[3, a]) / 2).backward()
     check(optimizer, expected)
@@ -532,9 +535,9 @@ def test_leaving_consecutive_gradients_behind_starts_the_average_anew():
 def test_dropping_the_optimizer_drops_its_hooks():
     model = make_model()
     optimizer = sgd(model)
-    tap = weakref.ref(optimizer._meter.tap)
+    tap = weakref.ref(optimizer._tracker.tap)
     calls = []
-    optimizer._meter.tap.gradient = lambda *_: calls.append(1)
+    optimizer._tracker.tap.on_gradient = lambda *_: calls.append(1)
     (model[0].weight.sum() + 0.0).backward()
     assert calls == [1]
     del optimizer

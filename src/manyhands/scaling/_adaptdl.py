@@ -1,4 +1,7 @@
-"""adaptdl's way to use a rule: the data-parallel module counts passes and binds the rule."""
+"""adaptdl's way to use a rule: the data-parallel module counts passes and binds the rule.
+
+Names and the order of arguments are adaptdl's, so that code written for it runs unchanged.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.wrapper import wrapped_attribute
-from manyhands.scaling._fsdp_params import sharders
+from manyhands.scaling._fsdp_params import fsdp_modules
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
 
@@ -32,21 +35,21 @@ class AdaptiveDataParallel(nn.Module):
     >>> with model.no_sync():  # every pass but the step's last
     ...     model(torch.randn(8, 4)).square().mean().backward()
     >>> model(torch.randn(8, 4)).square().mean().backward()
-    >>> rule.step()  # or optimizer.step(): it has become the rule's
+    >>> rule.step()  # or optimizer.step(), which is now the rule's
     >>> rule.scale
     2.0
 
-    Losses are not divided by the number of passes: the gradient is, when the last one is over.
-    The scale is workers x passes, each micro-batch being a small batch, unless `scale` is
-    given. Without a process group the model runs on one worker.
+    Do not divide losses by the number of passes: the gradient is divided after the last one. The
+    scale is workers x passes (each micro-batch is a small batch), unless `scale` is an argument.
+    Without a process group the model runs on one worker.
 
     Args:
-        model: the module; or one that `fully_shard` was called on, which is then not wrapped.
+        model: the module. A module that `fully_shard` was called on is not wrapped in DDP.
         optimizer: a bare optimizer of its parameters; `step` and `zero_grad` become the rule's.
         rule: a rule without optimizer; by default `AdamScale()` for Adam and RMSprop,
-            `AdaScale()` for others. `scaling_rule=` is the same. (adaptdl's own order, with the
-            scheduler in this place, the scaler and the rule after it, is taken as well.)
-        lr_scheduler: kept as an attribute. (adaptdl saved it; save it with your checkpoint.)
+            `AdaScale()` for others. `scaling_rule=` is the same. (adaptdl's own order is accepted
+            too: the scheduler in this place, then the scaler and the rule.)
+        lr_scheduler: kept as an attribute. (adaptdl saved it; here, save it in your checkpoint.)
         mp_scaler: the `GradScaler` in use.
         scale: size of the whole batch in small batches.
         name: kept as an attribute.
@@ -68,25 +71,25 @@ class AdaptiveDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _check_names(ddp_arguments)
-        given = _by_kind(rule, lr_scheduler, mp_scaler, scaling_rule)
-        rule, mp_scaler = given.get("rule"), given.get("mp_scaler")
+        arguments = _sort_arguments(rule, lr_scheduler, mp_scaler, scaling_rule)
+        rule, mp_scaler = arguments.get("rule"), arguments.get("mp_scaler")
         if rule is None:
             rule = AdamScale() if isinstance(optimizer, Adam | RMSprop) else AdaScale()
         self.module = model
         self.scaling_rule = rule
-        self.lr_scheduler = given.get("lr_scheduler")
-        self.name = given.get("name", name)
+        self.lr_scheduler = arguments.get("lr_scheduler")
+        self.name = arguments.get("name", name)
         self.leading_dimension: int | None = None  # of the first training input
-        self._sharders = sharders(model)  # modules whose gradients fully_shard averages
-        if self._sharders and ddp_arguments:
+        self._fsdp_modules = fsdp_modules(model)  # fully_shard averages their gradients
+        if self._fsdp_modules and ddp_arguments:
             raise TypeError(
-                f"{', '.join(ddp_arguments)}: DistributedDataParallel's arguments, and fully_shard "
-                "averages this model's gradients instead. Leave them out."
+                f"{', '.join(ddp_arguments)}: these are DistributedDataParallel's arguments, but "
+                "fully_shard averages this model's gradients. Leave them out."
             )
-        ready = dist.is_available() and dist.is_initialized() and not self._sharders
-        # In a list, and so not a submodule: the parameters' names stay `module.*`, as DDP's are.
+        ready = dist.is_available() and dist.is_initialized() and not self._fsdp_modules
+        # In a list, so that it is no submodule: parameters keep the names `module.*`, as in DDP.
         self._parallel = [DistributedDataParallel(model, **ddp_arguments)] if ready else []
-        self._synchronise = True
+        self._averages = True
         self.process_group = ddp_arguments.get("process_group")
         if mp_scaler is not None:
             rule._grad_scaler = mp_scaler
@@ -97,28 +100,29 @@ class AdaptiveDataParallel(nn.Module):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward pass is the step's last."""
-        return all(ddp.require_backward_grad_sync for ddp in self._parallel) and self._synchronise
+        return all(ddp.require_backward_grad_sync for ddp in self._parallel) and self._averages
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate: the passes inside are not the step's last, and are not averaged."""
-        before, self._synchronise = self._synchronise, False
+        """Accumulate: passes inside are not the step's last, and their gradients not averaged."""
+        before, self._averages = self._averages, False
         try:
             with ExitStack() as stack:
                 for ddp in self._parallel:
                     stack.enter_context(ddp.no_sync())
-                self._average(False)
+                self._set_averaging(False)
                 yield
         finally:
-            self._synchronise = before
-            self._average(before)
+            self._averages = before
+            self._set_averaging(before)
 
-    def _average(self, whether: bool) -> None:
-        for module in self._sharders:
-            module.set_requires_gradient_sync(whether, recurse=False)
+    def _set_averaging(self, enabled: bool) -> None:
+        # all modules are in the list, so no recursion
+        for module in self._fsdp_modules:
+            module.set_requires_gradient_sync(enabled, recurse=False)
 
     def __getattr__(self, name: str) -> Any:
-        """What this module lacks is DistributedDataParallel's (`register_comm_hook`, `join`)."""
+        """Look up other attributes on DistributedDataParallel (`register_comm_hook`, `join`)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -129,6 +133,7 @@ class AdaptiveDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
+        # LEGWScale needs the size of the first micro-batch
         if self.leading_dimension is None and self.training and torch.is_grad_enabled():
             tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             first = next((x for x in tensors if x.dim() > 0), None)
@@ -143,7 +148,7 @@ class AdaptiveDataParallel(nn.Module):
 
     @property
     def gain(self) -> float:
-        """How many small-batch steps a step is worth at present."""
+        """How many small-batch steps one step is worth at present."""
         return self.scaling_rule.gain()
 
     @property
@@ -164,44 +169,48 @@ class AdaptiveDataParallel(nn.Module):
             writer.add_scalar(prefix + tag, value, global_step)
 
 
-def _by_kind(third: Any, fourth: Any, fifth: Any, sixth: Any) -> dict[str, Any]:
-    """The arguments after the optimizer by what they are: in our order, or in adaptdl's.
+def _sort_arguments(third: Any, fourth: Any, fifth: Any, sixth: Any) -> dict[str, Any]:
+    """Return the arguments after the optimizer by name, in our order or in adaptdl's.
 
     Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,
-    scaling_rule, name.
+    scaling_rule, name. What an argument is decides; its position only if that is not clear.
     """
-    given: dict[str, Any] = {}
-    for place, value in enumerate((third, fourth, fifth, sixth)):
+    named: dict[str, Any] = {}
+    for position, value in enumerate((third, fourth, fifth, sixth)):
         if value is None:
             continue
         if isinstance(value, ScalingRuleBase):
             kind = "rule"
-        elif hasattr(value, "get_scale"):
+        elif hasattr(value, "get_scale"):  # any gradient scaler, ShardedGradScaler included
             kind = "mp_scaler"
-        elif isinstance(value, LRScheduler) or place == 1:
+        elif isinstance(value, LRScheduler) or position == 1:
             kind = "lr_scheduler"
-        elif isinstance(value, str) and place == 3:
+        elif isinstance(value, str) and position == 3:
             kind = "name"
-        elif place == 2:
+        elif position == 2:
             raise TypeError(f"mp_scaler must be a GradScaler, got {type(value).__name__}.")
         else:
             raise TypeError(
-                f"the {'third' if place == 0 else 'sixth'} argument is the scaling rule, got "
+                f"the {'third' if position == 0 else 'sixth'} argument is the scaling rule, got "
                 f"{type(value).__name__}. Pass others by name: lr_scheduler=..., mp_scaler=..."
             )
-        if kind in given:
+        if kind in named:
             raise TypeError(
-                "rule and scaling_rule are the same argument; give one of them."
+                "rule and scaling_rule are the same argument; pass one of them."
                 if kind == "rule"
-                else f"two arguments are a {kind}: {given[kind]!r} and {value!r}. Give one of them."
+                else f"two arguments are a {kind}: {named[kind]!r} and {value!r}. Pass one of them."
             )
-        given[kind] = value
-    return given
+        named[kind] = value
+    return named
 
 
 def _check_names(ddp_arguments: dict[str, Any]) -> None:
-    """Raise where a keyword is neither ours nor one of `DistributedDataParallel`'s."""
+    """Raise if a keyword is neither ours nor one of `DistributedDataParallel`'s.
+
+    Without a process group no DDP module is made, and nothing else would notice a misspelling.
+    """
     theirs = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]  # self, module
+    # without `self` and `**ddp_arguments`
     ours = [*inspect.signature(AdaptiveDataParallel.__init__).parameters][1:-1]
     for name in ddp_arguments:
         if name not in theirs:
@@ -237,7 +246,7 @@ class GradientStatistics:
         return self._rule.noise.var_of()
 
     def gain(self, scale: float) -> float:
-        """The gain at any scale."""
+        """Return the gain at any scale."""
         return self._rule.noise.gain(scale)
 
     def get_progress(self) -> float:

@@ -1,13 +1,16 @@
 """Smooth a step's estimates over time.
 
-One step's estimate is unbiased and very noisy; the average over the last 1 / (1 - smoothing)
-steps is what a rule can act on. Averages are immutable: `add` returns the next one, so that a
-step can look at what its gradients would make of the average before it is taken.
+One step's estimate is unbiased and very noisy. A rule acts on the average over roughly the last
+1 / (1 - smoothing) steps.
 
-* `Debiased` is a moving average divided by the weight it has gathered (as Adam does). The
+* `DebiasedAverage` is a moving average divided by the weight it has gathered (as Adam does). The
   smoothing may differ from step to step.
 * `PaperAverage` is the AdaScale paper's appendix B.3: a plain mean until 1 / (1 - smoothing)
   steps have been seen, a moving average from then on.
+* `NoiseAverage` holds one of these for |true gradient|^2 and one for the noise.
+
+All of them are immutable: `add` returns the next average. `gain()` can therefore include the
+gradients of the current step before that step is taken, and drop them if it never is.
 """
 
 from __future__ import annotations
@@ -21,30 +24,32 @@ from manyhands.scaling._noise import (
     SQR_FLOOR,
     VAR_FLOOR,
     Estimate,
-    Reading,
+    NormSums,
+    apply_floor,
     estimate,
-    floored,
     gain,
 )
 
 
 @dataclass(frozen=True)
-class Debiased:
+class DebiasedAverage:
     """A moving average without the pull towards its starting value."""
 
     total: tuple[float, ...] = ()
     weight: tuple[float, ...] = ()
 
     def value(self, start: float, groups: int) -> tuple[float, ...]:
-        """The average per group; `start` for a group of which nothing has been seen."""
+        """Return the average per group, and `start` for groups without any value yet."""
         seen = [t / w if w else start for t, w in zip(self.total, self.weight, strict=True)]
         return (*seen, *[start] * (groups - len(seen)))
 
-    def add(self, values: Sequence[float], smoothing: float) -> Debiased:
+    def add(self, values: Sequence[float], smoothing: float) -> DebiasedAverage:
+        """Return the average with one more value per group."""
+        # a parameter group added in the middle of a run starts with weight 0
         total = (*self.total, *[0.0] * (len(values) - len(self.total)))
         weight = (*self.weight, *[0.0] * (len(values) - len(self.weight)))
         new = 1.0 - smoothing
-        return Debiased(
+        return DebiasedAverage(
             tuple(smoothing * t + new * v for t, v in zip(total, values, strict=True)),
             tuple(smoothing * w + new for w in weight),
         )
@@ -58,9 +63,11 @@ class PaperAverage:
     count: tuple[int, ...] = ()
 
     def value(self, start: float, groups: int) -> tuple[float, ...]:
+        """Return the average per group, and `start` for groups without any value yet."""
         return (*self.mean, *[start] * (groups - len(self.mean)))
 
     def add(self, values: Sequence[float], smoothing: float) -> PaperAverage:
+        """Return the average with one more value per group."""
         mean = (*self.mean, *[0.0] * (len(values) - len(self.mean)))
         count = (*self.count, *[0] * (len(values) - len(self.count)))
         return PaperAverage(
@@ -74,20 +81,22 @@ class PaperAverage:
         )
 
 
-Average = Debiased | PaperAverage
+AnyAverage = DebiasedAverage | PaperAverage
 
 
-def converted(
-    average: Average, kind: type[Debiased] | type[PaperAverage], smoothing: float
-) -> Average:
-    """The same values as the other kind of average, as after the same number of steps."""
+def convert_average(
+    average: AnyAverage, kind: type[DebiasedAverage] | type[PaperAverage], smoothing: float
+) -> AnyAverage:
+    """Return an average of the other kind with the same values, after the same number of steps."""
     if isinstance(average, kind):
         return average
     if isinstance(average, PaperAverage):
         weight = tuple(1.0 - smoothing**count for count in average.count)
         total = tuple(m * w for m, w in zip(average.mean, weight, strict=True))
-        return Debiased(total, weight)
-    most = math.ceil(1 / (1 - smoothing))  # from then on the count makes no difference
+        return DebiasedAverage(total, weight)
+    # Solve weight = 1 - smoothing ** count for the count. `most` is where PaperAverage becomes a
+    # moving average for good; a larger count would make no difference.
+    most = math.ceil(1 / (1 - smoothing))
     counts = (
         most if w >= 1.0 or smoothing == 0.0 else round(math.log1p(-w) / math.log(smoothing))
         for w in average.weight
@@ -96,19 +105,16 @@ def converted(
     return PaperAverage(mean, tuple(max(1, min(count, most)) for count in counts))
 
 
-def saved(average: Average) -> dict[str, Any]:
-    """An average as lists of numbers, for a state dict."""
+def save_average(average: AnyAverage) -> dict[str, Any]:
+    """Return an average as lists of numbers, for a state dict."""
     return {name: list(values) for name, values in asdict(average).items()}
 
 
-def restored(kind: type[Debiased] | type[PaperAverage], state: dict[str, Any]) -> Average:
-    """The average that `saved` wrote."""
+def load_average(
+    kind: type[DebiasedAverage] | type[PaperAverage], state: dict[str, Any]
+) -> AnyAverage:
+    """Return the average that `save_average` wrote."""
     return kind(**{name: tuple(values) for name, values in state.items()})
-
-
-def is_finite(reading: Reading) -> bool:
-    """Whether every gradient of the step was finite."""
-    return all(map(math.isfinite, (*reading.squares, *reading.mean)))
 
 
 @dataclass(frozen=True)
@@ -116,91 +122,101 @@ class NoiseAverage:
     """|true gradient|^2 and the noise at scale 1, per parameter group, smoothed.
 
     Floors are applied to the averages. `floor_each_step` applies them to every step's estimate
-    as well, as fairscale does; that biases both upwards wherever single steps are noisy.
+    as well, as fairscale does; that biases both averages upwards if single steps are noisy.
     """
 
     groups: int
-    sqr: Average = Debiased()
-    var: Average = Debiased()
-    differenced: bool = False
-    unit: str = "plain"
+    sqr: AnyAverage = DebiasedAverage()
+    var: AnyAverage = DebiasedAverage()
+    consecutive: bool = False
+    norm_kind: str = "plain"
     floor_each_step: bool = False
-    mix_units: bool = False
+    mix_norm_kinds: bool = False
     var_floor: float = VAR_FLOOR
 
-    def after(self, reading: Reading, smoothing: float) -> NoiseAverage:
-        """With one more finite reading.
+    def add(self, sums: NormSums, smoothing: float) -> NoiseAverage:
+        """Return the average with one more step, whose norms must be finite.
 
-        Starts anew when differenced readings are left behind, and when the norms begin to be
-        taken of something else: of divided gradients (unless `mix_units`, as adaptdl does), or
-        of plain ones again, where the optimizer that divides was reset.
+        The average restarts in two cases. Comparing consecutive gradients is the worse
+        measurement, so its values are dropped as soon as a step has several gradients of its
+        own. And plain and preconditioned norms differ by orders of magnitude, so a change between
+        them restarts the average. adaptdl mixes the two (`mix_norm_kinds`) when it begins to
+        precondition; a change back to plain norms, after the optimizer was reset, restarts even
+        then.
         """
-        new = estimate(reading)
+        new = estimate(sums)
         if self.floor_each_step:
-            new = Estimate(floored(new.sqr, SQR_FLOOR), floored(new.var, self.var_floor))
-        begins_anew = reading.unit == "plain" or not self.mix_units
-        other_unit = reading.unit != self.unit and begins_anew
-        restart = other_unit or (self.differenced and not reading.differenced)
+            new = Estimate(apply_floor(new.sqr, SQR_FLOOR), apply_floor(new.var, self.var_floor))
+        kinds_must_match = sums.norm_kind == "plain" or not self.mix_norm_kinds
+        kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
+        restart = kind_changed or (self.consecutive and not sums.consecutive)
         sqr, var = (type(self.sqr)(), type(self.var)()) if restart else (self.sqr, self.var)
         return replace(
             self,
             sqr=sqr.add(new.sqr, smoothing),
             var=var.add(new.var, smoothing),
-            differenced=reading.differenced,
-            unit=reading.unit,
+            consecutive=sums.consecutive,
+            norm_kind=sums.norm_kind,
         )
 
     def with_groups(self, groups: int) -> NoiseAverage:
-        """Room for parameter groups that were added."""
+        """Return the same average for more parameter groups, of which nothing is known yet."""
         return replace(self, groups=groups)
 
     @property
     def raw_sqr(self) -> tuple[float, ...]:
-        """Averages of |true gradient|^2 before the floor; 1 before the first reading."""
+        """Averages of |true gradient|^2 before the floor; 1 before the first step."""
         return self.sqr.value(1.0, self.groups)
 
     @property
     def raw_var(self) -> tuple[float, ...]:
-        """Averages of the noise before the floor; 0 before the first reading."""
+        """Averages of the noise before the floor; 0 before the first step."""
         return self.var.value(0.0, self.groups)
 
     def sqr_of(self, group: int | None = None) -> float:
-        """|true gradient|^2 of one group, or of all together."""
-        values = floored(self.raw_sqr, SQR_FLOOR)
+        """Return |true gradient|^2 of one group, or of all together."""
+        values = apply_floor(self.raw_sqr, SQR_FLOOR)
         return sum(values) if group is None else values[group]
 
     def var_of(self, group: int | None = None) -> float:
-        """The noise of one group at scale 1, or of all together."""
-        values = floored(self.raw_var, self.var_floor)
+        """Return the noise at scale 1 of one group, or of all together."""
+        values = apply_floor(self.raw_var, self.var_floor)
         return sum(values) if group is None else values[group]
 
     def gain(self, scale: float, group: int | None = None) -> float:
+        """Return how many steps at scale 1 one step at `scale` is worth."""
         return gain(self.sqr_of(group), self.var_of(group), scale)
 
     @property
     def measured(self) -> bool:
-        """Whether there has been a reading at all."""
+        """Whether any step has been added."""
         return self.sqr != type(self.sqr)()
 
     def noise_scale(self, group: int | None = None) -> float | None:
-        """noise / |true gradient|^2 in batches of scale 1; None where no signal was seen."""
+        """Return noise / |true gradient|^2 in batches of scale 1; None if no signal was seen."""
         sqr = self.sqr_of(group)
         return self.var_of(group) / sqr if self.measured and sqr > 0.0 else None
 
-    def saved(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
+        """Return the measured part for a state dict; floors are saved with the options."""
         return {
-            "debiased": isinstance(self.sqr, Debiased),
-            "sqr": saved(self.sqr),
-            "var": saved(self.var),
-            "differenced": self.differenced,
-            "unit": self.unit,
+            "debiased": isinstance(self.sqr, DebiasedAverage),
+            "sqr": save_average(self.sqr),
+            "var": save_average(self.var),
+            "consecutive": self.consecutive,
+            "norm_kind": self.norm_kind,
         }
 
-    def restored(self, state: dict[str, Any]) -> NoiseAverage:
-        """The average that was `saved`; an error if it cannot have been."""
-        kind = Debiased if state["debiased"] else PaperAverage
-        sqr, var = restored(kind, state["sqr"]), restored(kind, state["var"])
+    def from_state(self, state: dict[str, Any]) -> NoiseAverage:
+        """Return this average with the measured part from `to_state`; raise if it cannot fit."""
+        kind = DebiasedAverage if state["debiased"] else PaperAverage
+        sqr, var = load_average(kind, state["sqr"]), load_average(kind, state["var"])
         if len(sqr.value(1.0, 0)) > self.groups or len(var.value(0.0, 0)) > self.groups:
-            raise ValueError(f"it is of more than {self.groups} parameter groups")
-        differenced, unit = bool(state["differenced"]), str(state["unit"])
-        return replace(self, sqr=sqr, var=var, differenced=differenced, unit=unit)
+            raise ValueError(f"the average has more than {self.groups} parameter groups")
+        return replace(
+            self,
+            sqr=sqr,
+            var=var,
+            consecutive=bool(state["consecutive"]),
+            norm_kind=str(state["norm_kind"]),
+        )

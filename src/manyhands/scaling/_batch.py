@@ -1,6 +1,6 @@
 """How large a step's batch is, in small batches, and how fast its noise is averaged.
 
-Plain numbers: workers, passes, and what the user has said of the scale and the smoothing.
+Plain numbers: ranks, passes, and the scale and smoothing that the user has set.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manyhands.scaling._options import OptionChange
+from manyhands.scaling._options import OptionMismatch
 
 
 @dataclass
@@ -18,46 +18,50 @@ class Batch:
     """The size of the whole batch: all workers, all passes.
 
     The scale is workers x passes (each micro-batch is a small batch), unless `scale` or
-    `scale_per_pass` is given. `counted` says that passes are counted step by step, in which
-    case the smoothing follows the scale, as adaptdl's does; otherwise the number of small
-    gradients, as fairscale's.
+    `scale_per_pass` is set. If `counts_passes`, the passes of each step are counted, and the
+    default smoothing follows the scale, as adaptdl's does. Otherwise passes are declared, and
+    the default smoothing follows the number of small gradients, as fairscale's does.
     """
 
     workers: int = 1
-    passes: int = 1  # of a whole step: declared, or counted in the last one
+    passes: int = 1  # of a whole step: declared, or counted in the last step
     scale: float | None = None
     scale_per_pass: float | None = None
     smoothing: float | None = None
-    counted: bool = False
-    said: frozenset[str] = frozenset()  # of "scale" and "smoothing": by the user, in this run
+    counts_passes: bool = False
+    set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
 
-    def scale_of(self, passes: int) -> float:
-        """The scale of a batch of so many passes."""
+    def scale_for(self, passes: int) -> float:
+        """Return the scale of a batch of so many passes."""
         if self.scale is not None:
             return self.scale
         if self.scale_per_pass is not None:
             return self.scale_per_pass * passes
         return float(self.workers * passes)
 
-    def smoothing_at(self, scale: float) -> float:
-        """The weight of the past in the averages, when a batch of this scale is added."""
+    def smoothing_for(self, scale: float) -> float:
+        """Return the weight of the past when a batch of this scale is added to the averages."""
         if self.smoothing is not None:
             return self.smoothing
-        if self.counted:
+        if self.counts_passes:
             return float(0.999**scale)
         return max(1.0 - self.workers * self.passes / 1000.0, 0.0)
 
-    def say_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
-        """The user gives the scale, of the whole batch or of one pass."""
+    def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
+        """Set the scale of the whole batch or of one pass, as the user asked."""
         self.scale, self.scale_per_pass = scale, per_pass
-        self.said |= {"scale"}
+        self.set_by_user |= {"scale"}
 
-    def say_smoothing(self, smoothing: float | None) -> None:
-        """The user gives the smoothing; None: the default again."""
-        self.smoothing = checked_smoothing(smoothing)
-        self.said = self.said - {"smoothing"} if smoothing is None else self.said | {"smoothing"}
+    def set_smoothing(self, smoothing: float | None) -> None:
+        """Set the smoothing as the user asked; None restores the default."""
+        self.smoothing = check_smoothing(smoothing)
+        if smoothing is None:
+            self.set_by_user = self.set_by_user - {"smoothing"}
+        else:
+            self.set_by_user = self.set_by_user | {"smoothing"}
 
-    def saved(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
+        """Return the numbers for a state dict."""
         return {
             "scale": self.scale,
             "scale_per_pass": self.scale_per_pass,
@@ -66,50 +70,55 @@ class Batch:
             "passes": self.passes,
         }
 
-    def loaded(self, state: dict[str, Any]) -> tuple[Batch, list[OptionChange]]:
-        """This run's workers and passes, with what was given to the run that was saved.
+    def from_state(self, state: dict[str, Any]) -> tuple[Batch, list[OptionMismatch]]:
+        """Return this run's batch with the saved settings, and where the two runs disagree.
 
-        A given scale stays in proportion to workers x passes: the micro-batch is the same.
-        Where passes are counted they are taken to be as many as before. What was said in this
-        run stays, and where the saved run differs is returned.
+        Workers and passes are this run's. (Counted passes are assumed to be as many as in the
+        saved run until a step has been counted.) A saved scale keeps its proportion to workers x
+        passes, because the micro-batch stays the same. Settings of this run win over saved ones;
+        if they differ, that is a mismatch for the caller to warn about.
         """
-        passes = int(state["passes"]) if self.counted else self.passes
+        passes = int(state["passes"]) if self.counts_passes else self.passes
         scale, per_pass = state["scale"], state["scale_per_pass"]
-        before = int(state["workers"]) * int(state["passes"])
-        here = replace(self, passes=passes)
-        there = replace(
-            here,
-            scale=None if scale is None else float(scale) * self.workers * passes / before,
+        saved_micro_batches = int(state["workers"]) * int(state["passes"])
+        ours = replace(self, passes=passes)
+        loaded = replace(
+            ours,
+            scale=None
+            if scale is None
+            else float(scale) * self.workers * passes / saved_micro_batches,
             scale_per_pass=None if per_pass is None else float(per_pass),
-            smoothing=checked_smoothing(state["smoothing"]),
+            smoothing=check_smoothing(state["smoothing"]),
         )
-        changes = []
-        if "scale" in self.said:
-            pair = here.scale_of(passes), there.scale_of(passes)
-            changes += [OptionChange("scale", *pair)] if pair[0] != pair[1] else []
-            there = replace(there, scale=self.scale, scale_per_pass=self.scale_per_pass)
-        if "smoothing" in self.said:
-            scale = there.scale_of(passes)
-            pair = here.smoothing_at(scale), there.smoothing_at(scale)
-            changes += [OptionChange("smoothing", *pair)] if pair[0] != pair[1] else []
-            there = replace(there, smoothing=self.smoothing)
-        return there, changes
+        mismatches = []
+        if "scale" in self.set_by_user:
+            pair = ours.scale_for(passes), loaded.scale_for(passes)
+            mismatches += [OptionMismatch("scale", *pair)] if pair[0] != pair[1] else []
+            loaded = replace(loaded, scale=self.scale, scale_per_pass=self.scale_per_pass)
+        if "smoothing" in self.set_by_user:
+            # the default smoothing may depend on the scale: compare both at the final scale
+            scale = loaded.scale_for(passes)
+            pair = ours.smoothing_for(scale), loaded.smoothing_for(scale)
+            mismatches += [OptionMismatch("smoothing", *pair)] if pair[0] != pair[1] else []
+            loaded = replace(loaded, smoothing=self.smoothing)
+        return loaded, mismatches
 
 
-def checked_scale(scale: float, smallest: float, rule: str, how: str = "") -> float:
-    """The scale, if it is a size that the rule can work with."""
+def check_scale(scale: float, smallest: float, rule: str, details: str = "") -> float:
+    """Return the scale, or raise if the rule cannot work with a batch of that size."""
     if not (math.isfinite(scale) and scale > 0.0 and scale >= smallest):
         least = "at least 1" if smallest == 1.0 else "above 0"
         raise ValueError(
-            f"scale must be finite and {least} for {rule}, got {scale}{how}. It is the size of the "
-            "whole batch (all workers, all passes) in small batches."
+            f"scale must be finite and {least} for {rule}, got {scale}{details}. It is the size of "
+            "the whole batch (all workers, all passes) in small batches."
         )
     return float(scale)
 
 
-def checked_passes(passes: Any) -> int:
-    """The number of passes, if it is one."""
+def parse_passes(passes: Any) -> int:
+    """Return the number of passes as an int, or raise."""
     try:
+        # operator.index takes numpy's integers and rejects floats; True is an int, but a mistake
         number = 0 if isinstance(passes, bool) else operator.index(passes)
     except TypeError:
         number = 0
@@ -121,11 +130,11 @@ def checked_passes(passes: Any) -> int:
     return number
 
 
-def checked_smoothing(smoothing: float | None) -> float | None:
-    """The smoothing, if an average can be made with it."""
+def check_smoothing(smoothing: float | None) -> float | None:
+    """Return the smoothing, or raise if no average can be made with it."""
     if smoothing is not None and not 0.0 <= smoothing < 1.0:
         raise ValueError(
             f"smoothing must be at least 0 and below 1, got {smoothing}. It is the weight of "
-            "the past; 0 looks at the newest step only."
+            "the past; 0 uses the newest step only."
         )
     return smoothing

@@ -1,20 +1,20 @@
-"""Where `fully_shard` computes: from a sharded parameter to the one that gets gradients.
+"""Where `fully_shard` computes: from a sharded parameter to the tensor that gets gradients.
 
-The optimizer holds DTensors, on which no hook of autograd ever fires. Around forward and backward
-`fully_shard` puts *unsharded* parameters into the modules in their place: always the same object
-for each, though its memory comes and goes. Their gradients are those of one micro-batch on one
-worker.
+The optimizer holds DTensors, on which no hook of autograd ever fires. Around forward and backward,
+`fully_shard` puts *unsharded* parameters into the modules in their place. Each of these is always
+the same object, although its memory is allocated and freed. Its gradient is that of one
+micro-batch on one rank.
 
-They are found by what is public. While a module is sharded, its parameters *are* the
-optimizer's, by identity, so that names are certain; `unshard()` puts the others in under the same
-names, and `reshard()` takes them out. That is an all-gather of the parameters, one module at a
-time, when the rule is made, and nothing is left behind in the modules: no forward hooks whose
-order, repetition in checkpoints or effect on torch.compile would matter.
+Only public interfaces are used to find them. While a module is sharded, its parameters *are* the
+optimizer's, by identity, so that names are certain. `unshard()` puts the unsharded ones in under
+the same names, and `reshard()` takes them out. That is an all-gather of the parameters, one module
+at a time, when the rule is made. Nothing stays behind in the modules: no forward hooks whose order,
+repetition in checkpoints or effect on torch.compile would matter.
 
-An optimizer does not know its modules. Unless the model is given, Python's garbage collector is
-asked for the instances of the classes that `fully_shard` makes, which are few. (A global
-forward hook would see the modules too, but only those that are called, and when their
-parameters may have been exchanged already.)
+An optimizer does not know its modules. Unless the model is an argument, Python's garbage collector
+is asked for the instances of the classes that `fully_shard` makes, which are few. (A global forward
+hook would see the modules too, but only those that are called, and perhaps only after their
+parameters have been replaced.)
 """
 
 from __future__ import annotations
@@ -28,77 +28,90 @@ from torch import Tensor, nn
 
 from manyhands._core.dtensor import Share, is_dtensor
 
-Place = tuple[nn.Module, str]  # a module and a name of a parameter in it
+ParameterName = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
 
 def unsharded_parameters(
     params: Sequence[Tensor], model: nn.Module | None = None
 ) -> dict[int, Tensor]:
-    """Index in `params` -> what stands in for it while a model computes. On every worker."""
+    """Return index in `params` -> the unsharded parameter that the model computes with.
+
+    Call it on every rank: it gathers the parameters.
+    """
     index_of = {id(p): i for i, p in enumerate(params) if is_dtensor(p)}
     for i in index_of.values():
-        Share.of(params[i])  # raises where we cannot measure it
+        Share.of(params[i])  # raises if the placement is not supported, before any collective
     if not index_of:
         return {}
-    found_by = sharders(model)
-    owned = _owned(found_by, index_of)
-    if _missing(owned, index_of):  # some may be unsharded at present
-        for module in found_by:
+    modules = fsdp_modules(model)
+    owned = _names_by_module(modules, index_of)
+    if _missing(owned, index_of):
+        # After a forward without backward the outermost module is still unsharded.
+        for module in modules:
             module.reshard()
-        owned = _owned(found_by, index_of)
+        owned = _names_by_module(modules, index_of)
     _check_found(params, _missing(owned, index_of), len(index_of))
     found: dict[int, Tensor] = {}
-    # in an order that is the same on every worker, as each is a collective
-    for module, places in sorted(owned.items(), key=lambda item: min(item[1])):
-        if found.keys() >= places.keys():  # (several modules may be one group)
+    # Each unshard() is a collective, so the order must be the same on every rank. The garbage
+    # collector's is not; the parameters' is.
+    for module, names in sorted(owned.items(), key=lambda item: min(item[1])):
+        if found.keys() >= names.keys():  # several modules may form one group of fully_shard
             continue
         module.unshard()
-        for i, (holder, name) in places.items():
+        for i, (holder, name) in names.items():
             found[i] = _unsharded(params[i], holder._parameters[name])
         module.reshard()
     return found
 
 
-def sharders(model: nn.Module | None) -> list[Any]:
-    """The modules that `fully_shard` was called on: inside the model, or anywhere."""
+def fsdp_modules(model: nn.Module | None) -> list[Any]:
+    """Return the modules that `fully_shard` was called on: in the model, or, without one, all."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody has called it
+    if fsdp is None:  # never imported, and so never called
         return []
     if model is not None:
         return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    kinds = _kinds(fsdp.FSDPModule)
-    return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+    # `fully_shard` gives each module a class of its own that derives from FSDPModule. An instance
+    # refers to its class, so the class's referrers are a short list to search.
+    classes = _with_subclasses(fsdp.FSDPModule)
+    return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
 
 
-def _kinds(kind: type) -> set[type]:
-    return {kind}.union(*map(_kinds, kind.__subclasses__()))
+def _with_subclasses(cls: type) -> set[type]:
+    return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))
 
 
-def _owned(found_by: Sequence[Any], index_of: dict[int, int]) -> dict[Any, dict[int, Place]]:
-    """By module that shards: the places of our parameters in it and not in one further inside."""
-    stops = set(map(id, found_by))
-    owned: dict[Any, dict[int, Place]] = {}
-    for sharder in found_by:
-        places = {
+def _names_by_module(
+    modules: Sequence[Any], index_of: dict[int, int]
+) -> dict[Any, dict[int, ParameterName]]:
+    """Return, for each module that `fully_shard` was called on, the parameters that it shards.
+
+    These are our parameters in the module itself, and not in a sharded module further inside.
+    """
+    stops = set(map(id, modules))
+    owned: dict[Any, dict[int, ParameterName]] = {}
+    for fsdp_module in modules:
+        names = {
             index_of[id(param)]: (module, name)
-            for module in _inside(sharder, stops)
+            for module in _walk(fsdp_module, stops)
             for name, param in module._parameters.items()
             if id(param) in index_of
         }
-        if places:
-            owned[sharder] = places
+        if names:
+            owned[fsdp_module] = names
     return owned
 
 
-def _inside(module: nn.Module, stops: set[int]) -> Iterator[nn.Module]:
+def _walk(module: nn.Module, stops: set[int]) -> Iterator[nn.Module]:
+    """Yield the module and those inside it, without descending into `stops`."""
     yield module
     for child in module.children():
         if id(child) not in stops:
-            yield from _inside(child, stops)
+            yield from _walk(child, stops)
 
 
-def _missing(owned: dict[Any, dict[int, Place]], index_of: dict[int, int]) -> list[int]:
-    found = {i for places in owned.values() for i in places}
+def _missing(owned: dict[Any, dict[int, ParameterName]], index_of: dict[int, int]) -> list[int]:
+    found = {i for names in owned.values() for i in names}
     return [i for i in index_of.values() if i not in found]
 
 
@@ -107,15 +120,16 @@ def _check_found(params: Sequence[Tensor], missing: Sequence[int], number: int) 
         raise ValueError(
             f"{len(missing)} of {number} sharded parameters (the first has shape "
             f"{tuple(params[missing[0]].shape)}) are in no module that fully_shard was called on. "
-            "Make the optimizer after fully_shard, and the rule before gc.freeze(), or give the "
-            "rule the model: model=... Other DTensors (tensor parallelism) are not measured."
+            "Make the optimizer after fully_shard, and the rule before gc.freeze(), or pass the "
+            "model to the rule: model=... Other DTensors (tensor parallelism) are not measured."
         )
 
 
-def _unsharded(param: Tensor, stand_in: Tensor | None) -> Tensor:
-    if stand_in is None or stand_in is param or is_dtensor(stand_in):
+def _unsharded(param: Tensor, replacement: Tensor | None) -> Tensor:
+    """Return the parameter that `unshard()` has put in; raise if it is still a DTensor."""
+    if replacement is None or replacement is param or is_dtensor(replacement):
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} stays a DTensor while the model computes. "
             "Scaling works over fully_shard, not over tensor parallelism."
         )
-    return stand_in
+    return replacement

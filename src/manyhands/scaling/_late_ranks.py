@@ -1,10 +1,11 @@
-"""Is this rank the one that the others wait for?
+"""Is this rank the one that the other ranks wait for?
 
 Under DDP a rank that ran no backward, ran it inside `no_sync()`, froze a parameter or left one out
-has not joined DDP's all-reduce. The others wait there until the process group's timeout, and this
-rank would wait as long for their part of the scaling vector. But it can know better, by what it saw
-of its own gradients: that is its *doubt*. A rank in doubt waits for `PATIENCE` seconds, and then
-looks for a DDP module that cannot have averaged such gradients. If there is one, it says so.
+has not joined DDP's all-reduce. The other ranks wait there until the process group's timeout, and
+this rank would wait as long for their scaling payload. But it can find out: something was odd
+about its own gradients. That is a `GradientAnomaly`. A rank with an anomaly waits for `PATIENCE`
+seconds, and then looks for a DDP module that cannot have averaged such gradients. If there is one,
+the rank raises an error.
 """
 
 from __future__ import annotations
@@ -23,61 +24,70 @@ PATIENCE = 2.0  # seconds
 
 
 @dataclass(frozen=True)
-class Doubt:
-    """What was odd in this rank's gradients, and whether DDP may have been told to expect it."""
+class GradientAnomaly:
+    """What was odd about this rank's gradients, and whether DDP may be configured to expect it."""
 
     text: str
-    may_be_meant: bool = False
+    may_be_intended: bool = False
 
 
-NO_BACKWARD = Doubt("step() was called without a backward() before it")
-NOT_AVERAGED = Doubt(
+NO_BACKWARD = GradientAnomaly("step() was called without a backward() before it")
+NOT_AVERAGED = GradientAnomaly(
     "the gradients after the step's last backward() are those that this rank computed alone. Was "
     "that pass inside no_sync()? Only the passes before it may be"
 )
 
 
-def without_gradient(
-    expected: Sequence[int], measured: Collection[int], *, may_be_meant: bool
-) -> Doubt | None:
-    """The doubt about parameters that had no gradient in the step's last backward pass."""
+def find_missing_gradients(
+    expected: Sequence[int], measured: Collection[int], *, may_be_intended: bool
+) -> GradientAnomaly | None:
+    """Return the anomaly if some parameters had no gradient in the step's last backward pass."""
     missing = [index for index in expected if index not in measured]
     if not missing:
         return None
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return Doubt(
+    return GradientAnomaly(
         f"{len(missing)} of {len(expected)} parameters had no gradient in the step's last "
         f"backward() (in the optimizer's order: {listed}). Were they frozen on this rank, or not "
         "used by its loss? DistributedDataParallel waits for all of them, unless it is made with "
         "find_unused_parameters=True",
-        may_be_meant,
+        may_be_intended,
     )
 
 
-def are_the_same(squares: Sequence[float], lengths: Sequence[float]) -> bool:
-    """Whether these squared lengths are of gradients of these lengths, and not all are zero."""
-    pairs = zip(squares, lengths, strict=True)
+def norms_match(squares: Sequence[float], norms: Sequence[float]) -> bool:
+    """Return whether `squares` are the squares of `norms`, and not all zero."""
+    pairs = zip(squares, norms, strict=True)
     return any(squares) and all(math.isclose(s, x * x, rel_tol=1e-5) for s, x in pairs)
 
 
-def wait_in(doubt: Doubt, combination: PendingSums, rank: int, params: Sequence[Tensor]) -> None:
-    """Return when the other ranks' numbers are here, or may yet come; raise if they cannot."""
-    if combination.done_within(PATIENCE):
+def wait_for_ranks(
+    anomaly: GradientAnomaly, pending: PendingSums, rank: int, params: Sequence[Tensor]
+) -> None:
+    """Return if the other ranks' payloads are here, or may still come; raise if they cannot."""
+    if pending.done_within(PATIENCE):
         return
-    modules = list(_ddp_around(params))
-    if doubt.may_be_meant:
+    modules = list(_ddp_modules_of(params))
+    if anomaly.may_be_intended:
+        # these two options make DDP average without gradients that a rank did not compute
         modules = [m for m in modules if not (m.find_unused_parameters or m.static_graph)]
     if modules:
         raise RuntimeError(
             f"the other ranks have not sent their part of this step for {PATIENCE:g} s: they wait "
-            f"for rank {rank}, which is this one. Here {doubt.text}."
+            f"for rank {rank}, which is this one. Here {anomaly.text}."
         )
 
 
-def _ddp_around(params: Sequence[Tensor]) -> Iterator[DistributedDataParallel]:
-    ours = {id(param) for param in params}
+def _ddp_modules_of(params: Sequence[Tensor]) -> Iterator[DistributedDataParallel]:
+    """Yield the DDP modules that hold any of these parameters.
+
+    An optimizer does not know its modules, so Python's garbage collector is searched. That is
+    slow, and happens only when an error is likely.
+    """
+    wanted = {id(param) for param in params}
     for thing in gc.get_objects():
+        # type(), not isinstance: that would ask lazy proxies for their __class__, and import things
         if issubclass(type(thing), DistributedDataParallel) and any(
-            id(param) in ours for param in thing.parameters()
+            id(param) in wanted for param in thing.parameters()
         ):
             yield thing

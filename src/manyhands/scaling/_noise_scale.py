@@ -1,4 +1,9 @@
-"""Measure the noise scale of any training loop, and change nothing in it."""
+"""Measure the noise scale of any training loop, and change nothing in it.
+
+The norms come from the same tap as the scaling rules' (`_tap.py`). Each step's estimates of
+|true gradient|^2 and of the noise are averaged, and so are their squares and product: from these
+second moments the standard error of the ratio follows.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +21,22 @@ from torch.optim import Optimizer
 from manyhands._core import amp as _amp
 from manyhands._core.agreement import check_same_tensors
 from manyhands._core.dtensor import workers_of
-from manyhands.scaling._averages import is_finite
-from manyhands.scaling._batch import checked_passes, checked_smoothing
+from manyhands.scaling._batch import check_smoothing, parse_passes
+from manyhands.scaling._mean_gradient import StepContext
 from manyhands.scaling._noise import estimate
-from manyhands.scaling._norm_kinds import Plain
-from manyhands.scaling._options import Option, Options, explained, saved, with_found
-from manyhands.scaling._state import fitting
+from manyhands.scaling._norm_kinds import PlainNorm
+from manyhands.scaling._options import (
+    Option,
+    Options,
+    describe_mismatches,
+    load_options,
+    save_options,
+)
+from manyhands.scaling._state import check_previous
 from manyhands.scaling._step_stats import StepStats
 from manyhands.scaling._tap import Accumulation, GradientTap
 
-VERSION = 1
+VERSION = 2  # of the state dict
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,8 @@ class _Moments:
     var_var: float = 0.0
     sqr_var: float = 0.0
 
-    def after(self, sqr: float, var: float, smoothing: float) -> _Moments:
+    def add(self, sqr: float, var: float, smoothing: float) -> _Moments:
+        """Return the moments with one more step's estimates."""
         new = 1.0 - smoothing
 
         def mix(old: float, value: float) -> float:
@@ -56,8 +68,8 @@ class _Moments:
             mix(self.sqr_var, sqr * var),
         )
 
-    def of_batches(self, factor: float) -> _Moments:
-        """The same measurement with the noise of batches `factor` times as large."""
+    def rescale(self, factor: float) -> _Moments:
+        """Return the same measurement with the noise of batches `factor` times as large."""
         return replace(
             self,
             var=self.var / factor,
@@ -85,22 +97,24 @@ class NoiseScale:
 
     `noise_scale` is trace(covariance) / |gradient|^2 (McCandlish et al. 2018, "simple noise
     scale"): the batch size, in samples, at which noise and signal are equal. Well below it a
-    larger batch saves steps almost in proportion; well above it saves nothing. With one worker
-    and no accumulation consecutive gradients are compared, at the price of a copy of the
-    gradient; the estimate then takes the change of the parameters between them for noise.
+    larger batch saves steps almost in proportion; well above it, nothing. With one worker and no
+    accumulation, consecutive gradients are compared, at the price of a copy of the gradient. The
+    estimate then counts the change of the parameters between them as noise.
 
     Args:
-        parameters: an optimizer, whose steps are then watched (with closures, too), or the
-            parameters to measure, of which every backward pass is taken to be followed by a step.
-        batch_size: samples in one worker's backward pass; the unit is that batch if left out.
-        num_gradients_to_accumulate: backward passes before each step, each of a loss divided
-            by that number (`is_scaled_loss=False`: not divided). With more or fewer passes, a
-            warning says so and the step is left out.
+        parameters: an optimizer, whose steps are then watched (also those with closures), or the
+            parameters to measure; then every backward pass is assumed to be followed by a step.
+        batch_size: samples in one worker's backward pass. If left out, results are in units of
+            that batch.
+        num_gradients_to_accumulate: backward passes before each step, each with a loss that is
+            divided by that number (`is_scaled_loss=False`: not divided). A step with more or
+            fewer passes is left out, with a warning.
         smoothing: weight of the past, 0.99 by default.
-        process_group: the workers that share gradients; all, by default. Make one on each.
-        grad_scaler: the `GradScaler` in use: needed if its scale changes.
-        model: the module that `fully_shard` was called on. It is found without, except after
-            `gc.freeze()`.
+        process_group: the workers that share gradients; all, by default. Make a NoiseScale on
+            each of them.
+        grad_scaler: the `GradScaler` in use; required if its scale changes.
+        model: the module that `fully_shard` was called on. It is needed only after `gc.freeze()`;
+            otherwise it is found.
     """
 
     def __init__(
@@ -116,10 +130,10 @@ class NoiseScale:
         model: nn.Module | None = None,
     ) -> None:
         self._options: Options = {
-            "batch_size": Option(None, batch_size, check=_checked_batch_size),
-            "smoothing": Option(0.99, smoothing, check=checked_smoothing),
+            "batch_size": Option(None, batch_size, check=_check_batch_size),
+            "smoothing": Option(0.99, smoothing, check=check_smoothing),
         }
-        passes = checked_passes(num_gradients_to_accumulate)
+        passes = parse_passes(num_gradients_to_accumulate)
         optimizer = parameters if isinstance(parameters, Optimizer) else None
         groups = optimizer.param_groups if optimizer else [{"params": list(parameters)}]  # type: ignore[arg-type]
         params = [param for group in groups for param in group["params"]]
@@ -127,121 +141,127 @@ class NoiseScale:
             raise ValueError("no parameters to measure: the iterable was empty.")
         self._params = params
         self._moments = _Moments()
-        self._differenced = False  # whether the moments are of consecutive gradients
-        self._flight: StepStats | None = None
+        self._consecutive = False  # whether the moments are of consecutive gradients
+        self._in_flight: StepStats | None = None  # the last step's, on their way to the host
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
         self._stop_watching: Callable[[], Any] | None = None
-        workers = workers_of(params, process_group or getattr(optimizer, "group", None))
-        mine = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
-        workers.check_equal("NoiseScale", mine, workers.any_device)
-        check_same_tensors("NoiseScale", workers, {"parameter": params})
-        self._workers = workers
-        me, watched = weakref.proxy(self), optimizer is not None
+        ranks = workers_of(params, process_group or getattr(optimizer, "group", None))
+        claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
+        ranks.check_equal("NoiseScale", claims, ranks.any_device)
+        check_same_tensors("NoiseScale", ranks, {"parameter": params})
+        self._ranks = ranks
+        # weak: neither the tap nor the optimizer's hook may keep this object alive
+        owner, watches_steps = weakref.proxy(self), optimizer is not None
         self._tap = GradientTap(
             groups,
-            workers.with_own_group(params[0].device),
-            Plain(),
+            ranks.with_own_group(params[0].device),
+            PlainNorm(),
             Accumulation(passes, is_scaled_loss),
-            scale=lambda passes: float(passes * workers.size),
-            loss_scale=lambda: _amp.loss_scale_of(grad_scaler),
-            on_sample=lambda sample: None if watched else me._receive(sample),
-            on_excess=lambda message: me._spoilt(message),
-            join_in=getattr(optimizer, "join_in", lambda: None),
+            context=lambda passes: StepContext(
+                scale=float(passes * ranks.size), loss_scale=_amp.loss_scale_of(grad_scaler)
+            ),
+            on_stats=lambda stats: None if watches_steps else owner._receive(stats),
+            on_excess=lambda message: owner._leave_out_step(message),
+            join_averaging=getattr(optimizer, "join_in", lambda: None),
             model=model,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
-            hook = optimizer.register_step_pre_hook(lambda *call: me._about_to_step(*call))
+            hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
             self._stop_watching = weakref.finalize(self, hook.remove)
 
-    def _about_to_step(
+    def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The optimizer's `step` was called with these arguments, itself the first of them.
+        """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`.
 
-        A closure makes the gradients inside it, as Lightning's does: it is replaced by itself
-        with a look at what it has made.
+        With a closure, as in Lightning, the gradients are computed inside `step`. The closure is
+        replaced by one that also measures them.
         """
         if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._observed(kwargs["closure"])}
+            return args, {**kwargs, "closure": self._watch_closure(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._observed(args[1]), *args[2:]), kwargs
-        self._step()
+            return (args[0], self._watch_closure(args[1]), *args[2:]), kwargs
+        self._finish_step()
         return None
 
-    def _observed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, of which the first call makes the step's gradients."""
-        mine, first = weakref.ref(self), True
+    def _watch_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure, with the gradients of its first call measured."""
+        owner_ref, first = weakref.ref(self), True
 
-        def observed() -> Any:
+        def watched() -> Any:
             nonlocal first
-            me = mine()
-            if me is None:
+            owner = owner_ref()
+            if owner is None:
                 return closure()
             if first:
                 first = False
                 result = closure()
-                me._step()
+                owner._finish_step()
                 return result
-            me._tap.paused = True  # LBFGS evaluates again: these are not new samples
+            owner._tap.paused = True  # LBFGS evaluates the same samples again
             try:
                 return closure()
             finally:
-                me._tap.paused = False
+                owner._tap.paused = False
 
-        return observed
+        return watched
 
-    def _step(self) -> None:
-        """The optimizer is about to step along the gradients that were measured."""
+    def _finish_step(self) -> None:
+        """Take in the measured gradients: the optimizer is about to step along them."""
         tap = self._tap
-        if tap.sample is None and self._workers.size > 1 and tap.hooked:
-            tap.complete_now()  # the others may have used parameters that we did not
-        elif tap.sample is None and tap.passes > 0:
-            self._say(_too_few(tap.passes, tap.accumulation.declared))
-        if tap.passes == 0 and not self._warned and tap.moved:
-            self._say("parameters were moved or converted. Make a NoiseScale after that.")
-        if tap.problem is not None:
-            self._spoilt(tap.problem)
-        if tap.sample is not None:
-            self._receive(tap.sample)
-        tap.stepped()
+        if tap.step.stats is None and self._ranks.size > 1 and tap.hooked:
+            tap.complete_early()  # other ranks may have used parameters that this rank did not
+        elif tap.step.stats is None and tap.step.passes > 0:
+            self._warn(_too_few_passes(tap.step.passes, tap.accumulation.declared))
+        if tap.step.passes == 0 and not self._warned and tap.parameters_moved:
+            self._warn("parameters were moved or converted. Make a NoiseScale after that.")
+        if tap.step.problem is not None:
+            self._leave_out_step(tap.step.problem)
+        if tap.step.stats is not None:
+            self._receive(tap.step.stats)
+        tap.finish_step()
 
-    def _spoilt(self, problem: str) -> None:
-        """Leave out the step under way."""
+    def _leave_out_step(self, problem: str) -> None:
+        """Drop the measurements of the step under way, and warn."""
         self._tap.clear()
-        self._say(problem)
+        self._warn(problem)
 
-    def _say(self, problem: str) -> None:
-        """Measuring must not stop a training run: say it once."""
+    def _warn(self, problem: str) -> None:
+        """Warn once: a measurement must not stop a training run."""
         if not self._warned:
             self._warned = True
             warnings.warn(f"NoiseScale leaves a step out: {problem}", stacklevel=2)
 
-    def _receive(self, sample: StepStats) -> None:
-        """Take in the last step's numbers, which have arrived long since; these are next."""
-        self._land()
-        sample.start_copy()
-        self._flight = sample
-        self._tap.mean.difference.remember()
+    def _receive(self, stats: StepStats) -> None:
+        """Start to copy a step's numbers to the host, and add those of the step before.
 
-    def _land(self) -> None:
-        sample, self._flight = self._flight, None
-        reading = sample.read()[0] if sample is not None else None
-        if sample is None:
+        The numbers of the step before have long arrived, so this does not wait for a device.
+        """
+        self._add_in_flight()
+        stats.start_copy()
+        self._in_flight = stats
+        self._tap.mean.consecutive.remember()
+
+    def _add_in_flight(self) -> None:
+        """Add the numbers that are on their way to the host, if any, to the moments."""
+        stats, self._in_flight = self._in_flight, None
+        if stats is None:
             return
-        if sample.nobody_ready and sample.seen:
-            self._say(_too_few(int(sample.seen), sample.passes))
-        if reading is None or sample.nobody_ready:
+        sums, _ = stats.read()
+        if stats.incomplete_everywhere and stats.most_passes_seen:
+            self._warn(_too_few_passes(int(stats.most_passes_seen), stats.passes))
+        if sums is None or stats.incomplete_everywhere:
             return
-        if not is_finite(reading):
+        if not sums.all_finite:
             self._nonfinite += 1
             return
-        if self._differenced and not reading.differenced:  # a better measure: start anew
+        if self._consecutive and not sums.consecutive:  # the better measurement: start anew
             self._moments, self._steps = _Moments(), 0
-        self._differenced = reading.differenced
-        new, smoothing = estimate(reading), self._options["smoothing"].value
-        self._moments = self._moments.after(sum(new.sqr), sum(new.var), smoothing)
+        self._consecutive = sums.consecutive
+        new, smoothing = estimate(sums), self._options["smoothing"].value
+        self._moments = self._moments.add(sum(new.sqr), sum(new.var), smoothing)
         self._steps += 1
 
     @property
@@ -250,14 +270,14 @@ class NoiseScale:
 
     @property
     def steps(self) -> int:
-        """Steps measured."""
-        self._land()
+        """Number of steps measured."""
+        self._add_in_flight()
         return self._steps
 
     @property
     def nonfinite(self) -> int:
-        """Steps left out because a gradient was not finite."""
-        self._land()
+        """Number of steps left out because a gradient was not finite."""
+        self._add_in_flight()
         return self._nonfinite
 
     @property
@@ -272,7 +292,7 @@ class NoiseScale:
 
     @property
     def noise_scale(self) -> float:
-        """variance / |gradient|^2 in samples; infinite where no signal shows, NaN before."""
+        """variance / |gradient|^2 in samples; infinite without a signal, NaN before any step."""
         sqr, var = self.squared_norm, self.variance
         if math.isnan(sqr):
             return math.nan
@@ -280,10 +300,15 @@ class NoiseScale:
 
     @property
     def standard_error(self) -> float:
-        """Of `noise_scale`, from the scatter of the steps' estimates (taken as independent)."""
+        """Standard error of `noise_scale`, from the scatter of the steps' estimates.
+
+        The steps are assumed to be independent.
+        """
         sqr, var, moments = self.squared_norm, self.variance, self._moments
         if self.steps < 2 or not sqr > 0.0:
             return math.nan if self.steps < 2 else math.inf
+        # The delta method: the variance of a ratio of means, from those of both and their
+        # covariance, over the effective number of steps in the weighted average.
         w = moments.weight
         ratio = var / sqr
         scatter = (
@@ -296,37 +321,37 @@ class NoiseScale:
         return self._batch_size * math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
 
     def one_sample(self) -> AbstractContextManager[None]:
-        """Several backward passes inside are of the same samples (see `AdaScale.one_sample`)."""
+        """Treat the backward passes inside as one (see `AdaScale.one_sample`)."""
         return self._tap.one_sample()
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int) -> None:
-        """Say how many backward passes make a step from now on.
+        """Set how many backward passes make a step from now on.
 
-        To be called on every worker, between two steps.
+        Call it on every worker, between two steps.
         """
-        passes = checked_passes(num_gradients_to_accumulate)
+        passes = parse_passes(num_gradients_to_accumulate)
         self._tap.check_between_steps("set_num_gradients_to_accumulate()")
-        self._tap.mean.announce(passes, float(passes * self._workers.size), 0.0)
+        self._tap.mean.announce(passes, float(passes * self._ranks.size), 0.0)
         self._tap.accumulation.declared = passes
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
-        self._land()
+        """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
+        self._add_in_flight()
         return {
             "version": VERSION,
             "shapes": [list(param.shape) for param in self._params],
-            "options": saved(self._options),
+            "options": save_options(self._options),
             "moments": asdict(self._moments),
-            "differenced": self._differenced,
+            "consecutive": self._consecutive,
             "steps": self._steps,
             "nonfinite": self._nonfinite,
-            "previous": list(self._tap.mean.difference.previous),
+            "previous": list(self._tap.previous_gradient),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; on every worker, of which there may be another number.
+        """Continue from a `state_dict`, on every worker; their number may be another one.
 
-        `batch_size` and `smoothing` are taken from it unless they were given; where they were and
+        `batch_size` and `smoothing` come from the state dict, unless they were arguments. If those
         differ, a warning says so.
         """
         self._tap.check_between_steps("load_state_dict()")
@@ -337,26 +362,26 @@ class NoiseScale:
                 f"{VERSION}. Make the NoiseScale around the same ones."
             )
         try:
-            options, changes = with_found(self._options, state_dict["options"])
+            options, mismatches = load_options(self._options, state_dict["options"])
             moments = _Moments(**{k: float(v) for k, v in state_dict["moments"].items()})
-            differenced = bool(state_dict["differenced"])
+            consecutive = bool(state_dict["consecutive"])
             steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
-            previous = fitting(state_dict["previous"], self._params)
+            previous = check_previous(state_dict["previous"], self._params)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state dict is damaged: {error!r}.") from error
-        here, there = options["batch_size"].value, options["batch_size"].found
-        if there is not None:
-            moments = moments.of_batches(here / there)
+        batch_size, saved = options["batch_size"].value, options["batch_size"].recorded
+        if saved is not None:
+            moments = moments.rescale(batch_size / saved)
         self._tap.clear()
-        self._flight = None
-        self._tap.mean.difference.previous = self._tap.placed(previous)
-        self._options, self._moments, self._differenced = options, moments, differenced
+        self._in_flight = None
+        self._tap.previous_gradient = previous
+        self._options, self._moments, self._consecutive = options, moments, consecutive
         self._steps, self._nonfinite = steps, nonfinite
-        if changes:
-            warnings.warn(explained(changes, "NoiseScale"), stacklevel=2)
+        if mismatches:
+            warnings.warn(describe_mismatches(mismatches, "NoiseScale"), stacklevel=2)
 
     def snapshot(self) -> dict[str, Any]:
-        """The measurement in plain numbers, for `Record`."""
+        """Return the measurement in plain numbers, for `Record`."""
         scale, error = self.noise_scale, self.standard_error
         return {
             "simple_noise_scale": scale if math.isfinite(scale) else None,
@@ -378,14 +403,14 @@ class NoiseScale:
         )
 
 
-def _too_few(passes: int, declared: int | None) -> str:
+def _too_few_passes(passes: int, declared: int | None) -> str:
     return (
-        f"step() after {passes} of {declared} backward passes. Where every step has so many, say "
-        f"so: num_gradients_to_accumulate={passes}, or set_num_gradients_to_accumulate({passes})."
+        f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
+        f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."
     )
 
 
-def _checked_batch_size(batch_size: float) -> float:
+def _check_batch_size(batch_size: float) -> float:
     if not batch_size > 0:
         raise ValueError(f"batch_size must be above 0, got {batch_size}.")
     return batch_size

@@ -1,7 +1,8 @@
-"""Keeps the noise average up to date: one reading a step, taken when the step is.
+"""Keeps the noise average up to date: one `StepStats` per step, added when the step is taken.
 
-Between `backward` and `step` a finished sample is *pending*: `current` shows the average with
-it, and nothing is kept until `take`. A sample that no step follows leaves no trace.
+Between `backward` and `step` the finished statistics are only *previewed*: `current` shows the
+average with them, and nothing is kept until `finish_step`. Statistics that no step follows leave no
+trace.
 """
 
 from __future__ import annotations
@@ -13,45 +14,45 @@ from typing import Any
 from torch import Tensor
 
 from manyhands._core.amp import ScalerSignals
-from manyhands.scaling._averages import NoiseAverage, is_finite
-from manyhands.scaling._noise import Reading
+from manyhands.scaling._averages import NoiseAverage
+from manyhands.scaling._noise import NormSums
 from manyhands.scaling._step_stats import StepStats
 from manyhands.scaling._tap import GradientTap
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What became of a step's reading."""
+class StepOutcome:
+    """What became of a step's statistics."""
 
-    gain: float  # of the average with it, at the scale of its step
+    gain: float  # of the average that includes them, at the scale of their step
     skipped: bool  # the gradient scaler found infinities, and no step was made
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """A sample that was looked at before its step."""
+class _Preview:
+    """Statistics that were looked at before their step."""
 
-    sample: StepStats
-    reading: Reading | None
+    stats: StepStats
+    sums: NormSums | None
     average: NoiseAverage
 
 
 @dataclass(frozen=True)
-class _Flight:
-    """A sample on its way to the host, and what its step knew."""
+class _InFlight:
+    """Statistics on their way to the host, and what their step knew."""
 
-    sample: StepStats
+    stats: StepStats
     scale: float
-    scale_is_late: bool  # the loss scale comes with the sample
-    scaler_decides: bool  # a step along infinities is not made
+    has_loss_scale: bool  # the loss scale is copied along with the statistics
+    scaler_decides: bool  # the gradient scaler skips a step whose gradients are not finite
 
 
 class NoiseTracker:
-    """Joins the tap's samples to the average.
+    """Adds the statistics of the tap's steps to an average.
 
-    `smoothing(scale)` is the weight of the past; `scaler_known` whether the tap divides the
-    loss scale out by itself. With `delayed`, a reading is joined one step after it was taken,
-    when its copy to the host has long arrived.
+    `smoothing(scale)` is the weight of the past. `scaler_known` says that the tap has the gradient
+    scaler, and divides the loss scale out by itself. If `delayed`, statistics are added one step
+    after they were taken, when their copy to the host has long arrived.
     """
 
     def __init__(
@@ -70,148 +71,161 @@ class NoiseTracker:
         self._smoothing = smoothing
         self._scaler_known = scaler_known
         self._delayed = delayed
-        self._pending: _Pending | None = None
-        self._flight: _Flight | None = None
-        self._landed: Taken | None = None
-        self._last: StepStats | None = None
-        self._loss_scale: float | None = None
+        self._preview: _Preview | None = None
+        self._in_flight: _InFlight | None = None
+        # the outcome of a delayed step that `current` has added ahead of time
+        self._early_outcome: StepOutcome | None = None
+        self._last_stats: StepStats | None = None
+        self._loss_scale: float | None = None  # of the last step
 
     @property
     def current(self) -> NoiseAverage:
         """The average, with the gradients of a backward that no step has followed yet."""
-        sample = self.tap.sample
-        if sample is None:
+        stats = self.tap.step.stats
+        if stats is None:
             return self.average
         if self._delayed:
-            self._landed = self._landed or self._land()
+            self._early_outcome = self._early_outcome or self._add_in_flight()
             return self.average
-        if self._pending is None or self._pending.sample is not sample:
-            reading, _ = sample.read()
-            self._pending = _Pending(sample, reading, self._after(reading))
-        return self._pending.average
+        # read once: reading waits for the device
+        if self._preview is None or self._preview.stats is not stats:
+            sums, _ = stats.read()
+            self._preview = _Preview(stats, sums, self._average_with(sums))
+        return self._preview.average
 
     @property
     def micro_batch(self) -> float:
-        """Samples in one rank's first training input, on average over the ranks; 0: unknown.
+        """Samples in a rank's first training input, averaged over the ranks; 0 if unknown.
 
-        As they came with the step under way or the last one, for which this waits if need be.
+        The number comes with the statistics of the step under way or the last one, and reading it
+        waits for them.
         """
-        sample = self.tap.sample or self._last
-        if sample is None:
+        stats = self.tap.step.stats or self._last_stats
+        if stats is None:
             return 0.0
-        sample.read()
-        return sample.micro_batch
+        stats.read()
+        return stats.micro_batch
 
-    def take(self, news: ScalerSignals, scale: float) -> Taken | None:
-        """Join this step's reading (the previous step's, if delayed; None: there was none)."""
-        sample = self.tap.sample
-        if sample is None:
-            sample = self._incomplete()
-        if self.tap.problem is not None:
-            raise RuntimeError(self.tap.problem)
-        if news.present and not self._scaler_known:
-            self._check_scale_can_be_known(news, sample)
-        late_scale = None if self._scaler_known else news.grad_scale
+    def finish_step(self, signals: ScalerSignals, scale: float) -> StepOutcome | None:
+        """Add this step's statistics, and return the outcome.
+
+        If delayed, the previous step's are added, and the result is None if there was none.
+        """
+        stats = self.tap.step.stats
+        if stats is None:
+            stats = self._complete_early()
+        if self.tap.step.problem is not None:
+            raise RuntimeError(self.tap.step.problem)
+        if signals.present and not self._scaler_known:
+            self._check_loss_scale_known(signals, stats)
+        late_loss_scale = None if self._scaler_known else signals.grad_scale
         if self._delayed:
-            taken = self.land()
-            sample.start_copy([] if late_scale is None else [late_scale])
-            scaler_decides = news.present or self._scaler_known
-            self._flight = _Flight(sample, scale, late_scale is not None, scaler_decides)
+            outcome = self.finish_in_flight()
+            stats.start_copy([] if late_loss_scale is None else [late_loss_scale])
+            scaler_decides = signals.present or self._scaler_known
+            self._in_flight = _InFlight(stats, scale, late_loss_scale is not None, scaler_decides)
         else:
-            taken = self._take_now(sample, news, scale, late_scale is not None)
-        self._pending, self._last = None, sample
-        self.tap.stepped()
-        return taken
+            outcome = self._add_now(stats, signals, scale, late_loss_scale is not None)
+        self._preview, self._last_stats = None, stats
+        self.tap.finish_step()
+        return outcome
 
-    def land(self) -> Taken | None:
-        """Join a reading whose copy is under way."""
-        taken, self._landed = self._landed or self._land(), None
-        return taken
+    def finish_in_flight(self) -> StepOutcome | None:
+        """Add statistics whose copy to the host is under way, and return the outcome."""
+        outcome, self._early_outcome = self._early_outcome or self._add_in_flight(), None
+        return outcome
 
-    def _land(self) -> Taken | None:
-        flight, self._flight = self._flight, None
+    def _add_in_flight(self) -> StepOutcome | None:
+        flight, self._in_flight = self._in_flight, None
         if flight is None:
             return None
-        reading, told = flight.sample.read()
-        reading = self._without(reading, told[0] if flight.scale_is_late else None)
-        finite = reading is None or is_finite(reading)
-        return self._join(reading, flight.scale, skipped=flight.scaler_decides and not finite)
+        sums, extras = flight.stats.read()
+        sums = self._unscale(sums, extras[0] if flight.has_loss_scale else None)
+        finite = sums is None or sums.all_finite
+        return self._add(sums, flight.scale, skipped=flight.scaler_decides and not finite)
 
     def forget(self) -> None:
-        """Gradients were cleared: a step begins anew."""
-        self._pending = None
+        """Drop the statistics of the step under way: gradients were cleared."""
+        self._preview = None
         self.tap.clear()
 
-    def _take_now(
-        self, sample: StepStats, news: ScalerSignals, scale: float, scale_is_late: bool
-    ) -> Taken:
-        extras = [x for x in (news.found_inf, news.grad_scale) if x is not None]
-        if self._pending is not None and self._pending.sample is sample:
-            reading, told = self._pending.reading, [float(extra) for extra in extras]
+    def _add_now(
+        self, stats: StepStats, signals: ScalerSignals, scale: float, has_loss_scale: bool
+    ) -> StepOutcome:
+        # the scaler's one-element tensors come along, in the same copy from the device
+        tensors = [x for x in (signals.found_inf, signals.grad_scale) if x is not None]
+        if self._preview is not None and self._preview.stats is stats:
+            sums, extras = self._preview.sums, [float(tensor) for tensor in tensors]
         else:
-            reading, told = sample.read(extras)
-        reading = self._without(reading, told[1] if scale_is_late else None)
-        return self._join(reading, scale, skipped=bool(told and told[0]))
+            sums, extras = stats.read(tensors)
+        sums = self._unscale(sums, extras[1] if has_loss_scale else None)
+        return self._add(sums, scale, skipped=bool(extras and extras[0]))
 
-    def _without(self, reading: Reading | None, loss_scale: float | None) -> Reading | None:
-        if reading is None or loss_scale is None:
-            return reading
+    def _unscale(self, sums: NormSums | None, loss_scale: float | None) -> NormSums | None:
+        if sums is None or loss_scale is None:
+            return sums
         changed = loss_scale != self._loss_scale
         self._loss_scale = loss_scale
-        if reading.differenced and changed:
-            return None  # the two gradients that were compared have different scales
-        return reading.divided_by(loss_scale)
+        if sums.consecutive and changed:
+            return None  # the two gradients that were compared have different loss scales
+        return sums.unscale(loss_scale)
 
-    def _join(self, reading: Reading | None, scale: float, *, skipped: bool) -> Taken:
-        if skipped or not (reading is None or is_finite(reading)):
+    def _add(self, sums: NormSums | None, scale: float, *, skipped: bool) -> StepOutcome:
+        if skipped or not (sums is None or sums.all_finite):
             self.nonfinite += 1
             self.nonfinite_in_a_row += 1
         else:
             self.nonfinite_in_a_row = 0
-            self.average = self._after(reading)
-        return Taken(self.average.gain(scale), skipped)
+            self.average = self._average_with(sums)
+        return StepOutcome(self.average.gain(scale), skipped)
 
-    def _after(self, reading: Reading | None) -> NoiseAverage:
-        if reading is None or not is_finite(reading):
+    def _average_with(self, sums: NormSums | None) -> NoiseAverage:
+        if sums is None or not sums.all_finite:
             return self.average
-        return self.average.after(reading, self._smoothing(reading.scale))
+        return self.average.add(sums, self._smoothing(sums.scale))
 
-    def _check_scale_can_be_known(self, news: ScalerSignals, sample: StepStats) -> None:
+    def _check_loss_scale_known(self, signals: ScalerSignals, stats: StepStats) -> None:
+        """Raise if the statistics contain a loss scale that cannot be divided out any more."""
         advice = "Pass it when wrapping: grad_scaler=scaler."
-        if news.grad_scale is None:
+        if signals.grad_scale is None:
             raise RuntimeError(
                 "scaler.unscale_() has divided the gradients after they were measured, so the "
                 f"statistics cannot know the loss scale. {advice}"
             )
-        if self._pending is not None and self._pending.sample is sample:
+        if self._preview is not None and self._preview.stats is stats:
             raise RuntimeError(
-                "gain() was read before scaler.step() told the loss scale, so it was a wrong "
-                f"one. {advice} Or read gain() after the step."
+                "gain() was read before scaler.step() passed on the loss scale, so it was wrong. "
+                f"{advice} Or read gain() after the step."
             )
 
-    def _incomplete(self) -> StepStats:
-        """`step` without all of its backward passes: on every worker, an error."""
+    def _complete_early(self) -> StepStats:
+        """Handle a `step` without all of its backward passes: on every rank, an error.
+
+        Except if other ranks have gradients, and DDP has averaged them with this rank's zeros.
+        """
         tap = self.tap
+        # Mistakes of this rank alone come first, before anything is sent.
         if not tap.hooked:
             raise RuntimeError("unhook() was called, so gradients are not measured any more.")
-        if tap.joined:
+        if tap.in_one_sample:
             raise RuntimeError("step() inside one_sample(): leave the `with` block first.")
         if tap.in_backward:
             raise RuntimeError(
                 "step() while backward() is running. A scaling rule needs the whole gradient "
                 "first: step after backward() has returned."
             )
-        declared, passes = tap.accumulation.declared, tap.passes
-        sample = tap.complete_now()
-        sample.read()  # raises where other workers have come further
-        if sample.workers > 1 and sample.passes > 0 and not sample.nobody_ready:
-            return sample  # the others have gradients, of which this worker's losses had no part
+        declared, passes = tap.accumulation.declared, tap.step.passes
+        stats = tap.complete_early()
+        stats.read()  # raises if the ranks disagree about the step
+        if stats.ranks > 1 and stats.passes > 0 and not stats.incomplete_everywhere:
+            return stats
         self.forget()
         if passes == 0:
+            moved = " Parameters were moved or converted: wrap after that."
             raise RuntimeError(
                 "step() without a backward() before it: there is no gradient to step along. "
                 "(A backward pass counts if it reached a parameter of this optimizer.)"
-                + (" Parameters were moved or converted: wrap after that." if tap.moved else "")
+                + (moved if tap.parameters_moved else "")
             )
         if declared is None:
             raise RuntimeError(
@@ -225,25 +239,29 @@ class NoiseTracker:
             "backward() of the shorter step."
         )
 
-    def saved(self) -> dict[str, Any]:
+    # -- saving and loading ------------------------------------------------------------------
+
+    def to_state(self) -> dict[str, Any]:
+        """Return what a bitwise continuation needs."""
         return {
-            "average": self.average.saved(),
-            "previous": list(self.tap.mean.difference.previous),
-            "norms": self.tap.norms.saved(),
+            "average": self.average.to_state(),
+            "previous": list(self.tap.previous_gradient),
+            "norms": self.tap.norms.to_state(),
             "loss_scale": self._loss_scale,
             "nonfinite": self.nonfinite,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
 
-    def continue_from(self, other: NoiseTracker) -> None:
-        """Take over what another meter of the same parameters (copied) knows."""
+    def copy_from(self, other: NoiseTracker) -> None:
+        """Continue from another tracker, whose parameters these are copies of."""
         self.load(
             other.average,
-            [None if g is None else g.clone() for g in other.tap.mean.difference.previous],
+            # the previous gradient is updated by in-place operations, so it is not shared
+            [None if g is None else g.clone() for g in other.tap.previous_gradient],
             other._loss_scale,
             other.nonfinite,
             other.nonfinite_in_a_row,
-            other.tap.norms.saved(),
+            other.tap.norms.to_state(),
         )
 
     def load(
@@ -255,11 +273,11 @@ class NoiseTracker:
         nonfinite_in_a_row: int,
         norms: list[Any],
     ) -> None:
-        """Continue from there: what is under way is dropped."""
+        """Continue from these numbers; statistics under way are dropped."""
         self.forget()
-        self._flight = self._landed = self._last = None
+        self._in_flight = self._early_outcome = self._last_stats = None
         self.average = average
-        self.tap.norms.load(norms)
-        self.tap.mean.difference.previous = self.tap.placed(previous)
+        self.tap.norms.load_state(norms)
+        self.tap.previous_gradient = previous
         self._loss_scale = loss_scale
         self.nonfinite, self.nonfinite_in_a_row = nonfinite, nonfinite_in_a_row

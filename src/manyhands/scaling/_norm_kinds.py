@@ -1,4 +1,4 @@
-"""What the length of a gradient is to be: `Plain` here, and `_preconditioned.py`'s."""
+"""Which norm of a gradient is measured: the plain one here, Adam's in `_preconditioned.py`."""
 
 from __future__ import annotations
 
@@ -10,51 +10,47 @@ from torch import Tensor
 
 from manyhands._core.norms import SHORT, norm, norms
 
-Piece = tuple[int, Tensor, Callable[[Tensor], Tensor]]  # see `Norms.pieces`
+# (parameter index, the elements of its gradient that this rank holds, a function that takes the
+# same elements out of any tensor of the parameter's shape)
+GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 
 
-class Norms(Protocol):
-    """Lengths of gradients; `indices` say which parameters they belong to."""
+class NormKind(Protocol):
+    """Norms of gradients; an index says which parameter a gradient belongs to."""
 
     @property
-    def unit(self) -> str:
-        """What the lengths are of: "plain" or "preconditioned" gradients."""
-
-    def one(self, index: int, grad: Tensor) -> Tensor: ...
-
-    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]: ...
-
-    def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Of parts of gradients: (parameter, elements, what takes the like part of a whole)."""
-
-    def stepped(self) -> None:
-        """The optimizer's state has changed; called on every worker."""
-
-    def refresh(self) -> None:
-        """Look at the optimizer again, after a group was added or its state replaced."""
-
-    def saved(self) -> list[Any]:
-        """What a bitwise continuation needs."""
-
-    def load(self, state: list[Any]) -> None:
-        """Take over what was `saved`."""
-
-
-class Plain:
-    """The Euclidean norm."""
-
-    unit = "plain"
-
-    def refresh(self) -> None:
-        pass
-
-    def saved(self) -> list[Any]:
-        return []
-
-    def load(self, state: list[Any]) -> None:
-        pass
+    def norm_kind(self) -> str:
+        """Which gradients the norms are of at present: "plain" or "preconditioned"."""
 
     def one(self, index: int, grad: Tensor) -> Tensor:
+        """Return the norm of one whole gradient, as a tensor without dimensions."""
+
+    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the norm of each of several whole gradients."""
+
+    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
+        """Return the norm of each slice."""
+
+    def optimizer_stepped(self) -> None:
+        """React to a step that has changed the optimizer's state. Called on every rank."""
+
+    def refresh(self) -> None:
+        """Look at the optimizer again, after a group was added or its state was replaced."""
+
+    def to_state(self) -> list[Any]:
+        """Return what a bitwise continuation needs."""
+
+    def load_state(self, state: list[Any]) -> None:
+        """Continue from `to_state`."""
+
+
+class PlainNorm:
+    """The Euclidean norm."""
+
+    norm_kind = "plain"
+
+    def one(self, index: int, grad: Tensor) -> Tensor:
+        # The common case, decided here: this runs once per parameter within backward.
         if grad.numel() <= SHORT and grad.dtype is torch.float32 and grad.layout is torch.strided:
             return torch.linalg.vector_norm(grad)
         return norm(grad)
@@ -62,8 +58,19 @@ class Plain:
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         return norms(grads)
 
-    def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        return norms([piece for _, piece, _ in pieces])
+    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
+        return norms([elements for _, elements, _ in slices])
 
-    def stepped(self) -> None:
+    # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
+
+    def optimizer_stepped(self) -> None:
+        pass
+
+    def refresh(self) -> None:
+        pass
+
+    def to_state(self) -> list[Any]:
+        return []
+
+    def load_state(self, state: list[Any]) -> None:
         pass

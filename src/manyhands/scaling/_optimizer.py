@@ -1,13 +1,13 @@
 """The optimizer wrapper: measure the gradients, ask the rule, step.
 
 One step, in order
-    backward    the tap (`_tap.py`) measures gradients and sends one small vector
-    gain()      what the statistics will be with this step's gradients in them
-    step()      statistics take the reading in; the rule gives a factor per parameter group;
-                the inner optimizer steps with its learning rates multiplied by them
+    backward    the tap (`_tap.py`) measures gradients and sends one small payload
+    gain()      the gain with this step's gradients included
+    step()      the averages add the step's statistics; the rule returns a factor per parameter
+                group; the inner optimizer steps with its learning rates multiplied by them
     progress    grows by the gain
 
-How a rule is tied to an optimizer is in `_binding.py`.
+`_binding.py` ties a rule to an optimizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from manyhands._core import amp as _amp
 from manyhands.scaling import _options, _state
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._binding import BoundOptimizer
-from manyhands.scaling._noise_tracker import Taken
+from manyhands.scaling._noise_tracker import StepOutcome
 
 NONFINITE_LIMIT = 10
 
@@ -33,9 +33,9 @@ NONFINITE_LIMIT = 10
 class ScalingRuleBase(BoundOptimizer):
     """Base of the scaling rules, and of your own: define `scale_lr(scale)`.
 
-    A rule is wrapped around an optimizer at once, `Rule(optimizer)`, or made first and bound
-    by `AdaptiveDataParallel(model, optimizer, rule)` or `initialize`. It is then used in the
-    optimizer's place:
+    Wrap an optimizer directly, `Rule(optimizer)`, or make the rule first and bind it with
+    `AdaptiveDataParallel(model, optimizer, rule)` or `initialize`. Then use the rule in place of
+    the optimizer:
 
     >>> import torch, manyhands as mh
     >>> class Cautious(mh.ScalingRuleBase):
@@ -52,13 +52,13 @@ class ScalingRuleBase(BoundOptimizer):
 
     `lr` stays the small batch's rate, for schedulers and logs; the factor is applied only
     inside `step`. End training on `progress`, which counts the small batch's steps, not on the
-    number of calls. The loss is to be the mean over a batch, so that gradients of batches of
-    any size have the same expectation.
+    number of calls. The loss must be the mean over a batch, so that the expected gradient is the
+    same for batches of any size.
 
     Args:
-        optimizer: what to wrap; without it the rule waits for `initialize`.
-        world_size: number of workers, from the process group by default; 1 inside a larger
-            group lets each worker train on its own.
+        optimizer: the optimizer to wrap; without it the rule waits for `initialize`.
+        world_size: number of workers, by default the size of the process group. Inside a larger
+            group, 1 lets each worker train on its own.
         scale: size of the whole batch (all workers and passes) in small batches. By default
             workers x passes: each micro-batch is a small batch.
         smoothing: weight of the past in the moving averages. By default
@@ -67,47 +67,50 @@ class ScalingRuleBase(BoundOptimizer):
         num_gradients_to_accumulate: backward passes before each step.
         is_scaled_loss: whether each pass's loss is divided by that number. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
-        debias_ewma: moving averages as Adam's (True, the default), or the AdaScale paper's
-            appendix B.3.
+        debias_ewma: True, the default, for moving averages like Adam's; False for those of the
+            AdaScale paper's appendix B.3.
         process_group: the workers that share gradients; all, by default.
-        grad_scaler: the `torch.amp.GradScaler` in use. Needed if you call its `unscale_`
-            or read `gain()` before `step()`; otherwise `scaler.step(optimizer)` tells us.
+        grad_scaler: the `torch.amp.GradScaler` in use. It is required if you call its `unscale_`
+            or read `gain()` before `step()`; otherwise `scaler.step(optimizer)` passes on the
+            loss scale.
         delayed: use the statistics up to the previous step, so that `step` never waits for a
             GPU. `gain()` and `progress` are then one step behind.
-        floor_each_step: apply fairscale's floors to every step's estimate (for comparisons:
-            it biases the gain; by default only the averages are floored).
-        var_floor: the least noise that an average can show, 1e-6 by default. Gradients whose
-            squared norms come near it seem all noise: lower it for them, or scale the loss up.
-        model: the module that `fully_shard` was called on. It is found without, except after
-            `gc.freeze()`.
+        floor_each_step: apply fairscale's floors to every step's estimate, for comparisons. This
+            biases the gain. By default only the averages have floors.
+        var_floor: the smallest noise that an average can have, 1e-6 by default. Gradients whose
+            squared norms are nearly as small seem to be pure noise: lower the floor for them, or
+            multiply the loss.
+        model: the module that `fully_shard` was called on. It is needed only after `gc.freeze()`;
+            otherwise it is found.
     """
 
     def scale_lr(self, scale: float) -> float | Sequence[float]:
-        """The factor for a batch of `scale` small batches: one, or one per parameter group."""
+        """Return the factor for a batch of `scale` small batches, or one per parameter group."""
         raise NotImplementedError(f"{type(self).__name__} must define scale_lr(scale).")
 
     def _overrides(self, group: dict[str, Any], factor: float) -> dict[str, Any]:
-        """What to change in a parameter group for the length of a step."""
+        """Return the options of a parameter group to change during the step."""
         return {} if factor == 1.0 else {"lr": group["lr"] * factor}
 
-    def _learn(self) -> None:
-        """Work out what this rule decides once, from what the ranks have said of a step.
+    def _decide_once(self) -> None:
+        """Determine options that depend on the first step, from numbers of all ranks.
 
-        Called in `step`, when their numbers are there, so that all decide the same.
+        Called in `step`, after the ranks' numbers have arrived, so that all ranks decide the same.
         """
 
-    # -- what is known -----------------------------------------------------------------------
+    # -- reading the statistics --------------------------------------------------------------
 
     def gain(self, pg_idx: int | None = None) -> float:
-        """How many small-batch steps a step at this scale is worth (r in the AdaScale paper).
+        """Return how many small-batch steps a step at this scale is worth (r in AdaScale's paper).
 
-        For one parameter group, or for all together. Between `backward` and `step` it counts
-        this step's gradients in. Under every rule it is the statistics' gain, not the factor.
+        `pg_idx` selects one parameter group; by default all count together. Between `backward` and
+        `step` this step's gradients are included. Under every rule this is the measured gain,
+        which need not be the rule's factor.
         """
         groups = len(self.param_groups)
         if pg_idx is not None and not 0 <= pg_idx < groups:
             raise IndexError(f"pg_idx={pg_idx}, but there are {groups} parameter groups.")
-        return self._meter.current.gain(self.scale, pg_idx)
+        return self._tracker.current.gain(self.scale, pg_idx)
 
     @property
     def progress(self) -> float:
@@ -115,32 +118,32 @@ class ScalingRuleBase(BoundOptimizer):
         return self._progress
 
     def set_progress(self, progress: float) -> None:
-        """Say how many small-batch steps have been done, after a phase trained otherwise."""
+        """Set the progress, after a phase that was trained without the rule."""
         if not (math.isfinite(progress) and progress >= 0.0):
             raise ValueError(f"progress must be finite and not negative, got {progress}.")
         self._progress = float(progress)
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """What the learning rate of each parameter group was multiplied with last."""
+        """The factors that the learning rates were multiplied by in the last step, by group."""
         return self._factors
 
     @property
     def noise(self) -> NoiseAverage:
         """The averaged statistics, this step's gradients included."""
-        return self._meter.current
+        return self._tracker.current
 
     def snapshot(self) -> dict[str, Any]:
-        """The state of the scaling in plain numbers, for logs and `Record`.
+        """Return the state of the scaling in plain numbers, for logs and `Record`.
 
-        Of blocks inside as well: "step" and "workers" are then theirs.
+        If blocks are inside, their numbers are included, and "step" and "workers" are theirs.
         """
-        noise, groups = self._meter.average, range(len(self.param_groups))
+        noise, groups = self._tracker.average, range(len(self.param_groups))
         return {
             "step": self._steps,
             "progress": self._progress,
             "scale": self.scale,
-            "workers": self._workers.size,
+            "workers": self._ranks.size,
             "passes": self.passes,
             "gain": noise.gain(self.scale),
             "lr": [float(group["lr"]) for group in self.param_groups],
@@ -149,7 +152,7 @@ class ScalingRuleBase(BoundOptimizer):
             "var": [noise.var_of(i) if noise.measured else None for i in groups],
             "noise_scale": [noise.noise_scale(i) for i in groups],
             "skipped": self._skipped,
-            "nonfinite": self._meter.nonfinite,
+            "nonfinite": self._tracker.nonfinite,
             **(self.optimizer.snapshot() if hasattr(self.optimizer, "snapshot") else {}),
         }
 
@@ -158,57 +161,61 @@ class ScalingRuleBase(BoundOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer with its learning rates multiplied by the rule's factors.
 
-        A `closure` is run once first, so that the factors know its gradients; its loss is
-        returned. Other arguments are passed on.
+        A `closure` is run once before the step, so that the factors include its gradients; its
+        loss is returned. Other arguments are passed on.
         """
-        inner, meter = self._inner_optimizer, self._meter
+        inner, tracker = self._inner_optimizer, self._tracker
         self._check_parameter_groups()
         if closure is not None:
-            closure = self._replayed(self._in_step(closure))
-        elif self._only_initialises():
+            closure = self._run_closure(self._in_step(closure))
+        elif self._is_state_initialization():
             return self._step_inner(*args, **kwargs)
         self._check_gradient_was_divided()
-        news = _amp.ScalerSignals.left_on(self, inner)
-        if self._batch.counted:  # so many passes are known of only now
-            self._check_scale(self._batch, self.passes)
+        signals = _amp.ScalerSignals.left_on(self, inner)
+        if self._batch.counts_passes:  # only now is their number final
+            self._check_batch(self._batch, self.passes)
         self._batch.passes = self.passes
-        taken = meter.take(news, self.scale)
-        self._learn()
+        outcome = tracker.finish_step(signals, self.scale)
+        self._decide_once()
         self._steps += 1
-        self._note(taken)
-        self._check_not_stuck(news)
-        if self._delayed:  # `taken` is the previous step's
-            asked = news.found_inf is not None and not self._inner_heeds_scaler
-            skipped = asked and bool(news.found_inf)
+        self._count_outcome(outcome)
+        self._check_not_stuck(signals)
+        if self._delayed:
+            # `outcome` is the previous step's. Reading `found_inf` waits for the device, so it is
+            # left to an optimizer that reads it there.
+            reads_found_inf = signals.found_inf is not None and not self._inner_supports_amp
+            skipped = reads_found_inf and bool(signals.found_inf)
         else:
-            skipped = taken is not None and taken.skipped
+            skipped = outcome is not None and outcome.skipped
         if skipped:
             return None
-        self._factors = self._checked_factors(self.scale_lr(self.scale))
+        self._factors = self._parse_factors(self.scale_lr(self.scale))
         positional = () if closure is None else (closure,)
-        told = _amp.passed_on(news, inner, self._inner_heeds_scaler)
-        with self._overridden(), told:
+        unscaled = _amp.passed_on(signals, inner, self._inner_supports_amp)
+        with self._override_groups(), unscaled:
             result = self._step_inner(*positional, *args, **kwargs)
-        meter.tap.norms.stepped()
-        vars(inner)["_opt_called"] = True  # a scheduler made for the inner optimizer asks for it
-        if taken is not None and not self._delayed:
-            self._progress += taken.gain
+        tracker.tap.norms.optimizer_stepped()
+        # torch's schedulers warn unless they find this on the optimizer they were made for
+        vars(inner)["_opt_called"] = True
+        if outcome is not None and not self._delayed:
+            self._progress += outcome.gain
         return result
 
-    # torch would wrap a subclass's step to run hooks; they run in the inner optimizer's.
+    # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
+    # hooks are the inner optimizer's, and its own `step` runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients, and what was measured of them."""
-        self._meter.forget()
+        """Clear the gradients, and their measurements."""
+        self._tracker.forget()
         self._clear_inner(*args, **kwargs)
 
     def forget_gradients(self) -> None:
-        """Say that the gradients were cleared, in a way that cannot be seen from here."""
-        self._meter.forget()
+        """Drop the measurements of gradients that were cleared in a way that cannot be detected."""
+        self._tracker.forget()
 
     def one_sample(self) -> AbstractContextManager[None]:
-        """Several backward passes inside are of the same samples, as one backward of the sum.
+        """Treat the backward passes inside as one, because they are of the same samples.
 
         >>> import torch, manyhands as mh
         >>> model = torch.nn.Linear(2, 2)
@@ -219,9 +226,9 @@ class ScalingRuleBase(BoundOptimizer):
         ...     second.backward()
         >>> optimizer.step()
 
-        Costs a copy of the gradient while it is open.
+        While the block is open, a copy of the gradient is held.
         """
-        return self._meter.tap.one_sample()
+        return self._tracker.tap.one_sample()
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the gradients by the number of passes, with `is_scaled_loss=False`."""
@@ -229,28 +236,29 @@ class ScalingRuleBase(BoundOptimizer):
         if accumulation.declared is None or accumulation.loss_is_divided:
             raise RuntimeError(
                 "the gradients are divided already: scale_grad_by_num_grads_to_accum() is for "
-                "is_scaled_loss=False, where the loss of each pass is not."
+                "is_scaled_loss=False, where the losses are not divided."
             )
-        tap = self._meter.tap
-        if tap.sample is None or not tap.gradient_untouched:
+        tap = self._tracker.tap
+        if tap.step.stats is None or not tap.gradient_untouched:
             raise RuntimeError(
                 "call scale_grad_by_num_grads_to_accum() once, after the step's last backward() "
                 "and before anything else changes the gradients (clipping, for one)."
             )
         tap.multiply_gradients(1 / accumulation.declared)
 
-    # -- one step's parts --------------------------------------------------------------------
+    # -- the phases of a step ----------------------------------------------------------------
 
-    def _note(self, taken: Taken | None) -> None:
-        """Count what became of a step (the previous one, if delayed)."""
-        if taken is not None and taken.skipped:
+    def _count_outcome(self, outcome: StepOutcome | None) -> None:
+        """Count a skipped step, or, if delayed, the previous step's progress."""
+        if outcome is not None and outcome.skipped:
             self._skipped += 1
-        elif taken is not None and self._delayed:
-            self._progress += taken.gain
+        elif outcome is not None and self._delayed:
+            self._progress += outcome.gain
 
-    def _check_not_stuck(self, news: _amp.ScalerSignals) -> None:
-        has_scaler = news.present or self._grad_scaler is not None
-        if not has_scaler and self._meter.nonfinite_in_a_row >= NONFINITE_LIMIT:
+    def _check_not_stuck(self, signals: _amp.ScalerSignals) -> None:
+        # with a scaler, steps that overflow are skipped and do no harm
+        has_scaler = signals.present or self._grad_scaler is not None
+        if not has_scaler and self._tracker.nonfinite_in_a_row >= NONFINITE_LIMIT:
             raise RuntimeError(
                 f"the gradients of the last {NONFINITE_LIMIT} steps were not finite. With AMP, "
                 "use a torch.amp.GradScaler, which skips such steps; otherwise the parameters "
@@ -258,42 +266,43 @@ class ScalingRuleBase(BoundOptimizer):
                 "continue from a checkpoint."
             )
 
-    def _only_initialises(self) -> bool:
-        """Whether torch.distributed.checkpoint is making an optimizer fill in its empty state.
+    def _is_state_initialization(self) -> bool:
+        """Return whether torch.distributed.checkpoint is making the optimizer create its state.
 
-        It does so with a step at learning rate 0 along gradients that it sets to zero.
+        It does so with a step at learning rate 0 along gradients that it has set to zero, without
+        a backward pass.
         """
-        if self.state or self._meter.tap.passes > 0:
+        if self.state or self._tracker.tap.step.passes > 0:
             return False
         trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         at_rest = all(float(group["lr"]) == 0.0 for group in self.param_groups)
         return at_rest and all(p.grad is not None for p in trained)
 
-    def _replayed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Run the closure now; an optimizer that asks gets this result first."""
+    def _run_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Run the closure, and return one that gives its result to the optimizer's first call."""
         with torch.enable_grad():
             results = [closure()]
 
         def replay() -> Any:
             if results:
                 return results.pop()
-            self._meter.tap.paused = True  # LBFGS evaluates again: these are not new samples
+            self._tracker.tap.paused = True  # LBFGS evaluates the same samples again
             try:
                 return closure()
             finally:
-                self._meter.tap.paused = False
+                self._tracker.tap.paused = False
 
         return replay
 
     @contextmanager
-    def _overridden(self) -> Iterator[None]:
-        """The parameter groups as the rule wants them, for the length of a step."""
+    def _override_groups(self) -> Iterator[None]:
+        """Change the parameter groups as the rule requires, and restore them after the step."""
         before: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for group, factor in zip(self.param_groups, self._factors, strict=True):
                 for name, value in self._overrides(group, factor).items():
                     old = group[name]
-                    if isinstance(old, Tensor):  # the optimizer may hold on to this tensor
+                    if isinstance(old, Tensor):  # in place: the optimizer may hold this tensor
                         before.append((group, name, old.clone()))
                         old.copy_(value)
                     else:
@@ -307,7 +316,8 @@ class ScalingRuleBase(BoundOptimizer):
                 else:
                     group[name] = old
 
-    def _checked_factors(self, factors: Any) -> tuple[float, ...]:
+    def _parse_factors(self, factors: Any) -> tuple[float, ...]:
+        """Return what `scale_lr` returned as one float per parameter group, or raise."""
         groups = len(self.param_groups)
         if hasattr(factors, "tolist"):  # a tensor or an array
             factors = factors.tolist()
@@ -322,9 +332,9 @@ class ScalingRuleBase(BoundOptimizer):
         return values
 
     def _check_gradient_was_divided(self) -> None:
-        accumulation, tap = self._accumulation, self._meter.tap
+        accumulation, tap = self._accumulation, self._tracker.tap
         passes = accumulation.declared
-        if passes is None or passes == 1 or accumulation.loss_is_divided or tap.sample is None:
+        if passes is None or passes == 1 or accumulation.loss_is_divided or tap.step.stats is None:
             return
         if tap.gradient_untouched:
             raise RuntimeError(
@@ -336,12 +346,12 @@ class ScalingRuleBase(BoundOptimizer):
     # -- saving and loading ------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The inner optimizer's state dict, with the scaling's own under "manyhands".
+        """Return the inner optimizer's state dict, with one entry added under "manyhands".
 
-        Between backward passes of a step, it is that of before the step. Arguments are the inner
-        optimizer's (OSS has `all_ranks`).
+        Between the backward passes of a step, the state is that before the step. Arguments are
+        passed to the inner optimizer (OSS has `all_ranks`).
         """
-        _ = self._inner_optimizer  # raises where there is none
+        _ = self._inner_optimizer  # raises if there is none
         state: dict[str, Any] = self._save_inner(*args, **kwargs)
         state[_state.KEY] = self.scaling_state_dict()
         return state
@@ -349,20 +359,21 @@ class ScalingRuleBase(BoundOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, perhaps of another number of workers or passes.
 
-        What was said in this run, by arguments or `set_scale`, stays; a warning names what the
-        state dict says instead. What was not said is taken from it. The default scale
-        becomes workers x passes of this run, and a scale that was given to the saved run keeps
-        its proportion to them (the micro-batch stays the same).
+        Options that were set in this run, by arguments or `set_scale`, stay; a warning names those
+        that differ from the state dict's. All other options are taken from the state dict. The
+        default scale becomes this run's workers x passes. A scale that was set in the saved run
+        keeps its proportion to workers x passes, as the micro-batch stays the same.
         """
-        ours = self._parsed(_state.part_of(state_dict, type(self).__name__))
+        # parsed first: a state dict that does not fit changes nothing
+        state = self._parsed(_state.get_entry(state_dict, type(self).__name__))
         self._load_inner(dict(state_dict))
-        self._continue_from(ours)
+        self._continue_from(state)
 
     def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
-        """The patched optimizer's `load_state_dict`.
+        """Load a state dict through the patched optimizer's `load_state_dict`.
 
         A state dict without our entry (of a bare run, or from torch.distributed.checkpoint) is
-        the optimizer's own alone: statistics and progress stay as they are.
+        loaded into the optimizer alone: statistics and progress stay as they are.
         """
         if _state.KEY in state_dict:
             self.load_state_dict(state_dict)
@@ -370,50 +381,55 @@ class ScalingRuleBase(BoundOptimizer):
             self._load_inner(state_dict)
 
     def scaling_state_dict(self) -> dict[str, Any]:
-        """The scaling's part alone: statistics, progress, scale.
+        """Return the state of the scaling alone: statistics, progress, scale.
 
-        For checkpoints in which the optimizer's state is saved otherwise (as by
-        torch.distributed.checkpoint, which takes `.optimizer`).
+        Use it if the optimizer's state is saved in another way, as by
+        torch.distributed.checkpoint, which is given `.optimizer`.
         """
-        self._note(self._meter.land())
+        # statistics still on their way to the host would be lost
+        self._count_outcome(self._tracker.finish_in_flight())
         return {
-            **_state.identity(self._gradients, self._inner_optimizer),
-            **self._meter.saved(),
-            "batch": self._batch.saved(),
-            "options": _options.saved(self._options),
+            **_state.describe_origin(self._norm_kind, self._inner_optimizer),
+            **self._tracker.to_state(),
+            "batch": self._batch.to_state(),
+            "options": _options.save_options(self._options),
             "progress": self._progress,
             "steps": self._steps,
             "skipped": self._skipped,
         }
 
     def load_scaling_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `scaling_state_dict`; the optimizer's own state is left as it is."""
+        """Continue from a `scaling_state_dict`; the optimizer's own state stays as it is."""
         self._continue_from(self._parsed(state_dict))
 
-    def _parsed(self, ours: Mapping[str, Any]) -> _state.ScalingState:
+    def _parsed(self, entry: Mapping[str, Any]) -> _state.ScalingState:
+        """Return the scaling entry of a state dict, checked against this wrapper."""
         self._check_between_steps("load_state_dict()")
-        state = _state.parsed(
-            ours,
-            self._gradients,
+        state = _state.parse_entry(
+            entry,
+            self._norm_kind,
             self._inner_optimizer,
-            self._meter.average,
+            self._tracker.average,
             self._batch,
             self._options,
         )
-        scale = self._checked_scale(state.batch.scale_of(state.batch.passes))
-        mine, self._options = self._options, state.options
+        scale = self._check_own_scale(state.batch.scale_for(state.batch.passes))
+        # the check reads the options, so it sees the loaded ones for a moment
+        own_options, self._options = self._options, state.options
         try:
-            self._check_optimizer_takes(scale)
+            self._check_optimizer_supports(scale)
         finally:
-            self._options = mine
+            self._options = own_options
         return state
 
     def _continue_from(self, state: _state.ScalingState) -> None:
+        """Take over a parsed state."""
+        # in place: the noise tracker holds the batch, and a trainer's proxy the dict of options
         vars(self._batch).update(vars(state.batch))
-        self._options.update(state.options)  # in place: a trainer's proxy has the same dict
-        self._use_options()
-        self._meter.load(
-            self._started(state.average),
+        self._options.update(state.options)
+        self._apply_options()
+        self._tracker.load(
+            self._configure_average(state.average),
             state.previous,
             state.loss_scale,
             state.nonfinite,
@@ -421,5 +437,6 @@ class ScalingRuleBase(BoundOptimizer):
             state.norms,
         )
         self._progress, self._steps, self._skipped = state.progress, state.steps, state.skipped
-        if state.changes:
-            warnings.warn(_options.explained(state.changes, type(self).__name__), stacklevel=3)
+        if state.mismatches:
+            message = _options.describe_mismatches(state.mismatches, type(self).__name__)
+            warnings.warn(message, stacklevel=3)

@@ -1,14 +1,14 @@
-"""What the user said, what a state dict says, and which of the two counts.
+"""Options that change the numbers: set by the user, or loaded from a state dict.
 
-An option that changes the numbers belongs to the run, and so to its state dict. There are three
-places that its value may come from, the first that has one counts:
+Such an option belongs to the run, and therefore to its state dict. Its value comes from the first
+of these places that has one:
 
-    said       by the user in this process
-    found      in the state dict that was loaded, or worked out by the run itself
-    default    where nobody has said anything
+    explicit   set by the user in this process
+    recorded   loaded from a state dict, or worked out by the run itself
+    default    used if neither of the two exists
 
 Options of the loop (passes, the process group, the gradient scaler, `delayed`) describe this
-process and are never taken from a state dict. Scale and smoothing follow the same order in
+process and are never taken from a state dict. Scale and smoothing follow the same order, in
 `_batch.py`.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 
 
 class RuleOptions(TypedDict, total=False):
-    """The options that every rule takes, by name: see `ScalingRuleBase`."""
+    """The options that every rule accepts by name; `ScalingRuleBase` documents them."""
 
     world_size: int | None
     scale: float | None
@@ -40,59 +40,64 @@ class RuleOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Option:
-    """An option that changes the numbers. `check` returns a value that makes sense, or raises."""
+    """An option that changes the numbers. `check` raises if a value makes no sense."""
 
     default: Any
-    said: Any = None
-    found: Any = None
+    explicit: Any = None
+    recorded: Any = None
     check: Callable[[Any], Any] = lambda value: value
 
     def __post_init__(self) -> None:
-        for value in (self.said, self.found):
+        # also runs in `dataclasses.replace`, so a damaged state dict is caught here
+        for value in (self.explicit, self.recorded):
             if value is not None:
                 self.check(value)
 
     @property
     def value(self) -> Any:
-        given = self.found if self.said is None else self.said
-        return self.default if given is None else given
+        chosen = self.recorded if self.explicit is None else self.explicit
+        return self.default if chosen is None else chosen
 
 
 @dataclass(frozen=True)
-class OptionChange:
-    """An option of which this run says something else than the state dict."""
+class OptionMismatch:
+    """An option that has one value in this run and another in the state dict."""
 
     name: str
     here: Any
-    there: Any
+    in_state_dict: Any
 
     def __str__(self) -> str:
-        return f"{self.name}={self.here} here, {self.there} in the state dict"
+        return f"{self.name}={self.here} here, {self.in_state_dict} in the state dict"
 
 
 Options = dict[str, Option]
 
 
-def saved(options: Options) -> dict[str, Any]:
-    """What a state dict says of them; None where nobody has said anything."""
-    return {name: o.found if o.said is None else o.said for name, o in options.items()}
+def save_options(options: Options) -> dict[str, Any]:
+    """Return the options for a state dict; None for options that were never set."""
+    # A default is not saved: the next run then has its own default, and no false mismatch.
+    return {name: o.recorded if o.explicit is None else o.explicit for name, o in options.items()}
 
 
-def with_found(options: Options, state: Mapping[str, Any]) -> tuple[Options, list[OptionChange]]:
-    """The options after a state dict was loaded, and where this run says something else."""
-    loaded = {name: replace(o, found=state.get(name)) for name, o in options.items()}
-    there = {name: replace(o, said=None).value for name, o in loaded.items()}
+def load_options(
+    options: Options, state: Mapping[str, Any]
+) -> tuple[Options, list[OptionMismatch]]:
+    """Return the options with those of a state dict, and where explicit values differ from it."""
+    loaded = {name: replace(o, recorded=state.get(name)) for name, o in options.items()}
+    # the values that would hold if nothing were set in this run
+    saved = {name: replace(o, explicit=None).value for name, o in loaded.items()}
     return loaded, [
-        OptionChange(name, o.value, there[name])
+        OptionMismatch(name, o.value, saved[name])
         for name, o in loaded.items()
-        if o.said is not None and o.value != there[name] and there[name] is not None
+        if o.explicit is not None and o.value != saved[name] and saved[name] is not None
     ]
 
 
-def explained(changes: list[OptionChange], rule: str) -> str:
-    """The warning about them."""
+def describe_mismatches(mismatches: list[OptionMismatch], rule: str) -> str:
+    """Return the text of the warning about mismatches."""
     return (
-        f"{rule} was given other options than the state dict has: "
-        f"{'; '.join(map(str, changes))}. What was given here is used. Leave an option out to "
-        "take it from the state dict."
+        f"{rule} was given options that differ from the state dict's: "
+        f"{'; '.join(map(str, mismatches))}. The values given here are used. Leave an option out "
+        "to take it from the state dict."
     )

@@ -1,14 +1,15 @@
-"""The length of a gradient as Adam and RMSprop see it: |g / (sqrt(v) + eps)|.
+"""The norm of a gradient as Adam and RMSprop use it: |g / (sqrt(v) + eps)|.
 
-v are the optimizer's own second moments, bias-corrected. On a CPU a chunk at a time goes through
-a small scratch buffer, so that only g and v cross the memory. Where eps is next to nothing
-beside every root, the square is taken as g . (g / v), at half the cost.
+v are the optimizer's own second moments, bias-corrected. On a CPU, a block of elements at a time
+goes through a small scratch buffer, so that only g and v are read from memory. If eps is negligible
+compared with every root, the squared norm is computed as g . (g / v), at half the cost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -17,29 +18,38 @@ from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands._core.dtensor import is_dtensor
 from manyhands._core.norms import flattened, norm
-from manyhands.scaling._norm_kinds import Piece
-from manyhands.scaling._replicated_state import DTensorMirror, StateMirror
+from manyhands.scaling._norm_kinds import GradientSlice
+from manyhands.scaling._replicated_state import ReplicatedDTensorState, ReplicatedOSSState
 from manyhands.sharding.zero._oss import OSS
 
-Bound = tuple[int, float, float, bool]
-
-CHUNK = 131_072
+BLOCK = 131_072  # elements that go through the scratch buffer at a time
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
-NEGLIGIBLE = 5e-3  # eps beside the least root: twice that is the error of its element, at most
+# eps relative to the smallest root. The error of that element's square is at most twice this.
+NEGLIGIBLE = 5e-3
 
 
-class Preconditioned:
+@dataclass(frozen=True)
+class MomentFloor:
+    """The smallest second moment that counts for one parameter, computed every few steps."""
+
+    period: int  # which period of `REFRESH` steps it was computed in
+    fraction: float  # of the mean second moment
+    least: float
+    any_below: bool
+
+
+class PreconditionedNorm:
     """The norm of a gradient divided by what Adam or RMSprop would divide it by.
 
-    Until an optimizer has made `WARM_STEPS` steps its second moments are mostly start-up, and
-    the plain norm is taken; and again when its state was reset or replaced by a younger one.
-    Second moments below `floor` times their tensor's mean count as that much: a weight that has
-    hardly ever had a gradient (of a rare letter, of an empty pixel) would otherwise be divided by
-    almost nothing, and outweigh all others when it gets one.
+    Until an optimizer has made `WARM_STEPS` steps, its second moments say little, and the plain
+    norm is taken; also after its state was reset or replaced by a younger one. Second moments below
+    `floor` times their tensor's mean are raised to it. Otherwise a weight that has hardly ever had
+    a gradient (of a rare letter, of an empty pixel) would be divided by almost nothing, and
+    outweigh all others when it gets one.
     """
 
     WARM_STEPS = 5
-    REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU
+    REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU: computing it reads v
 
     def __init__(self, optimizer: Optimizer, floor: float = 0.0) -> None:
         kind = optimizer.optim if isinstance(optimizer, OSS) else optimizer
@@ -50,140 +60,155 @@ class Preconditioned:
                 "Use AdaScale for SGD, or SqrtScale for other adaptive optimizers."
             )
         self._optimizer = optimizer
-        self._mirror: StateMirror | DTensorMirror | None = None
+        # the state of all parameters, if each rank holds only a shard of it
+        self._replica: ReplicatedOSSState | ReplicatedDTensorState | None = None
         if isinstance(optimizer, OSS) and optimizer.shards_state:
-            self._mirror = StateMirror(optimizer, _moments(optimizer))
+            self._replica = ReplicatedOSSState(optimizer, _moment_names(optimizer))
         elif any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
-            self._mirror = DTensorMirror(optimizer, _moments(optimizer))
+            self._replica = ReplicatedDTensorState(optimizer, _moment_names(optimizer))
         self.floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.refresh()
 
     def refresh(self) -> None:
         groups = self._optimizer.param_groups
-        self._places = [(group, param) for group in groups for param in group["params"]]
-        self._latest = 0  # index of a parameter that was warm when it was last looked at
-        # parameter index -> the step count of one that is warm, and its version after our step
-        self._on_device: dict[int, tuple[Tensor, int]] = {}
-        # parameter index -> (when it was taken, of which floor, the least v, whether any is below)
-        self._bounds: dict[int, Bound] = {}
-        self._bounds_of: dict[int, Any] = {}  # parameter index -> the step count they go with
-        self.stepped()
+        self._params = [(group, param) for group in groups for param in group["params"]]
+        self._last_warm = 0  # index of a parameter that was warm when it was last checked
+        # parameter index -> a warm step count on a device, and its version after the last step
+        self._warm_counts: dict[int, tuple[Tensor, int]] = {}
+        self._floors: dict[int, MomentFloor] = {}  # by parameter index
+        # parameter index -> the step count of the state that the floor was computed from
+        self._floor_counts: dict[int, Any] = {}
+        self.optimizer_stepped()
 
-    def stepped(self) -> None:
-        if self._mirror is not None:
-            self._mirror.update()
-        for index, (step, _) in self._on_device.items():
-            self._on_device[index] = step, step._version
+    def optimizer_stepped(self) -> None:
+        if self._replica is not None:
+            self._replica.update()
+        # The optimizer's own step has changed the counts; any later change is somebody else's.
+        for index, (step, _) in self._warm_counts.items():
+            self._warm_counts[index] = step, step._version
 
-    def saved(self) -> list[Any]:
-        return [[index, *bound] for index, bound in self._bounds.items()]
+    def to_state(self) -> list[Any]:
+        return [[index, *astuple(floor)] for index, floor in self._floors.items()]
 
-    def load(self, state: list[Any]) -> None:
+    def load_state(self, state: list[Any]) -> None:
         self.refresh()
-        self._bounds = {
-            int(index): (int(when), floor, float(least), bool(below))
-            for index, when, floor, least, below in state
+        self._floors = {
+            int(index): MomentFloor(int(period), fraction, float(least), bool(any_below))
+            for index, period, fraction, least, any_below in state
         }
 
     @property
-    def unit(self) -> str:
-        """Of the optimizer's state, and so the same on every rank, whatever each has measured."""
-        for index in (self._latest, *range(len(self._places))):
+    def norm_kind(self) -> str:
+        """Which norm is taken at present; the same on every rank.
+
+        It follows from the optimizer's state alone, not from the gradients that a rank has seen.
+        """
+        for index in (self._last_warm, *range(len(self._params))):
             if self._is_warm(index, self._state_of(index)):
-                self._latest = index
+                self._last_warm = index
                 return "preconditioned"
         return "plain"
 
     def _state_of(self, index: int) -> dict[str, Any]:
-        held = self._optimizer if self._mirror is None else self._mirror
-        state: dict[str, Any] = held.state.get(self._places[index][1], {})
+        holder = self._optimizer if self._replica is None else self._replica
+        state: dict[str, Any] = holder.state.get(self._params[index][1], {})
         return state
 
     def _is_warm(self, index: int, state: dict[str, Any]) -> bool:
-        """Whether these second moments have seen enough steps.
+        """Return whether these second moments have seen enough steps.
 
-        A count on a device (of a fused optimizer) is asked for while it is small, and again only
-        where somebody else than the optimizer's step has changed it: that waits for the device.
+        Reading a count that is on a device (a fused optimizer's) waits for the device. It is read
+        while the count is small, and after that only if something other than the optimizer's step
+        has changed it.
         """
         step = state.get("step")
         if not isinstance(step, Tensor) or step.device.type == "cpu":
             return step is not None and float(step) >= self.WARM_STEPS
-        known, version = self._on_device.get(index, (None, 0))
+        known, version = self._warm_counts.get(index, (None, 0))
         if known is step and version == step._version:
             return True
         warm = float(step) >= self.WARM_STEPS
         if warm:
-            self._on_device[index] = step, step._version
+            self._warm_counts[index] = step, step._version
         else:
-            self._on_device.pop(index, None)
+            self._warm_counts.pop(index, None)
         return warm
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
 
-    def pieces(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        return [self.one(*piece) for piece in pieces]
+    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
+        return [self.one(*gradient_slice) for gradient_slice in slices]
 
     def one(
-        self, index: int, grad: Tensor, part: Callable[[Tensor], Tensor] | None = None
+        self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """The length of a gradient, or of what `part` takes of it."""
-        group, _ = self._places[index]
+        """Return the norm of a gradient, or of the slice of it that `take_slice` takes.
+
+        In the second case `grad` is that slice already. Its second moments are taken out of the
+        whole tensor's, but the floor is a fraction of the whole tensor's mean.
+        """
+        group, _ = self._params[index]
         state = self._state_of(index)
         if not self._is_warm(index, state):
-            self._bounds.pop(index, None)
+            self._floors.pop(index, None)
             return norm(grad)
         second, factor = _second_moment(group, state)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        # g / (sqrt(v) * factor + eps), with the factor left for last
+        # |g / (sqrt(v) * factor + eps)| = |g / (sqrt(v) + eps / factor)| / factor: the factor is
+        # applied once, to the norm
         eps = group["eps"] / factor
         whole = second
-        if part is not None:
-            second = part(second)
+        if take_slice is not None:
+            second = take_slice(second)
             if grad.is_contiguous():
                 second = second.contiguous()
+        # On a GPU the allocator's temporaries are cheap. With unequal strides, blocks of the two
+        # in memory order would not be the same elements.
         if grad.device.type != "cpu" or second.stride() != grad.stride():
             if self.floor:
                 second = second.clamp(min=whole.mean() * self.floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
-        least, below = self._bound(index, state["step"], whole)
-        pairs = zip(flattened(grad).split(CHUNK), flattened(second).split(CHUNK), strict=True)
+        least, any_below = self._find_floor(index, state["step"], whole)
+        pairs = zip(flattened(grad).split(BLOCK), flattened(second).split(BLOCK), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
         if single and eps < NEGLIGIBLE * math.sqrt(least):
-            squares = torch.stack(list(self._squares(pairs, least if below else None)))
+            squares = torch.stack(list(self._squares(pairs, least if any_below else None)))
             return squares.sum().sqrt() / factor
-        parts = [norm(self._divided(g, v, eps, least if below else None)) for g, v in pairs]
-        return torch.linalg.vector_norm(torch.stack(parts)) / factor
+        norms = [norm(self._divide(g, v, eps, least if any_below else None)) for g, v in pairs]
+        return torch.linalg.vector_norm(torch.stack(norms)) / factor
 
-    def _bound(self, index: int, step: Any, second: Tensor) -> tuple[float, bool]:
-        """The least v that counts, and whether there are any below it."""
+    def _find_floor(self, index: int, step: Any, second: Tensor) -> tuple[float, bool]:
+        """Return the smallest v that counts, and whether any v may be below it."""
         if not self.floor:
             return 0.0, False
-        now = int(step) // self.REFRESH
-        when, floor, least, below = self._bounds.get(index, (-1, 0.0, 0.0, False))
-        if self._was_replaced(index, step) or (when, floor) != (now, self.floor):
+        period = int(step) // self.REFRESH
+        known = self._floors.get(index)
+        replaced = self._state_was_replaced(index, step)
+        if replaced or known is None or (known.period, known.fraction) != (period, self.floor):
             least = float(second.mean()) * self.floor
-            # (a v that is not below it yet may shrink by beta at each of the next steps)
-            below = bool(second.min() < 2.0 * least)
-            self._bounds[index] = (now, self.floor, least, below)
-        return least, below
+            # A v above the floor may fall below it within the period, as each step multiplies it
+            # by beta.
+            any_below = bool(second.min() < 2.0 * least)
+            known = self._floors[index] = MomentFloor(period, self.floor, least, any_below)
+        return known.least, known.any_below
 
-    def _was_replaced(self, index: int, step: Any) -> bool:
-        """Whether the state is another one (a state dict was loaded) than at the last look."""
-        if self._mirror is not None or not isinstance(step, Tensor):
-            return False  # a mirror's is another one after every step
-        before = self._bounds_of.get(index)
-        self._bounds_of[index] = step
+    def _state_was_replaced(self, index: int, step: Any) -> bool:
+        """Return whether the state is another object than last time: a state dict was loaded."""
+        if self._replica is not None or not isinstance(step, Tensor):
+            return False  # a replica makes a new count after every step
+        before = self._floor_counts.get(index)
+        self._floor_counts[index] = step
         return before is not None and before is not step
 
     def _squares(
         self, pairs: Iterator[tuple[Tensor, Tensor]], least: float | None
     ) -> Iterator[Tensor]:
-        """g . (g / max(v, least)), chunk by chunk."""
-        for chunk, second in pairs:
-            grad = chunk.float()  # which its mean over the workers may be in
+        """Yield g . (g / max(v, least)) of each block; `pairs` are blocks of g and v."""
+        for block, second in pairs:
+            grad = block.float()  # a mean over the ranks may be in half precision
             out = self._buffer(grad.dtype, grad.numel())
             if least is None:
                 torch.div(grad, second, out=out)
@@ -191,8 +216,8 @@ class Preconditioned:
                 torch.div(grad, torch.clamp_min(second, least, out=out), out=out)
             yield torch.dot(grad, out)
 
-    def _divided(self, grad: Tensor, second: Tensor, eps: float, least: float | None) -> Tensor:
-        """grad / (sqrt(max(second, least)) + eps), in the scratch buffer."""
+    def _divide(self, grad: Tensor, second: Tensor, eps: float, least: float | None) -> Tensor:
+        """Return grad / (sqrt(max(second, least)) + eps), in the scratch buffer."""
         out = self._buffer(torch.promote_types(second.dtype, torch.float32), grad.numel())
         torch.sqrt(second, out=out)
         if least is not None:
@@ -201,12 +226,12 @@ class Preconditioned:
 
     def _buffer(self, dtype: torch.dtype, size: int) -> Tensor:
         if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype)
+            self._scratch[dtype] = torch.empty(BLOCK, dtype=dtype)
         return self._scratch[dtype][:size]
 
 
-def _moments(optimizer: Optimizer) -> list[str]:
-    """The entries of its state that `_second_moment` asks for."""
+def _moment_names(optimizer: Optimizer) -> list[str]:
+    """Return the names of the state entries that `_second_moment` reads."""
     names: set[str] = set()
     for group in optimizer.param_groups:
         if "betas" in group:
@@ -217,10 +242,11 @@ def _moments(optimizer: Optimizer) -> list[str]:
 
 
 def _second_moment(group: dict[str, Any], state: dict[str, Any]) -> tuple[Tensor, Any]:
-    """The running mean of squares, and the factor that corrects its square root's bias."""
+    """Return the running mean of squares, and the factor that corrects its root's bias."""
     if "betas" in group:  # Adam, AdamW
         second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        corrected = 1.0 - group["betas"][1] ** state["step"]  # in float32, as adaptdl's
+        corrected = 1.0 - group["betas"][1] ** state["step"]  # float32, as in adaptdl
+        # a count on a device stays there: float() would wait for it
         if isinstance(corrected, Tensor) and corrected.device.type != "cpu":
             return second, corrected.rsqrt()
         return second, 1.0 / math.sqrt(float(corrected))

@@ -1,4 +1,7 @@
-"""Drive a learning-rate schedule by progress instead of by calls to `step`."""
+"""Drive a learning-rate schedule by progress instead of by calls to `step`.
+
+Progress is the number of small-batch steps that the run is worth so far: see `_optimizer.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from manyhands.scaling._optimizer import ScalingRuleBase
 class ProgressScheduler:
     """Steps a torch scheduler once for every small-batch step (or epoch) of progress.
 
-    Write the schedule for the small batch, as it was. It then ends after the same progress at
-    every scale, which is after fewer optimizer steps.
+    Keep the schedule that was written for the small batch. It then ends after the same progress at
+    every scale, that is, after fewer optimizer steps.
 
     >>> import torch, manyhands as mh
     >>> from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -31,12 +34,12 @@ class ProgressScheduler:
     0.0
 
     Args:
-        scheduler: any of torch's, made for `optimizer`.
+        scheduler: any of torch's schedulers, made for `optimizer`.
         optimizer: the scaling rule whose progress counts.
         every: progress per step of the scheduler: 1 for schedules in steps, the number of
             small batches in an epoch for schedules in epochs.
-        end: progress at which training ends; the scheduler is not stepped beyond it (some,
-            OneCycleLR for one, raise an error there) and `done` becomes true.
+        end: progress at which training ends and `done` becomes true. The scheduler is not stepped
+            beyond it, because some (such as OneCycleLR) raise an error there.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class ProgressScheduler:
         self.optimizer = optimizer
         self._every = every
         self._end = end
+        # a run that continues is not stepped again for the progress that it had
         self._steps = int(optimizer.progress / every)
 
     @property
@@ -63,16 +67,17 @@ class ProgressScheduler:
         return self._end is not None and self.optimizer.progress >= self._end
 
     def step(self, *args: Any) -> None:
-        """Bring the scheduler up to date. `args` are passed on (ReduceLROnPlateau's metric)."""
+        """Step the scheduler up to the progress, with `args` (ReduceLROnPlateau's metric)."""
         progress = self.optimizer.progress
         if self._end is not None:
             progress = min(progress, self._end)
+        # the tolerance covers rounding in a sum of many gains
         while self._steps + 1 <= progress / self._every + 1e-9:
             self.scheduler.step(*args)
             self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state, and how often it was stepped."""
+        """Return the scheduler's state, and how often it was stepped."""
         return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,9 +1,17 @@
-"""Optimizer state on all workers at once, for those who divide gradients by it.
+"""Sharded optimizer state, replicated on all ranks, for AdamScale.
 
-AdamScale measures each worker's own gradient, before any averaging, in units of the second moments
-of all parameters. Of these a worker has 1/N. The mirror collects them after each step: one more
-tensor of the model's size on every worker, as many bytes as the parameters' own gathering, and
-the step counts, which are read on the host.
+AdamScale measures each rank's own gradient, before any averaging, divided by the second moments of
+all parameters. Of sharded second moments a rank holds only its shard. A replica collects all of
+them after each step. Its price is one more tensor of the model's size on every rank, and as many
+bytes sent as in gathering the parameters, and the step counts, which are read on the host.
+
+`ReplicatedOSSState` replicates the state of an `OSS`, whose shards are slices of flat buckets.
+`ReplicatedDTensorState` replicates the state of `fully_shard`'s parameters. Shards of several
+parameters travel together there, in messages of at most `MESSAGE` elements from each rank:
+
+    section   what one rank sends in a message: its shard of each of several parameters, one after
+              the other. All sections are as long as the longest rank's.
+    table     all ranks' sections, in rank order
 """
 
 from __future__ import annotations
@@ -23,19 +31,22 @@ from manyhands.sharding.zero._flat_params import FlatSegment
 from manyhands.sharding.zero._oss import OSS
 
 
-class StateMirror:
+class ReplicatedOSSState:
     """The named tensors of an OSS's state, and its step counts, for every parameter."""
 
     def __init__(self, optimizer: OSS, names: Sequence[str]) -> None:
         self._optimizer = optimizer
         self._names = list(names)
-        self._memory: dict[tuple[int, str], Tensor] = {}  # of a segment and an entry
+        # (segment number, entry) -> the entry for all of the segment's parameters, flat
+        self._memory: dict[tuple[int, str], Tensor] = {}
         self.state: dict[Tensor, dict[str, Any]] = {}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Collect it as it is now; on every worker."""
+        """Collect the state as it is now. Call it on every rank."""
         shards, state = self._optimizer._shards, self._optimizer.optim.state
+        # A parameter may be on several ranks in pieces, or on one: each rank fills in the counts
+        # that it has, and the largest is the count.
         steps = torch.zeros(len(shards.params), dtype=torch.float32)
         for pieces in shards.pieces:
             for piece in pieces:
@@ -48,6 +59,7 @@ class StateMirror:
         }
         if not self.state:
             return
+        # all collectives are started before any is waited for
         works = [
             work
             for number, segment in enumerate(shards.segments)
@@ -58,7 +70,7 @@ class StateMirror:
             work.wait()
 
     def _collect(self, number: int, segment: FlatSegment, name: str) -> list[Any]:
-        """Begin to put an entry of the state together, for the parameters of a segment."""
+        """Start to gather one entry of the state for the parameters of a segment."""
         shards, state = self._optimizer._shards, self._optimizer.optim.state
         rank, like, works = shards.workers.rank, segment.data, list[Any]()
         data = self._memory.get((number, name))
@@ -66,78 +78,83 @@ class StateMirror:
             data = self._memory[number, name] = torch.zeros_like(like)
         for bucket in segment.buckets:
             cuts, start = bucket.plan.cuts, bucket.plan.start
-            part = data[start : start + bucket.plan.size]
-            own = part[cuts[rank] : cuts[rank + 1]]
+            whole = data[start : start + bucket.plan.size]
+            own = whole[cuts[rank] : cuts[rank + 1]]
             for piece, run in bucket.pieces:
                 if piece.data in state:
                     value = flattened(state[piece.data][name], piece.data)
                     own[run.offset : run.offset + run.size].copy_(value)
-            works += shards.workers.all_gather_slices(part, cuts)
-        for index, place in segment.plan.places.items():
+            works += shards.workers.all_gather_slices(whole, cuts)
+        # Views of the flat memory: they are filled when the collectives end.
+        for index, offset in segment.plan.places.items():
             param = shards.params[index]
             if param in self.state:
-                self.state[param][name] = shaped(data[place : place + param.numel()], param)
+                self.state[param][name] = shaped(data[offset : offset + param.numel()], param)
         return works
 
 
 MESSAGE = 4 * 2**20  # elements
 
 
-class DTensorMirror:
+class ReplicatedDTensorState:
     """The named tensors of an optimizer's state, and its step counts, for every parameter."""
 
     def __init__(self, optimizer: Optimizer, names: Sequence[str]) -> None:
         self._optimizer = optimizer
         self._names = list(names)
         self._memory: dict[tuple[Tensor, str], Tensor] = {}
-        self._workers: dict[Any, RankGroup] = {}
+        self._ranks: dict[Any, RankGroup] = {}  # by mesh and its dimension
         self.state: dict[Tensor, dict[str, Any]] = {}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Collect it as it is now; on every worker."""
-        held = self._optimizer.state
+        """Collect the state as it is now. Call it on every rank."""
+        sharded_state = self._optimizer.state
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         self.state = {}
+        # only shards of one type, cut among the same ranks, can travel in one message
         messages: dict[Any, list[tuple[Tensor, Share]]] = defaultdict(list)
         for param in params:
-            if "step" not in held.get(param, {}):
+            if "step" not in sharded_state.get(param, {}):
                 continue
             if not is_dtensor(param):
-                self.state[param] = held[param]
+                self.state[param] = sharded_state[param]
                 continue
-            # every worker has taken a step with it, be its part of it empty
-            self.state[param] = {"step": local(held[param]["step"])}
+            # every rank has made a step with it, even if its shard is empty
+            self.state[param] = {"step": local(sharded_state[param]["step"])}
             share = Share.of(param)
             for name in self._names:
-                part = local(held[param][name])
-                messages[name, share.mesh, share.mesh_dim, part.dtype].append((param, share))
-        for (name, *_), parts in messages.items():
-            for some in _in_messages(parts):
-                self._collect(name, some)
+                shard = local(sharded_state[param][name])
+                messages[name, share.mesh, share.mesh_dim, shard.dtype].append((param, share))
+        for (name, *_), shares in messages.items():
+            for message in _split_into_messages(shares):
+                self._collect(name, message)
 
-    def _collect(self, name: str, parts: Sequence[tuple[Tensor, Share]]) -> None:
-        """Put one entry of the state together for some parameters."""
-        share = parts[0][1]
-        mine = [local(self._optimizer.state[param][name]) for param, _ in parts]
-        workers = self._of(share)
-        slot = sum(_numel(param, share, 0) for param, share in parts)  # the first part is longest
-        table = mine[0].new_zeros(workers.size * slot)
-        start = workers.rank * slot
-        for part in mine:
-            table[start : start + part.numel()].copy_(part.reshape(-1))
-            start += part.numel()
-        for work in workers.all_gather_slices(table, range(0, workers.size * slot + 1, slot)):
+    def _collect(self, name: str, shares: Sequence[tuple[Tensor, Share]]) -> None:
+        """Gather one entry of the state for some parameters."""
+        share = shares[0][1]
+        own = [local(self._optimizer.state[param][name]) for param, _ in shares]
+        ranks = self._ranks_of(share)
+        # rank 0's shards are the longest, as in torch.chunk
+        section = sum(_numel(param, share, 0) for param, share in shares)
+        table = own[0].new_zeros(ranks.size * section)
+        start = ranks.rank * section
+        for shard in own:
+            table[start : start + shard.numel()].copy_(shard.reshape(-1))
+            start += shard.numel()
+        for work in ranks.all_gather_slices(table, range(0, ranks.size * section + 1, section)):
             work.wait()
-        for rank in range(workers.size):
-            start = rank * slot
-            for param, its in parts:
-                size = _numel(param, its, rank)
-                part = its.parts[rank].of(self._whole(param, name, table.dtype))
-                part.copy_(table[start : start + size].view(part.shape))
+        for rank in range(ranks.size):
+            start = rank * section
+            for param, its_share in shares:
+                size = _numel(param, its_share, rank)
+                # a view of the whole tensor: the shard may be cut in any dimension
+                target = its_share.parts[rank].of(self._whole(param, name, table.dtype))
+                target.copy_(table[start : start + size].view(target.shape))
                 start += size
 
     def _whole(self, param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the memory for one entry of a whole parameter; it is kept between steps."""
         whole = self._memory.get((param, name))
         if whole is None or (whole.device, whole.dtype) != (param.device, dtype):
             whole = torch.empty(param.shape, dtype=dtype, device=param.device)
@@ -145,25 +162,29 @@ class DTensorMirror:
         self.state[param][name] = whole
         return whole
 
-    def _of(self, share: Share) -> RankGroup:
-        """The workers that a parameter is cut among."""
+    def _ranks_of(self, share: Share) -> RankGroup:
+        """Return the ranks that a parameter is cut among."""
         if share.mesh_dim is None:
             return RankGroup()
         key = share.mesh, share.mesh_dim
-        if key not in self._workers:
-            self._workers[key] = RankGroup.of(share.mesh.get_group(share.mesh_dim))
-        return self._workers[key]
+        if key not in self._ranks:
+            self._ranks[key] = RankGroup.of(share.mesh.get_group(share.mesh_dim))
+        return self._ranks[key]
 
 
 def _numel(param: Tensor, share: Share, rank: int) -> int:
+    """Return the number of elements of a rank's shard."""
     part = share.parts[rank]
     return param.numel() // max(param.size(part.dim), 1) * part.length
 
 
-def _in_messages(parts: Sequence[tuple[Tensor, Share]]) -> list[list[tuple[Tensor, Share]]]:
+def _split_into_messages(
+    shares: Sequence[tuple[Tensor, Share]],
+) -> list[list[tuple[Tensor, Share]]]:
+    """Return the shares in groups of at most `MESSAGE` elements, or of one larger share."""
     messages: list[list[tuple[Tensor, Share]]] = [[]]
     size = 0
-    for param, share in parts:
+    for param, share in shares:
         size += _numel(param, share, 0)
         if messages[-1] and size > MESSAGE:
             messages.append([])

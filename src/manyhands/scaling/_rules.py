@@ -1,4 +1,18 @@
-"""The scaling rules: each turns a scale, and what is known of the noise, into factors."""
+"""The scaling rules: each turns a scale, and what is known about the noise, into factors.
+
+Each rule answers the question "by what must the learning rate of the small batch be multiplied
+when the batch is S (`scale`) times as large?".
+
+    AdaScale       r = (var + sqr) / (var / S + sqr)         Johnson et al. 2020
+    AdamScale      r ** 0.5                                  its square root, for Adam
+    LinearScale    S                                         Goyal et al. 2017
+    SqrtScale      sqrt(S)                                   Krizhevsky 2014
+    rescale_adam   lr * sqrt(S), (1 - beta) * S, eps / sqrt(S)          Malladi et al. 2022
+    LEGWScale      sqrt(S), warmed up over S times as many epochs       You et al. 2019
+
+The formulas that do not need the noise stand first, as functions of floats; AdaScale's gain r is
+in `_noise.py`. The classes apply them to an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from manyhands._core.wrapper import YieldingProperty
-from manyhands.scaling._norm_kinds import Norms
+from manyhands.scaling._norm_kinds import NormKind
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._options import Option, Options, RuleOptions
-from manyhands.scaling._preconditioned import Preconditioned
+from manyhands.scaling._preconditioned import PreconditionedNorm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,7 +38,7 @@ if TYPE_CHECKING:
 def legw_factor(
     scale: float, progress: float, warmup_epochs: float, data_size: float, batch_size: float
 ) -> float:
-    """sqrt(scale), reached in a straight line over `scale` times the baseline's warm-up.
+    """Return sqrt(scale), reached in a straight line over `scale` times the baseline's warm-up.
 
     `batch_size` is the baseline's; `progress` counts the baseline's steps.
 
@@ -39,7 +53,7 @@ def legw_factor(
 
 
 def sde_beta(beta: float, scale: float) -> float:
-    """The decay that remembers as many samples at `scale` as `beta` does at scale 1.
+    """Return the decay that remembers as many samples at `scale` as `beta` does at scale 1.
 
     >>> round(sde_beta(0.9, 4.0), 6)
     0.6
@@ -61,8 +75,8 @@ SECOND_MOMENT_FLOOR = 1e-3
 class AdaScale(ScalingRuleBase):
     """Scale SGD's learning rate by the gain (Johnson et al., ICML 2020).
 
-    The gain is 1 where the gradients of the small batches agree and `scale` where they are
-    noise, and is measured while training, per parameter group:
+    The gain is 1 if the gradients of the small batches agree, and `scale` if they are pure noise.
+    It is measured during training, for each parameter group:
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -76,11 +90,11 @@ class AdaScale(ScalingRuleBase):
     >>> 1.0 <= optimizer.gain() <= 8.0
     True
 
-    Arguments are `ScalingRuleBase`'s. For SGD with or without momentum; `AdamScale` is for
-    Adam and its like.
+    `ScalingRuleBase` documents the arguments. Use AdaScale for SGD with or without momentum, and
+    `AdamScale` for Adam, AdamW and RMSprop.
     """
 
-    _smallest_scale = 1.0
+    _min_scale = 1.0  # the gain is for a batch of at least one small batch
 
     def scale_lr(self, scale: float) -> Sequence[float]:
         noise = self.noise
@@ -90,21 +104,21 @@ class AdaScale(ScalingRuleBase):
 class AdamScale(AdaScale):
     """AdaScale for Adam, AdamW and RMSprop: the square root of the gain of *their* gradients.
 
-    Gradients are measured as the optimizer uses them, divided by the root of their running
-    mean square, from its fifth step on.
+    From the optimizer's fifth step on, gradients are measured as the optimizer uses them: divided
+    by the root of their running mean square.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = mh.AdamScale(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    `power` other than 0.5 can be given to `scale_lr`.
+    To use another power of the gain than 0.5, override `scale_lr` and pass it `power`.
 
     Args:
-        second_moment_floor: second moments below this part of their tensor's mean count as that
-            much. 0 is adaptdl's way, and the default in `AdaptiveDataParallel`.
+        second_moment_floor: second moments below this fraction of their tensor's mean are raised
+            to it. 0 means no floor, as in adaptdl, and is the default in `AdaptiveDataParallel`.
     """
 
-    _gradients = "preconditioned"
+    _norm_kind = "preconditioned"
 
     def __init__(
         self,
@@ -116,32 +130,32 @@ class AdamScale(AdaScale):
         self._second_moment_floor = second_moment_floor
         super().__init__(optimizer, **options)
 
-    def _own_options(self) -> Options:
+    def _extra_options(self) -> Options:
         floor = Option(
-            SECOND_MOMENT_FLOOR, self._second_moment_floor, check=_checked_second_moment_floor
+            SECOND_MOMENT_FLOOR, self._second_moment_floor, check=_check_second_moment_floor
         )
         return {"second_moment_floor": floor}
 
-    def _norms(self, optimizer: Optimizer) -> Norms:
+    def _make_norm(self, optimizer: Optimizer) -> NormKind:
         floor = self._options["second_moment_floor"]
-        if self._batch.counted:  # as adaptdl has it
+        if self._batch.counts_passes:  # in AdaptiveDataParallel adaptdl's default holds
             floor = self._options["second_moment_floor"] = replace(floor, default=0.0)
-        return Preconditioned(optimizer, floor.value)
+        return PreconditionedNorm(optimizer, floor.value)
 
-    def _use_options(self) -> None:
-        norms = self._meter.tap.norms
-        assert isinstance(norms, Preconditioned)
+    def _apply_options(self) -> None:
+        norms = self._tracker.tap.norms
+        assert isinstance(norms, PreconditionedNorm)
         norms.floor = self._options["second_moment_floor"].value
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Sequence[float]:
         return [gain**power for gain in super().scale_lr(scale)]
 
 
-def _checked_second_moment_floor(floor: float) -> float:
+def _check_second_moment_floor(floor: float) -> float:
     if not 0.0 <= floor < 1.0:
         raise ValueError(
             f"second_moment_floor must be at least 0 and below 1, got {floor}. "
-            "It is a part of the mean second moment; 0 is no floor."
+            "It is a fraction of the mean second moment; 0 is no floor."
         )
     return floor
 
@@ -156,9 +170,9 @@ class LinearScale(ScalingRuleBase):
 class SqrtScale(ScalingRuleBase):
     """Multiply the learning rate by the square root of the scale (Krizhevsky 2014).
 
-    With `rescale_adam=True` the whole of Adam, AdamW or RMSprop is rescaled so that it follows
-    the same stochastic differential equation at the larger batch (Malladi et al. 2022):
-    learning rate times sqrt(scale), 1 - beta times scale, epsilon divided by sqrt(scale).
+    With `rescale_adam=True`, all of Adam, AdamW or RMSprop is rescaled so that it follows the same
+    stochastic differential equation at the larger batch (Malladi et al. 2022): learning rate
+    times sqrt(scale), 1 - beta times scale, epsilon divided by sqrt(scale).
     """
 
     def __init__(
@@ -171,7 +185,7 @@ class SqrtScale(ScalingRuleBase):
         self._rescale_adam = rescale_adam
         super().__init__(optimizer, **options)
 
-    def _own_options(self) -> Options:
+    def _extra_options(self) -> Options:
         return {"rescale_adam": Option(False, self._rescale_adam, check=bool)}
 
     @YieldingProperty
@@ -181,22 +195,24 @@ class SqrtScale(ScalingRuleBase):
     def scale_lr(self, scale: float) -> float:
         return math.sqrt(scale)
 
-    def _norms(self, optimizer: Optimizer) -> Norms:
+    def _make_norm(self, optimizer: Optimizer) -> NormKind:
+        # Adam and AdamW have betas, RMSprop has alpha; any subclass with either will do.
         if self._rescales_adam and not {"betas", "alpha"} & set(optimizer.defaults):
             raise TypeError(
                 "rescale_adam=True is for Adam, AdamW and RMSprop, whose betas (or alpha) it "
                 f"changes, got {type(optimizer).__name__}. Leave it out."
             )
-        return super()._norms(optimizer)
+        return super()._make_norm(optimizer)
 
-    def _check_optimizer_takes(self, scale: float) -> None:
+    def _check_optimizer_supports(self, scale: float) -> None:
         for group in self.param_groups:
-            self._rescaled(group, scale)
+            self._rescale_group(group, scale)  # raises if a beta would become negative
 
     def _overrides(self, group: dict[str, Any], factor: float) -> dict[str, Any]:
-        return {**super()._overrides(group, factor), **self._rescaled(group, self.scale)}
+        return {**super()._overrides(group, factor), **self._rescale_group(group, self.scale)}
 
-    def _rescaled(self, group: dict[str, Any], scale: float) -> dict[str, Any]:
+    def _rescale_group(self, group: dict[str, Any], scale: float) -> dict[str, Any]:
+        """Return the group's epsilon and betas (or alpha) for this scale; empty if unchanged."""
         if not self._rescales_adam or scale == 1.0:
             return {}
         eps = group["eps"] / math.sqrt(scale)
@@ -211,13 +227,13 @@ class LEGWScale(ScalingRuleBase):
     Args:
         base_warmup_epochs: the baseline's warm-up.
         data_size: samples in an epoch.
-        optimizer: what to wrap, if at once; then `batch_size` is needed.
-        batch_size: the baseline's batch size. In `AdaptiveDataParallel` it is worked out in the
-            first step, if not given: the leading dimension of the model's first input, on average
-            over the workers, times workers and passes, divided by the scale. It then stays, is
-            the same on every worker, and is saved with the state. `repr` shows it.
+        optimizer: the optimizer to wrap now; this requires `batch_size`.
+        batch_size: the baseline's batch size. In `AdaptiveDataParallel` the first step determines
+            it if it is left out: the leading dimension of the model's first input, averaged over
+            the workers, times workers and passes, divided by the scale. From then on it is fixed,
+            the same on every worker, and saved with the state. `repr` shows it.
 
-    Other arguments are `ScalingRuleBase`'s.
+    `ScalingRuleBase` documents the other arguments.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -239,9 +255,9 @@ class LEGWScale(ScalingRuleBase):
         self._batch_size = batch_size
         super().__init__(optimizer, **options)
 
-    def _own_options(self) -> Options:
+    def _extra_options(self) -> Options:
         return {
-            name: Option(None, value, check=partial(_checked_number, name, least))
+            name: Option(None, value, check=partial(_check_legw_number, name, least))
             for name, value, least in (
                 ("base_warmup_epochs", self._warmup_epochs, 0.0),
                 ("data_size", self._data_size, 1.0),
@@ -249,37 +265,37 @@ class LEGWScale(ScalingRuleBase):
             )
         }
 
-    def _check_optimizer_takes(self, scale: float) -> None:
-        given = self._options["batch_size"].value
-        if given is None and not hasattr(self.adp, "leading_dimension"):
+    def _check_optimizer_supports(self, scale: float) -> None:
+        batch_size = self._options["batch_size"].value
+        if batch_size is None and not hasattr(self.adp, "leading_dimension"):
             raise ValueError(
-                "LEGWScale does not know the baseline's batch size. Give it: batch_size=... "
-                "(AdaptiveDataParallel works it out from the first input's leading dimension.)"
+                "LEGWScale does not know the baseline's batch size. Pass it: batch_size=... "
+                "(AdaptiveDataParallel finds it from the first input's leading dimension.)"
             )
 
     @property
     def batch_size(self) -> float:
-        """The baseline's batch size: given, or worked out in the first step, once."""
+        """The baseline's batch size: an argument, or determined once by the first step."""
         known = self._options["batch_size"].value
         if known is None:
             raise RuntimeError(
-                "the baseline's batch size is not known yet: LEGWScale works it out in the first "
-                "step of AdaptiveDataParallel. Give it, to have it before: batch_size=..."
+                "the baseline's batch size is not known yet: LEGWScale finds it in the first "
+                "step of AdaptiveDataParallel. To have it before that, pass it: batch_size=..."
             )
         return float(known)
 
-    def _learn(self) -> None:
-        known = self._options["batch_size"]
-        if known.value is not None:
+    def _decide_once(self) -> None:
+        batch_size = self._options["batch_size"]
+        if batch_size.value is not None:
             return
-        micro_batch = self._meter.micro_batch
+        micro_batch = self._tracker.micro_batch
         if micro_batch == 0.0:
             raise RuntimeError(
-                "LEGWScale works the baseline's batch size out of the model's first input, and "
-                "no tensor came into the model. Give it: batch_size=..."
+                "LEGWScale finds the baseline's batch size from the model's first input, and "
+                "no tensor came into the model. Pass it: batch_size=..."
             )
-        small_batch = micro_batch * self._workers.size * self.passes / self.scale
-        self._options["batch_size"] = replace(known, found=small_batch)
+        small_batch = micro_batch * self._ranks.size * self.passes / self.scale
+        self._options["batch_size"] = replace(batch_size, recorded=small_batch)
 
     def scale_lr(self, scale: float) -> float:
         return legw_factor(
@@ -296,7 +312,8 @@ class LEGWScale(ScalingRuleBase):
         }
 
 
-def _checked_number(name: str, least: float, value: Any) -> Any:
+def _check_legw_number(name: str, least: float, value: Any) -> Any:
+    # Also catches LEGWScale(optimizer, ...): the optimizer is the third argument.
     if not isinstance(value, Real) or not float(value) >= least:
         raise ValueError(
             f"LEGWScale's {name} must be a number of at least {least:g}, got {value!r}. "

@@ -1,14 +1,14 @@
-"""The numbers that one step sends through the one small collective, and what comes back.
+"""The numbers that one step sends through its one small collective, and what comes back.
 
-Sent by each worker, as one vector:
+Each rank sends one vector, its *payload*:
 
-    squares[group]      sum of |g_i|^2 over this worker's small batches
-    mean[group]         |G|^2 over this worker's share of the parameters (see `_mean_gradient.py`)
-    beliefs             what this worker believes of the step: see `RankClaims`
+    small_squares[group]   sum of |g_i|^2 over this rank's small batches
+    mean_square[group]     |G|^2 over the parameters that this rank measures (`_mean_gradient.py`)
+    claims                 what this rank believes about the step: see `RankClaims`
 
-The first two come back summed over the workers, for the estimate, and the beliefs as a table of
-all workers'. Workers that disagree therefore all notice, in the same step, and all raise the
-same error: no further collective in which one of them could be left waiting.
+The first two come back summed over the ranks, for the estimate. The claims come back as a table
+with one row per rank. If ranks disagree, all of them notice it in the same step and raise the same
+error. No further collective is needed, in which one of them could be left waiting.
 """
 
 from __future__ import annotations
@@ -22,67 +22,72 @@ import torch
 from torch import Tensor
 
 from manyhands._core.ranks import PendingSums
-from manyhands.scaling._noise import Reading
+from manyhands.scaling._noise import NormSums
 
-WITNESS_TOLERANCE = 1e-5
-HISTORY_TOLERANCE = 1e-9
+SQUARE_TOLERANCE = 1e-5
+CHECKSUM_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class RankClaims:
-    """What each worker says of a step, and must say the same of but for `micro_batch`.
+    """What one rank claims about a step. All ranks must agree, except on `micro_batch`.
 
-    `announces` is 1 in a vector that only says that the number of passes was changed. `seen`
-    may be less than `passes` on some workers, whose losses in the other passes used none of the
-    parameters; not on all. `history` is a number made of the progress, the averages so far and
-    the last factors. `micro_batch` is the number of samples in this rank's first training input,
-    or 0. The witness is the squared norm of some averaged gradients.
+    is_announcement  1 in a payload that only announces a new number of passes
+    passes           backward passes of a whole step
+    passes_seen      passes that this rank has seen; fewer if its losses in the other passes used
+                     none of the parameters, which is allowed on some ranks, but not on all
+    scale            size of the whole batch in small batches
+    checksum         of the progress, the averages so far and the last factors
+    micro_batch      samples in this rank's first training input, or 0 if unknown
+    shared_square    squared norm of some averaged gradients that every rank holds whole: equal on
+                     all ranks, unless the gradients were not averaged
     """
 
-    announces: float
+    is_announcement: float
     passes: float
-    seen: float
+    passes_seen: float
     scale: float
-    history: float
+    checksum: float
     micro_batch: float
-    witness: float
+    shared_square: float
 
-    SLOTS: ClassVar[int] = 7
+    SIZE: ClassVar[int] = 7
 
     @classmethod
-    def table(cls, slots: Sequence[float]) -> list[RankClaims]:
-        """Every worker's beliefs, in rank order."""
-        n = cls.SLOTS
-        return [cls(*slots[i : i + n]) for i in range(0, len(slots), n)]
+    def parse_table(cls, numbers: Sequence[float]) -> list[RankClaims]:
+        """Return every rank's claims, in rank order."""
+        n = cls.SIZE
+        return [cls(*numbers[i : i + n]) for i in range(0, len(numbers), n)]
 
     @staticmethod
     def check(table: Sequence[RankClaims]) -> bool:
-        """Whether any worker has seen all passes. Raises where the workers do not agree."""
-        if len({b.announces for b in table}) > 1:
-            some = ", ".join(str(rank) for rank, b in enumerate(table) if b.announces)
+        """Return whether any rank has seen all passes. Raise if the ranks disagree."""
+        # The order of the checks matters: an announcement leaves most other entries at zero.
+        if len({claims.is_announcement for claims in table}) > 1:
+            some = ", ".join(str(rank) for rank, c in enumerate(table) if c.is_announcement)
             raise RuntimeError(
                 f"set_num_gradients_to_accumulate() was called on rank(s) {some}, while others "
                 "finished a step. Call it on every worker."
             )
         for name, values in (
-            ("backward passes per step", [b.passes for b in table]),
-            ("scale", [b.scale for b in table]),
+            ("backward passes per step", [claims.passes for claims in table]),
+            ("scale", [claims.scale for claims in table]),
         ):
             if max(values) != min(values):
                 raise RuntimeError(
-                    f"workers disagree on the {name}: {_by_rank(values)}. "
-                    "Every worker must be given the same."
+                    f"workers disagree on the {name}: {_list_by_rank(values)}. "
+                    "Set the same on every worker."
                 )
-        if max(b.seen for b in table) < table[0].passes:
-            return False  # `step` says what to do
-        history = [b.history for b in table]
-        if max(history) - min(history) > HISTORY_TOLERANCE * abs(max(history)):
+        if max(claims.passes_seen for claims in table) < table[0].passes:
+            return False  # the caller of `step` knows why, and raises
+        checksums = [claims.checksum for claims in table]
+        if max(checksums) - min(checksums) > CHECKSUM_TOLERANCE * abs(max(checksums)):
             raise RuntimeError(
-                f"workers have different statistics, progress or factors behind them: "
-                f"{_by_rank(history)} (a checksum). Load the state dict on every worker, not on "
-                "some, and let scale_lr() go by nothing that only one of them knows."
+                "ranks have different statistics, progress or factors (checksums: "
+                f"{_list_by_rank(checksums)}). Load the state dict on every worker, not on "
+                "some, and let scale_lr() depend only on what all workers know."
             )
-        _check_averaged([b.witness for b in table])
+        _check_averaged([claims.shared_square for claims in table])
         return True
 
 
@@ -90,95 +95,101 @@ class RankClaims:
 class StepStats:
     """One step's numbers, on the device until `read`."""
 
-    combination: PendingSums
+    pending: PendingSums
     groups: int
-    workers: int
+    ranks: int
     passes: int
-    count: int  # small batches in it; 1 where there was nothing to compare with
+    small_batches: int  # 1 if there was nothing to compare the gradient with
     scale: float
-    differenced: bool = False
-    unit: str = "plain"
+    consecutive: bool = False
+    norm_kind: str = "plain"
     micro_batch: float = 0.0  # samples: this rank's, and after `read` the mean over the ranks
-    nobody_ready: bool = False
-    wait: Callable[[], None] = lambda: None  # for the other ranks, as long as it makes sense
-    seen: float = 0.0  # passes of the rank that has seen the most, after `read`
-    _host: Tensor | None = None
+    wait_for_ranks: Callable[[], None] = lambda: None  # raises instead of waiting forever
+    incomplete_everywhere: bool = False  # after `read`: no rank has seen all passes
+    most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
+    _host: Tensor | None = None  # the numbers on the host, or on their way there
     _copied: torch.cuda.Event | None = None
-    _sent_along: int = 0
+    _extra_count: int = 0
 
     def start_copy(self, extras: Sequence[Tensor] = ()) -> None:
-        """Begin to bring the numbers and the one-element `extras` to the host, without waiting."""
-        self.wait()
-        numbers = self._with(extras)
-        self._sent_along = len(extras)
+        """Begin to copy the numbers and the one-element `extras` to the host, without waiting."""
+        self.wait_for_ranks()
+        numbers = self._join_extras(extras)
+        self._extra_count = len(extras)
         if numbers.device.type != "cuda":
             self._host = numbers
         else:
+            # only a copy into pinned memory is asynchronous; the event says when it is done
             self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def read(self, extras: Sequence[Tensor] = ()) -> tuple[Reading | None, list[float]]:
-        """The reading, if any, and the `extras` or those sent along: one copy for all."""
+    def read(self, extras: Sequence[Tensor] = ()) -> tuple[NormSums | None, list[float]]:
+        """Return the norm sums, if any, and the values of the extras, from here or `start_copy`.
+
+        Everything comes in one copy, because each copy from a GPU is a synchronization.
+        """
         if self._host is not None:
             if self._copied is not None:
                 self._copied.synchronize()
             numbers = self._host.tolist()
         else:
-            self.wait()
-            numbers = self._with(extras).tolist() if extras else self.combination.read()
-        groups, end = self.groups, len(numbers) - (self._sent_along or len(extras))
-        if self.workers > 1:
-            table = RankClaims.table(numbers[2 * groups : end])
-            self.nobody_ready = not RankClaims.check(table)
-            self.seen = max(beliefs.seen for beliefs in table)
-            known = [beliefs.micro_batch for beliefs in table if beliefs.micro_batch]
+            self.wait_for_ranks()
+            numbers = self._join_extras(extras).tolist() if extras else self.pending.read()
+        groups, end = self.groups, len(numbers) - (self._extra_count or len(extras))
+        if self.ranks > 1:
+            table = RankClaims.parse_table(numbers[2 * groups : end])
+            self.incomplete_everywhere = not RankClaims.check(table)
+            self.most_passes_seen = max(claims.passes_seen for claims in table)
+            known = [claims.micro_batch for claims in table if claims.micro_batch]
             self.micro_batch = sum(known) / len(known) if known else 0.0
-        if self.count < 2:
+        if self.small_batches < 2:
             return None, numbers[end:]
-        reading = Reading(
+        sums = NormSums(
             tuple(numbers[:groups]),
             tuple(numbers[groups : 2 * groups]),
-            self.count,
+            self.small_batches,
             self.scale,
-            self.differenced,
-            self.unit,
+            self.consecutive,
+            self.norm_kind,
         )
-        return reading, numbers[end:]
+        return sums, numbers[end:]
 
-    def _with(self, extras: Sequence[Tensor]) -> Tensor:
-        numbers = self.combination.wait()
-        more = [extra.detach().to(numbers).view(1) for extra in extras]
-        return torch.cat([numbers, *more]) if more else numbers
+    def _join_extras(self, extras: Sequence[Tensor]) -> Tensor:
+        numbers = self.pending.wait()
+        flat = [extra.detach().to(numbers).view(1) for extra in extras]
+        return torch.cat([numbers, *flat]) if flat else numbers
 
 
-def _check_averaged(witnesses: list[float]) -> None:
-    largest, smallest = max(witnesses), min(witnesses)
+def _check_averaged(shared_squares: list[float]) -> None:
+    """Raise if a gradient that all ranks hold is not the same on all of them."""
+    largest, smallest = max(shared_squares), min(shared_squares)
     if not math.isfinite(largest + smallest):
-        return  # a non-finite gradient is the estimate's business
-    if largest - smallest > WITNESS_TOLERANCE * abs(largest):
-        lengths = [math.sqrt(max(value, 0.0)) for value in witnesses]
+        return  # the noise tracker counts non-finite gradients and leaves them out
+    # a reduction may round differently on each rank
+    if largest - smallest > SQUARE_TOLERANCE * abs(largest):
+        norms = [math.sqrt(max(value, 0.0)) for value in shared_squares]
         raise RuntimeError(
             f"after the step's last backward() the workers' gradients still differ (norms of the "
-            f"compared ones: {_by_rank(lengths)}). Was that pass inside no_sync()? Only the "
+            f"compared ones: {_list_by_rank(norms)}). Was that pass inside no_sync()? Only the "
             "passes before it may be. Is the model averaged in another process group? Pass it: "
             "process_group=... Without DistributedDataParallel around the model, gradients must "
-            "be averaged before backward() returns, or each worker be left on its own with "
+            "be averaged before backward() returns; or let each worker train on its own with "
             "world_size=1."
         )
 
 
-def _by_rank(values: Sequence[float]) -> str:
-    """`rank 0: 1, ranks 1-3: 2`, at most eight entries."""
-    runs: list[list[int]] = []
+def _list_by_rank(values: Sequence[float]) -> str:
+    """Return `rank 0: 1, ranks 1-3: 2`, with at most eight entries."""
+    ranges: list[list[int]] = []  # [first rank, last rank] with equal values
     for rank, value in enumerate(values):
-        if runs and values[runs[-1][0]] == value:
-            runs[-1][1] = rank
+        if ranges and values[ranges[-1][0]] == value:
+            ranges[-1][1] = rank
         else:
-            runs.append([rank, rank])
-    named = [
+            ranges.append([rank, rank])
+    entries = [
         f"rank {a}: {values[a]:.6g}" if a == b else f"ranks {a}-{b}: {values[a]:.6g}"
-        for a, b in runs[:8]
+        for a, b in ranges[:8]
     ]
-    return ", ".join(named) + (", ..." if len(runs) > 8 else "")
+    return ", ".join(entries) + (", ..." if len(ranges) > 8 else "")

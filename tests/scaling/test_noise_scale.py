@@ -115,7 +115,7 @@ def test_every_worker_reads_the_same():
     assert first[2] == 6
 
 
-def test_before_and_without_a_signal():
+def test_results_before_any_step_and_without_a_signal():
     model = Known()
     noise = mh.NoiseScale(model.parameters(), num_gradients_to_accumulate=2)
     assert math.isnan(noise.noise_scale)
@@ -140,7 +140,7 @@ def test_non_finite_gradients_are_left_out():
     assert (noise.steps, noise.nonfinite) == (3, 1)
 
 
-def test_accumulation_that_was_not_declared_is_warned_of_once():
+def test_undeclared_accumulation_warns_once():
     """It measures: it must not stop a training run."""
     model = Known()
     noise = mh.NoiseScale(model.parameters())
@@ -152,7 +152,7 @@ def test_accumulation_that_was_not_declared_is_warned_of_once():
     model(4).backward()
 
 
-def test_with_an_optimizer_a_backward_that_no_step_follows_leaves_no_trace():
+def test_with_an_optimizer_a_backward_without_a_step_is_ignored():
     readings = []
     for abandoned in (False, True):
         torch.manual_seed(0)
@@ -211,7 +211,7 @@ def steps_too_early():
         return noise.steps
 
 
-def test_a_step_before_all_passes_is_left_out_and_said():
+def test_a_step_before_all_passes_is_left_out_with_a_warning():
     assert run_ranks(2, steps_too_early) == [0, 0]
     model = Known()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -226,7 +226,7 @@ def test_a_step_before_all_passes_is_left_out_and_said():
     assert noise.steps == 0
 
 
-def test_parameters_that_were_converted_are_said_to_be_measured_no_more():
+def test_converted_parameters_are_no_longer_measured_and_warned_about():
     model = Known()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     noise = mh.NoiseScale(optimizer)
@@ -356,7 +356,7 @@ def test_a_closure_that_raises_leaves_no_trace():
     assert noise.steps == 1
 
 
-# -- accumulation that changes, and runs that go on --------------------------------------------
+# -- accumulation that changes, and runs that continue ----------------------------------------
 
 
 def test_the_accumulation_can_change():
@@ -407,7 +407,7 @@ def observed(noise):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_measurement_goes_on_bitwise(passes, tmp_path):
+def test_a_measurement_continues_bitwise(passes, tmp_path):
     def run(start, stop, noise, model, optimizer):
         for step in range(start, stop):
             optimizer.zero_grad()
@@ -464,7 +464,7 @@ def test_a_checkpoint_takes_the_measurement(tmp_path):
     assert before == after
 
 
-def test_what_a_measurement_was_given_wins_over_its_state():
+def test_arguments_of_a_measurement_win_over_its_state():
     model = Known()
     noise = mh.NoiseScale(model.parameters(), num_gradients_to_accumulate=2, batch_size=9)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What is particular to one rule."""
+"""Properties of single rules and of the norms that they measure."""
 
 import copy
 import math
@@ -10,8 +10,8 @@ from torch import nn
 import manyhands as mh
 from manyhands._core.norms import norm, norms
 from manyhands.scaling._averages import NoiseAverage
-from manyhands.scaling._noise import Reading
-from manyhands.scaling._preconditioned import Preconditioned
+from manyhands.scaling._noise import NormSums
+from manyhands.scaling._preconditioned import PreconditionedNorm
 from oracle import loss_of, make_batches, make_model, preconditioners
 from ranks import run_ranks
 
@@ -61,7 +61,7 @@ KINDS = {
 }
 
 
-def divided_by(optimizer, param, group):
+def unscale(optimizer, param, group):
     state = optimizer.state[param]
     if "exp_avg_sq" in state:
         second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
@@ -82,26 +82,26 @@ def test_gradients_are_divided_by_what_the_optimizer_divides_them_by(kind, layou
         data = data.to(memory_format=torch.channels_last)
     param = nn.Parameter(data)
     optimizer = KINDS[kind]([param])
-    measure = Preconditioned(optimizer)
+    measure = PreconditionedNorm(optimizer)
     for step in range(8):
         grad = torch.randn_like(param)
         (length,) = measure.many([0], [grad])
         if step < 5:
             expected = grad.double().norm()
         else:
-            scale = divided_by(optimizer, param, optimizer.param_groups[0])
+            scale = unscale(optimizer, param, optimizer.param_groups[0])
             expected = (grad.double() / scale.double()).norm()
         assert float(length) == pytest.approx(float(expected), rel=2e-5)
         param.grad = grad
         optimizer.step()
     strange = torch.randn(shape[layout][::-1]).permute(*range(len(shape[layout]))[::-1])
-    scale = divided_by(optimizer, param, optimizer.param_groups[0])
+    scale = unscale(optimizer, param, optimizer.param_groups[0])
     expected = (strange.double() / scale.double()).norm()
     assert float(measure.one(0, strange)) == pytest.approx(float(expected), rel=2e-5)
 
 
 @pytest.mark.parametrize("layout", ["small", "larger than a chunk", "strange"])
-def test_tiny_second_moments_count_as_a_part_of_the_mean(layout):
+def test_tiny_second_moments_are_raised_to_a_fraction_of_the_mean(layout):
     """A weight that has had no gradient yet does not outweigh the others when it gets one."""
     shape = (700, 501) if layout == "larger than a chunk" else (8, 6)
     param = nn.Parameter(torch.randn(shape))
@@ -117,16 +117,16 @@ def test_tiny_second_moments_count_as_a_part_of_the_mean(layout):
     corrected = 1 - 0.999**6
     floored = second.clamp(min=1e-3 * float(second.mean()))
     expected = (grad.double() / ((floored / corrected).sqrt() + 1e-8)).norm()
-    assert float(Preconditioned(optimizer, 1e-3).one(0, grad)) == pytest.approx(
+    assert float(PreconditionedNorm(optimizer, 1e-3).one(0, grad)) == pytest.approx(
         float(expected), rel=2e-5
     )
-    assert float(Preconditioned(optimizer).one(0, grad)) > 1e3 * float(expected)
+    assert float(PreconditionedNorm(optimizer).one(0, grad)) > 1e3 * float(expected)
     with pytest.raises(ValueError, match="second_moment_floor must be at least 0 and below 1"):
         mh.AdamScale(optimizer, second_moment_floor=1.0)
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])
-def test_the_floor_goes_on_bitwise(eps):
+def test_the_floor_continues_bitwise(eps):
     """It is looked at every sixteen steps, so a continued run has to know when it was last."""
 
     def run(save_at=None, load=None, steps=24):
@@ -239,8 +239,8 @@ def batches_of(model, optimizer, x, y):
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW amsgrad", "Adam fused", "RMSprop"])
 @pytest.mark.parametrize("reset", RESETS)
-def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
-    """Norms of plain and of divided gradients differ by orders of magnitude: never mix them."""
+def test_averages_restart_when_the_optimizer_was_reset(kind, reset):
+    """NormKind of plain and of divided gradients differ by orders of magnitude: never mix them."""
     x, y = make_batches(16, 2)
     model, options = make_model(), {"num_gradients_to_accumulate": 2, "smoothing": 0.9}
     inner = KINDS[kind](model.parameters())
@@ -248,7 +248,7 @@ def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
     optimizer = mh.AdamScale(inner, **options)
     for noise in batches_of(model, optimizer, x[:8], y[:8]):
         assert noise.measured
-    assert optimizer.noise.unit == "preconditioned"
+    assert optimizer.noise.norm_kind == "preconditioned"
     RESETS[reset](optimizer, fresh)
     optimizer.zero_grad()
     other = copy.deepcopy(model)
@@ -258,14 +258,14 @@ def test_averages_start_anew_when_the_optimizer_was_reset(kind, reset):
         batches_of(other, begun, x[8:], y[8:]),
         strict=True,
     ):
-        assert ours.unit == anew.unit
+        assert ours.norm_kind == anew.norm_kind
         assert ours.raw_var == pytest.approx(anew.raw_var, rel=1e-6)
         assert ours.raw_sqr == pytest.approx(anew.raw_sqr, rel=1e-6, abs=1e-9)
-    assert optimizer.noise.unit == "preconditioned"  # again
+    assert optimizer.noise.norm_kind == "preconditioned"  # again
 
 
 @pytest.mark.filterwarnings("ignore:in the first block all")  # both ranks train on equal data
-def test_averages_start_anew_when_blocks_reset_the_optimizer_inside():
+def test_averages_restart_when_blocks_reset_the_optimizer_inside():
     """BMUF resets Adam's state at every sync round."""
 
     def run():
@@ -278,7 +278,7 @@ def test_averages_start_anew_when_blocks_reset_the_optimizer_inside():
             optimizer.zero_grad()
             loss_of(model, x[step, 0], y[step, 0]).backward()
             optimizer.step()
-            units.append(inner.noise.unit)
+            units.append(inner.noise.norm_kind)
         return units
 
     plain, divided = ["plain"], ["preconditioned"]
@@ -287,10 +287,10 @@ def test_averages_start_anew_when_blocks_reset_the_optimizer_inside():
 
 
 def test_averages_of_both_kinds_are_mixed_as_adaptdl_does_but_not_after_a_reset():
-    plain = Reading((2000.0,), (400.0,), 2, 2.0)
-    divided = Reading((3.0,), (1.0,), 2, 2.0, unit="preconditioned")
-    mixed = NoiseAverage(1, mix_units=True).after(plain, 0.9).after(divided, 0.9)
-    assert mixed.after(plain, 0.9).raw_var == NoiseAverage(1).after(plain, 0.9).raw_var
+    plain = NormSums((2000.0,), (400.0,), 2, 2.0)
+    divided = NormSums((3.0,), (1.0,), 2, 2.0, norm_kind="preconditioned")
+    mixed = NoiseAverage(1, mix_norm_kinds=True).add(plain, 0.9).add(divided, 0.9)
+    assert mixed.add(plain, 0.9).raw_var == NoiseAverage(1).add(plain, 0.9).raw_var
 
 
 def test_a_state_that_was_replaced_by_one_of_the_same_age_gets_its_own_floor():
@@ -305,10 +305,10 @@ def test_a_state_that_was_replaced_by_one_of_the_same_age_gets_its_own_floor():
         return optimizer
 
     optimizer, other = trained(1.0), trained(100.0)
-    measure, grad = Preconditioned(optimizer, 1e-3), torch.randn(8, 6)
+    measure, grad = PreconditionedNorm(optimizer, 1e-3), torch.randn(8, 6)
     measure.one(0, grad)
     optimizer.load_state_dict(other.state_dict())
-    assert measure.one(0, grad) == Preconditioned(other, 1e-3).one(0, grad)
+    assert measure.one(0, grad) == PreconditionedNorm(other, 1e-3).one(0, grad)
 
 
 class OnDevice(torch.Tensor):
@@ -325,21 +325,21 @@ class OnDevice(torch.Tensor):
         return float(self.as_subclass(torch.Tensor))
 
 
-def test_a_count_on_the_device_is_asked_for_only_where_somebody_else_has_changed_it():
+def test_a_step_count_on_the_device_is_read_only_if_something_else_has_changed_it():
     param = nn.Parameter(torch.randn(3))
     optimizer = torch.optim.Adam([param])
     step = torch.tensor(6.0).as_subclass(OnDevice)
     optimizer.state[param] = {"step": step}
-    measure = Preconditioned(optimizer)
+    measure = PreconditionedNorm(optimizer)
     OnDevice.asked = 0
     for _ in range(4):  # the optimizer's steps
-        assert measure.unit == "preconditioned"
+        assert measure.norm_kind == "preconditioned"
         step.add_(1.0)
-        measure.stepped()
+        measure.optimizer_stepped()
     assert OnDevice.asked == 1
     step.zero_()
-    assert measure.unit == "plain"
+    assert measure.norm_kind == "plain"
     optimizer.state[param] = {"step": torch.tensor(9.0).as_subclass(OnDevice)}
-    assert measure.unit == "preconditioned"
+    assert measure.norm_kind == "preconditioned"
     optimizer.state.clear()
-    assert measure.unit == "plain"
+    assert measure.norm_kind == "plain"

@@ -1,4 +1,4 @@
-"""One rank does not join DDP's all-reduce, and says so instead of waiting for the others."""
+"""A rank that does not join DDP's all-reduce raises, instead of waiting for the others."""
 
 import contextlib
 import time
@@ -51,7 +51,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("mistake", WORDS)
-def test_a_rank_that_left_out_ddps_average_says_so_in_seconds(mistake):
+def test_a_rank_that_left_out_ddps_average_raises_within_seconds(mistake):
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match=f"rank 1 raised(?s:.*){WORDS[mistake]}"):
         run_ranks(2, train, mistake)
@@ -76,6 +76,6 @@ def late(seconds):
     return optimizer.gain()
 
 
-def test_a_rank_in_doubt_without_ddp_waits_for_the_others():
+def test_a_rank_with_an_anomaly_waits_for_the_others_if_there_is_no_ddp():
     first, second = run_ranks(2, late, 2.5)
     assert first == second
