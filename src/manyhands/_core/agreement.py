@@ -46,7 +46,7 @@ def check_same_tensors(
         return
     names = {kind: list((names or {}).get(kind, ())) for kind in kinds}
     texts = {
-        kind: descriptions(tensors, frozen=frozen and kind == "parameter")
+        kind: describe_tensors(tensors, frozen=frozen and kind == "parameter")
         for kind, tensors in kinds.items()
     }
     sums = [_checksum(texts), *(_checksum(names[kind]) if names[kind] else 0.0 for kind in kinds)]
@@ -59,7 +59,7 @@ def check_same_tensors(
     _explain(who, [json.loads(one) for one in told])
 
 
-def descriptions(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
+def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
     """What ranks must have alike in each tensor, in words; `frozen`: also whether it is trained."""
     describer = Describer()
     return [describer.describe(tensor, frozen=frozen) for tensor in tensors]

@@ -28,7 +28,7 @@ class ScalerSignals:
     found_inf: Tensor | None = None
 
     @classmethod
-    def left_on(cls, *optimizers: Optimizer) -> ScalerSignals:
+    def read_from(cls, *optimizers: Optimizer) -> ScalerSignals:
         for optimizer in optimizers:
             found_inf = vars(optimizer).get("found_inf")
             if found_inf is not None:
@@ -55,7 +55,7 @@ def supports_amp(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def handed_over(news: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
+def _left_on(news: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
     """Leave the news on an inner optimizer for the length of its step."""
     before = dict(vars(optimizer))
     optimizer.grad_scale, optimizer.found_inf = news.grad_scale, news.found_inf  # type: ignore[attr-defined]
@@ -70,10 +70,10 @@ def handed_over(news: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def passed_on(news: ScalerSignals, optimizer: Optimizer, supports_amp: bool) -> Iterator[None]:
+def apply_signals(news: ScalerSignals, optimizer: Optimizer, supports_amp: bool) -> Iterator[None]:
     """For a step of an optimizer: told to it, if it heeds the scaler, or done in its place."""
     if supports_amp and news.present:
-        with handed_over(news, optimizer):
+        with _left_on(news, optimizer):
             yield
         return
     if news.grad_scale is not None:

@@ -52,7 +52,7 @@ class Lease:
     def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks  # among all processes
-        weakref.finalize(self, endings.begin, [group], os.getpid())
+        weakref.finalize(self, group_closer.close_when_unused, [group], os.getpid())
 
 
 def connect(
@@ -82,7 +82,7 @@ def connect(
     return Lease(group, members)
 
 
-class Endings:
+class GroupCloser:
     """Groups on their way out, each in a thread of its own.
 
     A thread that comes back from C++ while Python ends aborts the process. So none lets go of a
@@ -94,7 +94,7 @@ class Endings:
         self._under_way: set[threading.Thread] = set()
         self._closed = False
 
-    def begin(self, held: list[Any], process: int) -> None:
+    def close_when_unused(self, held: list[Any], process: int) -> None:
         """Drop the group in this list once nobody else has it; return at once."""
         if process == os.getpid() and not self._closed:
             thread = threading.Thread(target=self._drop, args=(held,), name="manyhands end")
@@ -131,6 +131,6 @@ class Endings:
             thread.join(1.0)  # longer: it waits for a message that does not come
 
 
-endings = Endings()
-weakref.finalize(endings, int)  # registers weakref's exit function, which is to run after ours
-atexit.register(endings.close)
+group_closer = GroupCloser()
+weakref.finalize(group_closer, int)  # registers weakref's exit function, which is to run after ours
+atexit.register(group_closer.close)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.norms import summed_in
+from manyhands._core.norms import accumulation_dtype
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ class SharedMemory:
         return cls(workers)
 
     @classmethod
-    def where_possible(cls, workers: Any) -> SharedMemory | None:
+    def if_possible(cls, workers: Any) -> SharedMemory | None:
         """None where workers are on several hosts, or cannot read each other's memory."""
         hosts = workers.all_gather_text(_host(), CPU)
         if len(set(hosts)) > 1 or not hosts[0]:
@@ -105,14 +105,14 @@ class SharedMemory:
             problems = self._workers.all_gather_text(problem, CPU)
         return tensors, next(filter(None, problems), "")
 
-    def make_room(self, largest: int, under_way: int) -> None:
+    def make_ring(self, largest: int, under_way: int) -> None:
         """A ring for buckets of up to `largest` bytes, of which some may be under way at once."""
         self._places = 2 * under_way
         place = -(-largest // 64) * 64
         if not self._ring or self._ring[0].numel() < place * self._places:
             self._ring = self.empty(place * self._places, torch.uint8)
 
-    def next_places(self, size: int) -> list[Tensor]:
+    def next_buffers(self, size: int) -> list[Tensor]:
         """So many bytes of every worker's ring, in rank order: where the next bucket goes."""
         place = self._ring[0].numel() // self._places
         start = (self._sent % self._places) * place
@@ -123,7 +123,7 @@ class SharedMemory:
         self, bucket: Tensor, cuts: Sequence[int]
     ) -> SharedMemoryReduceScatter:
         """Show a bucket to the others; its slices are theirs to read when all have done so."""
-        places = self.next_places(bucket.numel() * bucket.itemsize)
+        places = self.next_buffers(bucket.numel() * bucket.itemsize)
         shown = [place.view(bucket.dtype) for place in places]
         rank = self._workers.rank
         shown[rank].copy_(bucket)
@@ -169,7 +169,7 @@ class SharedMemoryReduceScatter:
         """The mean over the workers, as `dtype`; half precision is summed in float32."""
         self.told.wait()
         first, second, *others = self.slices
-        total = torch.add(first.to(summed_in(first.dtype)), second)
+        total = torch.add(first.to(accumulation_dtype(first.dtype)), second)
         for other in others:
             total.add_(other)
         return total.div_(workers).to(dtype)

@@ -96,7 +96,7 @@ class SharingOptimizer(Optimizer):
         return made
 
 
-class AroundOptimizer(SharingOptimizer):
+class OptimizerWrapper(SharingOptimizer):
     """Base of what is used in an optimizer's place; `_inner` is that one."""
 
     _inner: Optimizer | None
@@ -176,7 +176,7 @@ class AroundOptimizer(SharingOptimizer):
         )
 
 
-def unwrapped(optimizer: Optimizer) -> list[Optimizer]:
+def unwrap(optimizer: Optimizer) -> list[Optimizer]:
     """An optimizer and those inside it, from the outermost in.
 
     What is around an optimizer shows the inner one's state and parameter groups as its own, as

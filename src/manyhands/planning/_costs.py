@@ -324,44 +324,46 @@ def _laid_out(job: Job, workers: int, bucket_size: int | None, gloo: bool) -> _L
             total = sum(elements for _, elements in sizes)
             largest = bucket_size or _layout.bucket_size(workers, total)
             if part.even:
-                segments = _layout.even(sizes, workers, largest)
+                segments = _layout.even_layout(sizes, workers, largest)
             else:
-                segments = _layout.whole(sizes, workers, largest, [0] * workers)
+                segments = _layout.whole_layout(sizes, workers, largest, [0] * workers)
             for segment in segments:
                 for bucket in segment.buckets:
                     _count(laid, part, bucket, itemsize, gloo)
     return laid
 
 
-def _count(laid: _Laid, part: Part, bucket: _layout.Bucket, itemsize: int, gloo: bool) -> None:
+def _count(
+    laid: _Laid, part: Part, bucket: _layout.BucketLayout, itemsize: int, gloo: bool
+) -> None:
     workers = len(laid.state)
     size = bucket.size * itemsize
-    viewed = bucket.runs[0].size == bucket.size
+    viewed = bucket.ranges[0].size == bucket.size
     if part.even:
         slices = [bucket.cuts[1] * itemsize]
         laid.shared += workers if gloo else 1
     else:
         slices = [(b - a) * itemsize for a, b in pairwise(bucket.cuts)]
         laid.shared += sum(length > 0 for length in slices)
-    # As in `RankGroup.exchange`: slices from the others, a reduce-scatter, or an all-to-all.
+    # As in `_core/slices.py`: slices from the others, a reduce-scatter, or an all-to-all.
     wide = itemsize >= 4  # or else the sum is of another type, and is put together apart
     rows = workers - 1 if gloo else 1 if part.even and wide else workers
     landing = 3 if not wide else 1 if rows == workers else 0
-    weights = [part.weights[run.param] for run in bucket.runs]
+    weights = [part.weights[run.param] for run in bucket.ranges]
     gradients = {id(weight): weight.bytes for weight in weights}
     laid.parameters += size
     laid.sent.append(_Sent(size, slices, rows, landing, gradients, viewed))
     if part.even and viewed:  # a huge parameter has many of these
-        laid.state_of_all += part.weights[bucket.runs[0].param].state(bucket.cuts[1])
+        laid.state_of_all += part.weights[bucket.ranges[0].param].state(bucket.cuts[1])
         return
     for rank, index, elements in _owned(bucket):
         laid.state[rank] += part.weights[index].state(elements)
 
 
-def _owned(bucket: _layout.Bucket) -> Iterator[tuple[int, int, int]]:
+def _owned(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:
     """(rank, parameter, elements) for each piece of it that a worker owns."""
     cuts = bucket.cuts
-    for run in bucket.runs:
+    for run in bucket.ranges:
         at, end = run.offset, run.offset + run.size
         rank = bisect_right(cuts, at) - 1
         while at < end:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import LARGE
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from manyhands.planning._costs import Job, Part, Unit, Weight
 from manyhands.planning._state import States
 from manyhands.sharding.wrapping._pick import picked
@@ -133,7 +133,7 @@ def _existing(optimizer: Any) -> Chosen:
     """One that was made already, perhaps as an OSS or inside of a scaling rule or blocks."""
     groups = [({k: v for k, v in g.items() if k not in ("params", "param_names")}, g["params"])
               for g in optimizer.param_groups]  # fmt: skip
-    optimizer = unwrapped(optimizer)[-1]
+    optimizer = unwrap(optimizer)[-1]
     if isinstance(optimizer, OSS):
         return Chosen(optimizer._kind, dict(optimizer._given), groups, made=True)
     taken = inspect.signature(type(optimizer)).parameters

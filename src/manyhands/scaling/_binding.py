@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
 from manyhands._core.agreement import check_same_tensors
-from manyhands._core.dtensor import workers_of
-from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import SHARED, AroundOptimizer, Shared, YieldingProperty, unwrapped
+from manyhands._core.ranks import RankGroup, rank_group_of
+from manyhands._core.wrapper import SHARED, OptimizerWrapper, Shared, YieldingProperty, unwrap
 from manyhands.scaling._averages import Debiased, NoiseAverage, PaperAverage, converted
 from manyhands.scaling._batch import Batch, checked_passes, checked_scale
 from manyhands.scaling._noise import VAR_FLOOR, checked_var_floor
@@ -59,7 +58,7 @@ class OptimizerPatch:
         self._of.update(self._before)
 
 
-class BoundOptimizer(AroundOptimizer):
+class BoundOptimizer(OptimizerWrapper):
     """A rule's ties: see `ScalingRuleBase` for the arguments."""
 
     _progress = Shared[float]()
@@ -171,7 +170,7 @@ class BoundOptimizer(AroundOptimizer):
                 f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
                 f"{rule}(SGD(parameters, lr=...))."
             )
-        for each in unwrapped(optimizer):
+        for each in unwrap(optimizer):
             if isinstance(each, BoundOptimizer):
                 raise TypeError(
                     f"{rule} got an optimizer that {type(each).__name__} wraps already. One rule "
@@ -186,7 +185,7 @@ class BoundOptimizer(AroundOptimizer):
         norms = self._norms(optimizer)
         group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
         params = [param for g in optimizer.param_groups for param in g["params"]]
-        self._workers = workers_of(params, group, self._world_size)
+        self._workers = rank_group_of(params, group, self._world_size)
         self._batch.workers = self._workers.size
         self._inner = optimizer
         self._step_inner: Callable[..., Any] = optimizer.step

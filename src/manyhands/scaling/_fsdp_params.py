@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands._core.dtensor import Share, is_dtensor
+from manyhands._core.dtensor import DTensorShards, is_dtensor
 
 Place = tuple[nn.Module, str]  # a module and a name of a parameter in it
 
@@ -37,7 +37,7 @@ def unsharded_parameters(
     """Index in `params` -> what stands in for it while a model computes. On every worker."""
     index_of = {id(p): i for i, p in enumerate(params) if is_dtensor(p)}
     for i in index_of.values():
-        Share.of(params[i])  # raises where we cannot measure it
+        DTensorShards.of(params[i])  # raises where we cannot measure it
     if not index_of:
         return {}
     found_by = sharders(model)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import Share, is_dtensor, local
-from manyhands._core.norms import flattened
-from manyhands._core.ranks import PendingSums, RankGroup, precise
+from manyhands._core.dtensor import DTensorShards, is_dtensor, local
+from manyhands._core.flat import flatten
+from manyhands._core.ranks import PendingSums, RankGroup, widest_float
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.scaling._late_ranks import are_the_same
 from manyhands.scaling._norm_kinds import Norms, Piece
@@ -144,7 +144,7 @@ class MeanGradient:
         self._device = self._params[0].device
         self.not_averaged = False  # whether the last mean looks like one pass of this rank alone
         self.on_host = all(param.device.type == "cpu" for param in self._params)
-        self._shares = {i: Share.of(p) for i, p in enumerate(self._params) if is_dtensor(p)}
+        self._shares = {i: DTensorShards.of(p) for i, p in enumerate(self._params) if is_dtensor(p)}
         self._short, self._mine = _shares(self._params, self.workers)
         self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
         self._bins: dict[tuple[int, ...], Tensor] = {}
@@ -168,7 +168,7 @@ class MeanGradient:
             for value, place in zip(values, bins, strict=True):
                 totals[place] += value
             return totals
-        sums = torch.zeros(number, dtype=precise(self._device), device=self._device)
+        sums = torch.zeros(number, dtype=widest_float(self._device), device=self._device)
         key = tuple(bins)
         if key not in self._bins:
             if len(self._bins) > 64:  # a model that uses other parameters every step
@@ -246,12 +246,12 @@ class MeanGradient:
             (i, piece, partial(_run, start, piece.numel()))
             for i, param in enumerate(self._params)
             if isinstance(grad := param.grad, ShardedGradient)
-            for piece, start in zip(grad.pieces, grad.starts, strict=True)
+            for piece, start in zip(grad.slices, grad.starts, strict=True)
         ]
         for i, share in self._shares.items():
             grad = self._params[i].grad
-            if grad is not None and share.counted and share.mine.length:
-                pieces.append((i, local(grad), share.mine.of))
+            if grad is not None and share.first_replica and share.own.length:
+                pieces.append((i, local(grad), share.own.narrow))
         return pieces
 
     def _shortest_with_gradient(self) -> dict[int, Tensor]:
@@ -284,7 +284,7 @@ class MeanGradient:
     def _tensor(self, numbers: Numbers) -> Tensor:
         if isinstance(numbers, Tensor):
             return numbers
-        on_host = torch.tensor(numbers, dtype=precise(self._device))
+        on_host = torch.tensor(numbers, dtype=widest_float(self._device))
         return on_host.to(self._device, non_blocking=True)
 
     def _single(self, facts: StepFacts) -> StepStats:
@@ -338,7 +338,7 @@ class MeanGradient:
 
 def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Numbers in one tensor of the widest float, wherever and of whatever type each is."""
-    dtype = precise(device)
+    dtype = widest_float(device)
     if not values:
         return torch.zeros(0, dtype=dtype, device=device)
     first = values[0]
@@ -348,7 +348,7 @@ def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _run(start: int, length: int, whole: Tensor) -> Tensor:
-    return flattened(whole)[start : start + length]
+    return flatten(whole)[start : start + length]
 
 
 def _shares(params: Sequence[Tensor], workers: RankGroup) -> tuple[list[int], list[int]]:

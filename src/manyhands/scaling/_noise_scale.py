@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
 from manyhands._core.agreement import check_same_tensors
-from manyhands._core.dtensor import workers_of
+from manyhands._core.ranks import rank_group_of
 from manyhands.scaling._averages import is_finite
 from manyhands.scaling._batch import checked_passes, checked_smoothing
 from manyhands.scaling._noise import estimate
@@ -133,7 +133,7 @@ class NoiseScale:
         self._nonfinite = 0
         self._warned = False
         self._stop_watching: Callable[[], Any] | None = None
-        workers = workers_of(params, process_group or getattr(optimizer, "group", None))
+        workers = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         mine = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         workers.check_equal("NoiseScale", mine, workers.any_device)
         check_same_tensors("NoiseScale", workers, {"parameter": params})

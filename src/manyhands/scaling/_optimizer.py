@@ -168,7 +168,7 @@ class ScalingRuleBase(BoundOptimizer):
         elif self._only_initialises():
             return self._step_inner(*args, **kwargs)
         self._check_gradient_was_divided()
-        news = _amp.ScalerSignals.left_on(self, inner)
+        news = _amp.ScalerSignals.read_from(self, inner)
         if self._batch.counted:  # so many passes are known of only now
             self._check_scale(self._batch, self.passes)
         self._batch.passes = self.passes
@@ -186,7 +186,7 @@ class ScalingRuleBase(BoundOptimizer):
             return None
         self._factors = self._checked_factors(self.scale_lr(self.scale))
         positional = () if closure is None else (closure,)
-        told = _amp.passed_on(news, inner, self._inner_heeds_scaler)
+        told = _amp.apply_signals(news, inner, self._inner_heeds_scaler)
         with self._overridden(), told:
             result = self._step_inner(*positional, *args, **kwargs)
         meter.tap.norms.stepped()

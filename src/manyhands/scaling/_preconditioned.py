@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands._core.dtensor import is_dtensor
-from manyhands._core.norms import flattened, norm
+from manyhands._core.flat import flatten
+from manyhands._core.norms import norm
 from manyhands.scaling._norm_kinds import Piece
 from manyhands.scaling._replicated_state import DTensorMirror, StateMirror
 from manyhands.sharding.zero._oss import OSS
@@ -149,7 +150,7 @@ class Preconditioned:
                 second = second.clamp(min=whole.mean() * self.floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
         least, below = self._bound(index, state["step"], whole)
-        pairs = zip(flattened(grad).split(CHUNK), flattened(second).split(CHUNK), strict=True)
+        pairs = zip(flatten(grad).split(CHUNK), flatten(second).split(CHUNK), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
         if single and eps < NEGLIGIBLE * math.sqrt(least):
             squares = torch.stack(list(self._squares(pairs, least if below else None)))

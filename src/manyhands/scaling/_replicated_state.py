@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import Share, is_dtensor, local
-from manyhands._core.flat import flattened, shaped
+from manyhands._core.dtensor import DTensorShards, is_dtensor, local
+from manyhands._core.flat import flatten, unflatten
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.zero._flat_params import FlatSegment
+from manyhands.sharding.zero._flat_params import FlatBuffer
 from manyhands.sharding.zero._oss import OSS
 
 
@@ -37,7 +37,7 @@ class StateMirror:
         """Collect it as it is now; on every worker."""
         shards, state = self._optimizer._shards, self._optimizer.optim.state
         steps = torch.zeros(len(shards.params), dtype=torch.float32)
-        for pieces in shards.pieces:
+        for pieces in shards.slices:
             for piece in pieces:
                 if piece.data in state:
                     steps[piece.param] = float(state[piece.data]["step"])
@@ -50,14 +50,14 @@ class StateMirror:
             return
         works = [
             work
-            for number, segment in enumerate(shards.segments)
+            for number, segment in enumerate(shards.buffers)
             for name in self._names
             for work in self._collect(number, segment, name)
         ]
         for work in works:
             work.wait()
 
-    def _collect(self, number: int, segment: FlatSegment, name: str) -> list[Any]:
+    def _collect(self, number: int, segment: FlatBuffer, name: str) -> list[Any]:
         """Begin to put an entry of the state together, for the parameters of a segment."""
         shards, state = self._optimizer._shards, self._optimizer.optim.state
         rank, like, works = shards.workers.rank, segment.data, list[Any]()
@@ -65,18 +65,18 @@ class StateMirror:
         if data is None or (data.device, data.dtype) != (like.device, like.dtype):
             data = self._memory[number, name] = torch.zeros_like(like)
         for bucket in segment.buckets:
-            cuts, start = bucket.plan.cuts, bucket.plan.start
-            part = data[start : start + bucket.plan.size]
+            cuts, start = bucket.layout.cuts, bucket.layout.start
+            part = data[start : start + bucket.layout.size]
             own = part[cuts[rank] : cuts[rank + 1]]
-            for piece, run in bucket.pieces:
+            for piece, run in bucket.slices:
                 if piece.data in state:
-                    value = flattened(state[piece.data][name], piece.data)
+                    value = flatten(state[piece.data][name], piece.data)
                     own[run.offset : run.offset + run.size].copy_(value)
             works += shards.workers.all_gather_slices(part, cuts)
-        for index, place in segment.plan.places.items():
+        for index, place in segment.layout.starts.items():
             param = shards.params[index]
             if param in self.state:
-                self.state[param][name] = shaped(data[place : place + param.numel()], param)
+                self.state[param][name] = unflatten(data[place : place + param.numel()], param)
         return works
 
 
@@ -99,7 +99,7 @@ class DTensorMirror:
         held = self._optimizer.state
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         self.state = {}
-        messages: dict[Any, list[tuple[Tensor, Share]]] = defaultdict(list)
+        messages: dict[Any, list[tuple[Tensor, DTensorShards]]] = defaultdict(list)
         for param in params:
             if "step" not in held.get(param, {}):
                 continue
@@ -108,7 +108,7 @@ class DTensorMirror:
                 continue
             # every worker has taken a step with it, be its part of it empty
             self.state[param] = {"step": local(held[param]["step"])}
-            share = Share.of(param)
+            share = DTensorShards.of(param)
             for name in self._names:
                 part = local(held[param][name])
                 messages[name, share.mesh, share.mesh_dim, part.dtype].append((param, share))
@@ -116,7 +116,7 @@ class DTensorMirror:
             for some in _in_messages(parts):
                 self._collect(name, some)
 
-    def _collect(self, name: str, parts: Sequence[tuple[Tensor, Share]]) -> None:
+    def _collect(self, name: str, parts: Sequence[tuple[Tensor, DTensorShards]]) -> None:
         """Put one entry of the state together for some parameters."""
         share = parts[0][1]
         mine = [local(self._optimizer.state[param][name]) for param, _ in parts]
@@ -133,7 +133,7 @@ class DTensorMirror:
             start = rank * slot
             for param, its in parts:
                 size = _numel(param, its, rank)
-                part = its.parts[rank].of(self._whole(param, name, table.dtype))
+                part = its.ranges[rank].narrow(self._whole(param, name, table.dtype))
                 part.copy_(table[start : start + size].view(part.shape))
                 start += size
 
@@ -145,7 +145,7 @@ class DTensorMirror:
         self.state[param][name] = whole
         return whole
 
-    def _of(self, share: Share) -> RankGroup:
+    def _of(self, share: DTensorShards) -> RankGroup:
         """The workers that a parameter is cut among."""
         if share.mesh_dim is None:
             return RankGroup()
@@ -155,13 +155,15 @@ class DTensorMirror:
         return self._workers[key]
 
 
-def _numel(param: Tensor, share: Share, rank: int) -> int:
-    part = share.parts[rank]
+def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
+    part = share.ranges[rank]
     return param.numel() // max(param.size(part.dim), 1) * part.length
 
 
-def _in_messages(parts: Sequence[tuple[Tensor, Share]]) -> list[list[tuple[Tensor, Share]]]:
-    messages: list[list[tuple[Tensor, Share]]] = [[]]
+def _in_messages(
+    parts: Sequence[tuple[Tensor, DTensorShards]],
+) -> list[list[tuple[Tensor, DTensorShards]]]:
+    messages: list[list[tuple[Tensor, DTensorShards]]] = [[]]
     size = 0
     for param, share in parts:
         size += _numel(param, share, 0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._options import OptionChange, Options, with_found
@@ -40,7 +40,7 @@ class ScalingState:
 
 def identity(gradients: str, optimizer: Optimizer) -> dict[str, Any]:
     """What a state dict says of where it comes from; `gradients` says which were measured."""
-    inner = unwrapped(optimizer)[-1]  # in blocks or not
+    inner = unwrap(optimizer)[-1]  # in blocks or not
     return {
         "version": VERSION,
         "gradients": gradients,

@@ -120,7 +120,7 @@ def all_or_none(workers: RankGroup, make: Callable[[], Made]) -> Made:
     return made
 
 
-def all_here(workers: RankGroup, what: str, seconds: float = PATIENCE) -> None:
+def wait_for_all_ranks(workers: RankGroup, what: str, seconds: float = PATIENCE) -> None:
     """Wait until every worker has called `what`; raise if some have not in so many seconds.
 
     Through the store, as a collective that some do not join would be taken for another.
@@ -156,14 +156,14 @@ def all_freeze_alike(workers: RankGroup, trained: Sequence[bool]) -> None:
     """
     what = f"freezing or thawing parameters ({zlib.crc32(bytes(trained)):08x})"
     try:
-        all_here(workers, what, SOON)
+        wait_for_all_ranks(workers, what, SOON)
     except RuntimeError as error:
         warnings.warn(
             f"{error} Set requires_grad alike on every worker. Waiting for {PATIENCE:g} seconds.",
             RuntimeWarning,
             stacklevel=5,
         )
-        all_here(workers, what)
+        wait_for_all_ranks(workers, what)
 
 
 def _explain(each: Sequence[Claims]) -> None:

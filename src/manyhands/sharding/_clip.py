@@ -21,12 +21,12 @@ def clip_grad_norm(
     chosen = {id(param) for param in params}
     clipped = [i for i, param in enumerate(shards.params) if id(param) in chosen]
     lengths = [
-        length_of(grad, norm_type)
+        norm_of_shard(grad, norm_type)
         for i in clipped
-        for piece in shards.pieces[i]
+        for piece in shards.slices[i]
         if (grad := shards.gradient(piece)) is not None and grad.numel()
     ]
-    total = norm_of(lengths, norm_type, shards.workers, shards.params[0].device)
+    total = combine_norms(lengths, norm_type, shards.workers, shards.params[0].device)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for i in clipped:
         grad = shards.params[i].grad
@@ -35,7 +35,7 @@ def clip_grad_norm(
     return total
 
 
-def norm_of(
+def combine_norms(
     lengths: Sequence[Tensor], norm_type: float, workers: RankGroup, device: torch.device
 ) -> Tensor:
     """The norm of gradients of whose parts each worker has the lengths."""
@@ -50,7 +50,7 @@ def norm_of(
     return workers.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
 
 
-def length_of(grad: Tensor, norm_type: float) -> Tensor:
+def norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
     """The norm of one part."""
     if norm_type == 2.0:
         return norm(grad)

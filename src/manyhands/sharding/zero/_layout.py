@@ -30,7 +30,7 @@ MANY = 16  # workers, from which on buckets grow, so that slices stay worth a me
 
 
 @dataclass(frozen=True)
-class Run:
+class ParamRange:
     """Elements `start` to `stop` of a parameter, which lie at `offset` in a bucket."""
 
     param: int
@@ -44,10 +44,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketLayout:
     """What travels together: slice r, from `cuts[r]` to `cuts[r + 1]`, is worker r's."""
 
-    runs: tuple[Run, ...]
+    ranges: tuple[ParamRange, ...]
     cuts: tuple[int, ...]
     start: int = 0  # within its segment
 
@@ -60,22 +60,22 @@ class Bucket:
         first = self.cuts[1] - self.cuts[0]
         return all(b - a == first for a, b in pairwise(self.cuts))
 
-    def owned(self, rank: int) -> Iterator[Run]:
+    def owned(self, rank: int) -> Iterator[ParamRange]:
         """The runs of elements that are worker `rank`'s; offsets count from its slice."""
         low, high = self.cuts[rank], self.cuts[rank + 1]
-        for run in self.runs:
+        for run in self.ranges:
             first, last = max(run.offset, low), min(run.offset + run.size, high)
             if first < last:
                 at = run.start + first - run.offset
-                yield Run(run.param, at, at + last - first, first - low)
+                yield ParamRange(run.param, at, at + last - first, first - low)
 
 
 @dataclass(frozen=True)
-class Segment:
+class BufferLayout:
     """A stretch of memory in which some parameters lie; `places` says where each begins."""
 
-    places: dict[int, int]
-    buckets: tuple[Bucket, ...]
+    starts: dict[int, int]
+    buckets: tuple[BucketLayout, ...]
 
     @property
     def size(self) -> int:
@@ -96,7 +96,7 @@ def bucket_size(workers: int, elements: int) -> int:
     return min(BUCKET * max(1, math.isqrt(workers // MANY)), max(elements // 10, SMALLEST))
 
 
-def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[Segment]:
+def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[BufferLayout]:
     """Cut parameters, given as (index, elements), into equal shares; with 0, each by itself."""
     segments = []
     for members in _stretches(sizes, largest):
@@ -105,16 +105,16 @@ def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[S
         size = _rounded_up(-(-total // number), workers * ALIGN)
         cuts = tuple(range(0, size + 1, size // workers))
         buckets = tuple(
-            Bucket(tuple(_runs_within(members, places, start, start + size)), cuts, start)
+            BucketLayout(tuple(_runs_within(members, places, start, start + size)), cuts, start)
             for start in range(0, total, size)
         )
-        segments.append(Segment(places, buckets))
+        segments.append(BufferLayout(places, buckets))
     return segments
 
 
-def whole(
+def whole_layout(
     sizes: Sequence[tuple[int, int]], workers: int, largest: int, load: list[int]
-) -> list[Segment]:
+) -> list[BufferLayout]:
     """Give each parameter to one worker. `load` counts the elements that each has so far."""
     owner: dict[int, int] = {}
     for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
@@ -131,7 +131,7 @@ def whole(
         for end in ends:
             cuts.append(max(cuts[-1], end))
         runs = tuple(_runs_within(members, places, 0, total))
-        segments.append(Segment(places, (Bucket(runs, tuple(cuts)),)))
+        segments.append(BufferLayout(places, (BucketLayout(runs, tuple(cuts)),)))
     return segments
 
 
@@ -160,12 +160,12 @@ def _placed(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
 
 def _runs_within(
     members: Sequence[tuple[int, int]], places: dict[int, int], low: int, high: int
-) -> Iterator[Run]:
+) -> Iterator[ParamRange]:
     for index, size in members:
         first, last = max(places[index], low), min(places[index] + size, high)
         if first < last:
             at = first - places[index]
-            yield Run(index, at, at + last - first, first - low)
+            yield ParamRange(index, at, at + last - first, first - low)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -35,7 +35,7 @@ from manyhands.sharding._agreement import (
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._elementwise import ELEMENTWISE, chosen_layout
-from manyhands.sharding.zero._flat_params import FlatBucket, Piece, Shards
+from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
 
 PARTS = 4  # of a step: the first are on their way while the others are computed
 
@@ -90,7 +90,7 @@ class OSS(SharingOptimizer):
     _overlap = Shared[bool]()
     _begun = Shared[bool]()  # whether there is state that pieces are tied to
     _consolidated = Shared[dict[int, dict[str, Any]] | None]()
-    _for_later = Shared[dict[int, dict[str, Any]]]()  # loaded state of frozen parameters
+    _pending_state = Shared[dict[int, dict[str, Any]]]()  # loaded state of frozen parameters
     _listener = Shared[Callable[[], Any]]()
 
     def __init__(
@@ -147,7 +147,7 @@ class OSS(SharingOptimizer):
         self._overlap = False
         self._begun = False
         self._consolidated = None
-        self._for_later = {}
+        self._pending_state = {}
         self.optim = None
         # Comes to add_param_group. Which arguments are defaults of groups, `optim` will say.
         super().__init__(params, {})
@@ -200,11 +200,11 @@ class OSS(SharingOptimizer):
 
     def _inner_group(self, index: int) -> dict[str, Any]:
         """A parameter group's options, with this worker's pieces of its parameters."""
-        members = self._members(index)
-        pieces = [piece.data for i in members for piece in self._shards.pieces[i]]
+        members = self._param_indices(index)
+        pieces = [piece.data for i in members for piece in self._shards.slices[i]]
         return {**options_of(self.param_groups[index]), "params": pieces}
 
-    def _members(self, index: int) -> range:
+    def _param_indices(self, index: int) -> range:
         """Which parameters are those of a group, counted through all groups."""
         sizes = [len(group["params"]) for group in self.param_groups]
         first = sum(sizes[:index])
@@ -245,11 +245,11 @@ class OSS(SharingOptimizer):
             self._replace_pieces()
             self._begin_state_of(new)
 
-    def _begin_state_of(self, pieces: Sequence[Piece]) -> None:
+    def _begin_state_of(self, pieces: Sequence[ParamSlice]) -> None:
         """State of parameters that thaw: what was loaded, or what the optimizer begins with."""
         begun = self._made().state  # some optimizers make theirs when they are made
         for piece in pieces:
-            loaded = self._for_later.get(piece.param)
+            loaded = self._pending_state.get(piece.param)
             if loaded is not None:
                 param = self._shards.params[piece.param]
                 part = _state.part_of(loaded, piece, param)
@@ -259,7 +259,7 @@ class OSS(SharingOptimizer):
             elif piece.data in begun:
                 self.optim.state[piece.data] = begun[piece.data]
         for piece in pieces:
-            self._for_later.pop(piece.param, None)
+            self._pending_state.pop(piece.param, None)
 
     def _replace_pieces(self) -> None:
         """Let the inner optimizer's groups hold the pieces that there are now."""
@@ -270,9 +270,9 @@ class OSS(SharingOptimizer):
 
     def _follow_moved(self) -> None:
         """The model was moved or converted: our memory, and the state, go after it."""
-        before = [piece.data for pieces in self._shards.pieces for piece in pieces]
+        before = [piece.data for pieces in self._shards.slices for piece in pieces]
         self._shards.follow()
-        after = [piece.data for pieces in self._shards.pieces for piece in pieces]
+        after = [piece.data for pieces in self._shards.slices for piece in pieces]
         for old, new in zip(before, after, strict=True):
             if old in self.optim.state:
                 state = self.optim.state.pop(old)
@@ -286,7 +286,10 @@ class OSS(SharingOptimizer):
         """
         return [
             [
-                {**options_of(group), "params": self._shards.held_by(rank, self._members(index))}
+                {
+                    **options_of(group),
+                    "params": self._shards.held_by(rank, self._param_indices(index)),
+                }
                 for index, group in enumerate(self.param_groups)
             ]
             for rank in range(self._workers.size)
@@ -375,14 +378,14 @@ class OSS(SharingOptimizer):
         buckets, optim = self._shards.to_step, self.optim
         hooks = optim._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         counts = type(optim) not in ELEMENTWISE or hooks or _global_optimizer_post_hooks
-        if counts or optim._optimizer_step_post_hooks or self._workers.host is not None:
+        if counts or optim._optimizer_step_post_hooks or self._workers.shared_memory is not None:
             return [buckets]
         size = max(-(-len(buckets) // PARTS), 1)
         return [buckets[i : i + size] for i in range(0, len(buckets), size)]
 
     @contextmanager
     def _gradients_on_pieces(self, buckets: Iterable[FlatBucket]) -> Iterator[None]:
-        pieces = [piece for bucket in buckets for piece, _ in bucket.pieces]
+        pieces = [piece for bucket in buckets for piece, _ in bucket.slices]
         try:
             for piece in pieces:
                 piece.data.grad = self._shards.gradient(piece)
@@ -423,7 +426,7 @@ class OSS(SharingOptimizer):
             )
         if size > 1:
             self.wait()
-            state = _state.collected(self._shards, self.optim, self._for_later, recipient_rank)
+            state = _state.collected(self._shards, self.optim, self._pending_state, recipient_rank)
             here = recipient_rank in (-1, self._workers.rank)
             self._consolidated = state if here else None
 
@@ -445,7 +448,7 @@ class OSS(SharingOptimizer):
         groups = [
             {
                 **{k: v for k, v in group.items() if k != "params"},
-                "params": list(self._members(index)),
+                "params": list(self._param_indices(index)),
             }
             for index, group in enumerate(self.param_groups)
         ]
@@ -462,7 +465,7 @@ class OSS(SharingOptimizer):
         for_later = {
             number: copy.deepcopy(state_dict["state"][key])
             for number, key in enumerate(k for g in state_dict["param_groups"] for k in g["params"])
-            if key in state_dict["state"] and number in self._shards.unplaced
+            if key in state_dict["state"] and number in self._shards.without_slices
         }
         self._continue_from(
             _state.share_of(state_dict, self.param_groups, self._shards)
@@ -481,7 +484,7 @@ class OSS(SharingOptimizer):
         """Take this worker's `share` of a state, as the inner optimizer's state dict."""
         self.optim.load_state_dict(share)
         self._consolidated, self._begun = None, True
-        self._for_later = for_later
+        self._pending_state = for_later
         for group, loaded in zip(self.param_groups, groups, strict=True):
             _copy_options(copy.deepcopy(options_of(loaded)), group)
             if "param_names" in loaded:

@@ -10,7 +10,7 @@ Within a backward pass
 
 Tensors we hold, and when
     filling    per bucket: what will be sent, from the first gradient to `land`
-    slices     per bucket: the mean of our slice, from `land`; lives on in `param.grad.pieces`
+    slices     per bucket: the mean of our slice, from `land`; lives on in `param.grad.slices`
 
 Inside `no_sync()` gradients stay where autograd puts them: in `param.grad`, or, where there is a
 sharded gradient already, in its `local`. The next pass outside sends the sum.
@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.flat import flattened
-from manyhands._core.ranks import PendingReduceScatter, RankGroup
+from manyhands._core.flat import flatten
+from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.shared_memory import SharedMemoryReduceScatter
+from manyhands._core.slices import PendingReduceScatter
 from manyhands.sharding._agreement import all_freeze_alike
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
-from manyhands.sharding.zero._layout import Run
+from manyhands.sharding.zero._layout import ParamRange
 
 IN_FLIGHT = 1  # buckets under way while the next fills: each is memory, and more did not pay
 
@@ -46,12 +47,12 @@ class _Outgoing:
         self, place: int, shards: Shards, flat: FlatBucket, params: dict[int, int]
     ) -> None:
         self.place, self.flat = place, flat
-        self.runs = [(params[id(shards.params[run.param])], run) for run in flat.plan.runs]
+        self.ranges = [(params[id(shards.params[run.param])], run) for run in flat.layout.ranges]
         self.owned = [
             (params[id(shards.params[run.param])], run)
-            for run in flat.plan.owned(shards.workers.rank)
+            for run in flat.layout.owned(shards.workers.rank)
         ]
-        self.needed = sum(shards.params[run.param].requires_grad for run in flat.plan.runs)
+        self.needed = sum(shards.params[run.param].requires_grad for run in flat.layout.ranges)
         self.clear()
 
     def clear(self) -> None:
@@ -61,9 +62,11 @@ class _Outgoing:
         self.exchange: PendingReduceScatter | SharedMemoryReduceScatter | None = None
         self.slice: Tensor | None = None
 
-    def fill(self, run: Run, grad: Tensor | None, dtype: torch.dtype, buffers: _Buffers) -> None:
+    def fill(
+        self, run: ParamRange, grad: Tensor | None, dtype: torch.dtype, buffers: _Buffers
+    ) -> None:
         """Take in a run of a gradient, given flat; or of zeros."""
-        plan, data = self.flat.plan, self.flat.data
+        plan, data = self.flat.layout, self.flat.data
         self.waiting -= 1
         if grad is not None and run.size == plan.size:  # the bucket lies inside it: no copy
             self.filling = grad[run.start : run.stop].to(dtype)
@@ -134,9 +137,9 @@ class Reducer:
         numbers = {id(param): number for number, param in enumerate(self.params)}
         flats = [(s, flat) for s in self._all_shards for flat in s.buckets if s.active(flat)]
         self._buckets = [_Outgoing(i, *pair, numbers) for i, pair in enumerate(flats)]
-        self._places: list[list[tuple[_Outgoing, Run]]] = [[] for _ in self.params]
+        self._places: list[list[tuple[_Outgoing, ParamRange]]] = [[] for _ in self.params]
         for bucket in self._buckets:
-            for number, run in bucket.runs:
+            for number, run in bucket.ranges:
                 self._places[number].append((bucket, run))
         self._trained = [p.requires_grad for p in self.params]
         self._expected = sum(
@@ -147,10 +150,10 @@ class Reducer:
             if param.requires_grad and self._places[number]:
                 hook = _listening(listener, number)
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
-        if self.workers.host is not None and self._buckets:
-            sizes = ((b.flat.plan.size, self._wire or b.flat.data.dtype) for b in self._buckets)
+        if self.workers.shared_memory is not None and self._buckets:
+            sizes = ((b.flat.layout.size, self._wire or b.flat.data.dtype) for b in self._buckets)
             largest = max(size * dtype.itemsize for size, dtype in sizes)
-            self.workers.host.make_room(largest, IN_FLIGHT)
+            self.workers.shared_memory.make_ring(largest, IN_FLIGHT)
         self._order = None
         self._start_over()
 
@@ -209,7 +212,7 @@ class Reducer:
         if grad is not None:
             self._note_arrival(number)
         param.grad = None
-        flat = None if grad is None else flattened(grad, param)
+        flat = None if grad is None else flatten(grad, param)
         for bucket, run in self._places[number]:
             bucket.fill(run, flat, self._wire or param.dtype, self._buffers)
             if not bucket.waiting:
@@ -236,7 +239,9 @@ class Reducer:
         while len(self._flying) >= IN_FLIGHT:
             self._land()
         assert bucket.filling is not None
-        bucket.exchange = self.workers.reduce_scatter_slices(bucket.filling, bucket.flat.plan.cuts)
+        bucket.exchange = self.workers.reduce_scatter_slices(
+            bucket.filling, bucket.flat.layout.cuts
+        )
         bucket.filling = None
         self._flying.append(bucket)
         self._next += 1
@@ -281,7 +286,7 @@ class Reducer:
         param, before = self.params[number], self._before.get(number)
         grad = ShardedGradient(param, [p for p, _ in pieces], [start for _, start in pieces])
         if before is not None:
-            for piece, earlier in zip(grad.pieces, before.pieces, strict=True):
+            for piece, earlier in zip(grad.slices, before.slices, strict=True):
                 piece.add_(earlier)
         param.grad = grad
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.flat import flattened, shaped
-from manyhands.sharding.zero._flat_params import Piece, Shards
+from manyhands._core.flat import flatten, unflatten
+from manyhands.sharding.zero._flat_params import ParamSlice, Shards
 
 SMALL = 8
 
@@ -40,7 +40,7 @@ def collected(
         return {} if here else None
     mine = [
         (piece, dict(optim.state[piece.data]))
-        for pieces in shards.pieces
+        for pieces in shards.slices
         for piece in pieces
         if piece.data in optim.state
     ]
@@ -66,11 +66,11 @@ def collected(
                 param = shards.params[index]
                 if name not in state:
                     state[name] = torch.empty_like(param, dtype=tensor.dtype, device="cpu")
-                whole = shaped(tensor, param) if stop - start == param.numel() else None
+                whole = unflatten(tensor, param) if stop - start == param.numel() else None
                 if whole is not None:
                     state[name].copy_(whole)
                 else:
-                    flattened(state[name], param)[start:stop] = tensor.view(-1)
+                    flatten(state[name], param)[start:stop] = tensor.view(-1)
     ordered = {index: result[index] for index in sorted(result)}
     return ordered if here else None
 
@@ -101,10 +101,10 @@ def _brought(
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    return flattened(tensor, tensor).contiguous()
+    return flatten(tensor, tensor).contiguous()
 
 
-def _described(piece: Piece, state: Mapping[str, Any]) -> list[Any]:
+def _described(piece: ParamSlice, state: Mapping[str, Any]) -> list[Any]:
     entries: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -150,7 +150,7 @@ def share_of(
         members = []
         for number in range(len(group["params"])):
             entries = saved.get(given["params"][number])
-            for piece in shards.pieces[first + number]:
+            for piece in shards.slices[first + number]:
                 if entries:
                     state[count] = part_of(entries, piece, shards.params[piece.param])
                 members.append(count)
@@ -161,17 +161,17 @@ def share_of(
     return {"state": state, "param_groups": inner_groups}
 
 
-def part_of(entries: Mapping[str, Any], piece: Piece, param: Tensor) -> dict[str, Any]:
+def part_of(entries: Mapping[str, Any], piece: ParamSlice, param: Tensor) -> dict[str, Any]:
     """A piece's part of a parameter's state."""
     return {name: _part(name, value, piece, param) for name, value in entries.items()}
 
 
-def _part(name: str, value: Any, piece: Piece, param: Tensor) -> Any:
+def _part(name: str, value: Any, piece: ParamSlice, param: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
     if cut and not piece.whole:
-        return flattened(value, param)[piece.start : piece.stop].clone()
+        return flatten(value, param)[piece.start : piece.stop].clone()
     return value.clone()
 
 
