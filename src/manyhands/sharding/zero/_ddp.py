@@ -125,7 +125,7 @@ class ShardedDataParallel(nn.Module):
             self._finish(),
         )
         for one in self._optimizers:
-            one._listener = weakref.ref(self._reducer)
+            one._reducer_ref = weakref.ref(self._reducer)
             one._overlap = overlap_gather
         if overlap_gather:
             self._wait_in_forward()
