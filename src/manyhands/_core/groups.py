@@ -47,7 +47,7 @@ _serials: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.W
 
 
 class Lease:
-    """Keeps a group of our own alive. Whoever holds `group` for long holds the lease as well."""
+    """Keeps a group of our own alive. An object that keeps `group` keeps the lease as well."""
 
     def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -61,9 +61,9 @@ def connect(
     timeout: timedelta | None,
     gather: Callable[[list[float]], list[list[float]]],
 ) -> Lease:
-    """A new gloo group of these ranks; to be called on each of them.
+    """Return a new gloo group of these ranks. Call it on each of them.
 
-    `gather` collects every rank's numbers.
+    `gather` is an all_gather of numbers over the ranks.
     """
     store = _get_default_store()
     serials = _serials.setdefault(store, {})
@@ -74,7 +74,7 @@ def connect(
     prefix = f"manyhands/{'_'.join(map(str, ranks))}/{serial}"
     place = PrefixStore(prefix, store)
     gloo = dist.ProcessGroupGloo(place, rank, len(ranks), timeout or default_pg_timeout)
-    gather([0.0])  # all have connected: a rank that drops the group now closes nobody's door
+    gather([0.0])  # a rank that drops the group before all have connected would break it
     # Around it what torch has around every backend, so that profilers see its collectives too.
     group = dist.ProcessGroup(place, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -83,7 +83,7 @@ def connect(
 
 
 class GroupCloser:
-    """Groups on their way out, each in a thread of its own.
+    """Closes groups that nobody uses any more, each in a thread of its own.
 
     A thread that comes back from C++ while Python ends aborts the process. So none lets go of a
     group then, and those in the middle of it are waited for, if it does not take long.

@@ -1,14 +1,14 @@
-"""A gradient of which each worker holds a part: what `param.grad` is after a sharded backward.
+"""A gradient of which each rank holds a shard: what `param.grad` is after a sharded backward.
 
 It has the parameter's shape and no memory of its own. Behind it are
 
-    pieces   this worker's elements of the mean gradient, flat, one tensor for each piece
-    starts   where in the parameter each of them begins
-    local    gradients of this worker that have not been averaged yet (after `no_sync()`, or
+    slices   this rank's elements of the mean gradient: flat tensors, one per bucket
+    starts   where in the flat parameter each of them begins
+    local    gradients of this rank that have not been averaged yet (after `no_sync()`, or
              while a backward adds to what an earlier one left)
 
-Operations that act on each element alone act on the pieces. Any other, a norm for one, would be
-of this worker's part and not of the gradient, and is an error that says what to call instead.
+Operations that act on each element alone act on the slices. Any other operation, such as a norm,
+would be of this rank's shard and not of the gradient: it raises, and says what to call instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class ShardedGradient(Tensor):
-    """Stands in `param.grad` for a gradient that is spread over the workers."""
+    """Stands in `param.grad` for a gradient that is sharded over the ranks."""
 
     slices: tuple[Tensor, ...]
     starts: tuple[int, ...]
@@ -54,7 +54,7 @@ class ShardedGradient(Tensor):
         return shell
 
     def parts(self) -> list[Tensor]:
-        """Everything of it that this worker holds."""
+        """Return all tensors that this rank holds of the gradient."""
         return [*self.slices, *([] if self.local is None else [self.local])]
 
     def twin(
@@ -63,7 +63,7 @@ class ShardedGradient(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> ShardedGradient:
-        """The like, with each part changed, perhaps to another type and device."""
+        """Return a copy with each tensor changed, perhaps to another dtype and device."""
         pieces = [change(piece) for piece in self.slices]
         other = ShardedGradient(self, pieces, self.starts, dtype, device)
         other.local = None if self.local is None else change(self.local)
