@@ -32,7 +32,7 @@ from manyhands._core.norms import accumulation_dtype
 TAG = 28_008  # of our messages between two ranks, so that no other library's are taken for ours
 
 
-class Member(Protocol):
+class RankIdentity(Protocol):
     """What the collectives need to know of a `RankGroup`."""
 
     @property
@@ -71,7 +71,7 @@ class PendingReduceScatter:
 
 
 def reduce_scatter_slices(
-    ranks: Member, bucket: Tensor, cuts: Sequence[int], into: Tensor | None
+    ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int], into: Tensor | None
 ) -> PendingReduceScatter:
     """Begin to send every slice of `bucket` to its owner, who will sum what arrives.
 
@@ -108,7 +108,7 @@ def reduce_scatter_slices(
 
 
 def _send_by_pairs(
-    ranks: Member, bucket: Tensor, cuts: Sequence[int], first: Tensor | None
+    ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int], first: Tensor | None
 ) -> PendingReduceScatter:
     """Send every slice straight to its owner. `first` is memory for the first row to arrive."""
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]  # needs no copy, unlike in an all_to_all
@@ -124,7 +124,7 @@ def _send_by_pairs(
     return PendingReduceScatter(own, rows, works, bucket)
 
 
-def partners(ranks: Member) -> Iterator[tuple[int, int]]:
+def partners(ranks: RankIdentity) -> Iterator[tuple[int, int]]:
     """Yield (destination, source) for each turn of an exchange between pairs of ranks.
 
     In each turn every rank sends to one other and receives from one other: no rank is a
@@ -134,7 +134,7 @@ def partners(ranks: Member) -> Iterator[tuple[int, int]]:
         yield (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
 
 
-def all_gather_slices(ranks: Member, bucket: Tensor, cuts: Sequence[int]) -> list[dist.Work]:
+def all_gather_slices(ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int]) -> list[dist.Work]:
     """Begin to fill `bucket` on every rank with the slices that each rank owns of it."""
     if not ranks.on_gloo(bucket.device) and len({b - a for a, b in pairwise(cuts)}) == 1:
         own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
@@ -147,7 +147,7 @@ def all_gather_slices(ranks: Member, bucket: Tensor, cuts: Sequence[int]) -> lis
     ]
 
 
-def reduce_scatter(ranks: Member, total: Tensor, bucket: Tensor, op: Any) -> None:
+def reduce_scatter(ranks: RankIdentity, total: Tensor, bucket: Tensor, op: Any) -> None:
     """Fill `total` with our slice of all ranks' buckets, reduced by `op`; equal slices."""
     _reduce_scatter(total, bucket, op=op, group=ranks.group)
 
