@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from manyhands._core.agreement import check_same_tensors, descriptions, names_in
+from manyhands._core.agreement import check_same_tensors, describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
 from ranks import raises_on_ranks, run_ranks
 
@@ -146,9 +146,9 @@ def test_what_differs_and_does_no_harm_is_no_error():
 
 def test_the_device_counts_by_its_type_and_by_who_shares_it():
     here, nowhere = torch.ones(2), torch.ones(2, device="meta")
-    assert descriptions([here, nowhere]) == ["(2,) float32 on cpu", "(2,) float32 on meta"]
+    assert describe_tensors([here, nowhere]) == ["(2,) float32 on cpu", "(2,) float32 on meta"]
     sparse = torch.eye(2).to_sparse()
-    assert descriptions([sparse]) == ["(2, 2) float32 on cpu as sparse_coo"]
+    assert describe_tensors([sparse]) == ["(2, 2) float32 on cpu as sparse_coo"]
 
 
 def test_numbers_of_tensors_that_differ():

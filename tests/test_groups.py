@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from manyhands._core.groups import endings
+from manyhands._core.groups import group_closer
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -156,7 +156,7 @@ def test_a_forked_child_lets_go_of_no_group():
     seen = weakref.ref(group)
     held = [group]
     del group
-    endings.begin(held, os.getpid() + 1)  # as in a child of the process that made it
+    group_closer.close_when_unused(held, os.getpid() + 1)  # as in a forked child
     held.clear()
     assert seen() is not None
     assert not any(thread.name == "manyhands end" for thread in threading.enumerate())

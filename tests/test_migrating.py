@@ -491,7 +491,7 @@ def test_gradients_held_after_backward(side, expected):
         wrapped(torch.ones(2, 8)).sum().backward()
         grads = [p.grad for p in module.parameters() if p.grad is not None]
         if side == "ours":
-            return sum(piece.numel() for grad in grads for piece in grad.pieces)
+            return sum(piece.numel() for grad in grads for piece in grad.slices)
         return sum(grad.numel() for grad in grads)
 
     assert run_ranks(2, held) == expected

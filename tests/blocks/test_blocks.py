@@ -155,7 +155,7 @@ def test_workers_of_one_host_share_memory_where_they_can(monkeypatch):
         options = {"codec": codec, "shared_memory": shared_memory}
         optimizer = wrapped("LocalSGD", params, {}, 1, **options)
         step_along(optimizer, params, dist.get_rank(), 2)
-        return optimizer._sync.team.workers.host is not None, flat_of(params)
+        return optimizer._sync.team.workers.shared_memory is not None, flat_of(params)
 
     def elsewhere():
         monkeypatch.setattr(_host, "_host", lambda: f"host {dist.get_rank() // 2}")
@@ -208,7 +208,7 @@ def test_sharing_memory_takes_no_group_and_a_group_of_ours_waits_no_longer_than_
             inner = SGD([nn.Parameter(torch.ones(3))], lr=1.0)
             optimizer = mh.LocalSGD(inner, overlap=overlap, process_group=group)
             workers = optimizer._sync.team.workers
-            assert workers.host is not None and (workers.group is group) == (overlap == 0)
+            assert workers.shared_memory is not None and (workers.group is group) == (overlap == 0)
             gloo = workers.group._get_backend(torch.device("cpu"))
             waits.append(gloo.options._timeout.total_seconds())
         return waits

@@ -15,7 +15,7 @@ from torch.optim import SGD
 import manyhands as mh
 from blocks_runs import ALL, EVERY, FEW, SHARDINGS, Groups, Run
 from checkpoint_oracle import assert_equal
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from ranks import raises_on_ranks, run_ranks
 
 LATER = 4  # steps after the load: there is a sync round among them
@@ -382,7 +382,7 @@ def test_blocks_in_a_trainers_wrapper_are_found(tmp_path):
         groups, path = Groups(2), tmp_path / "run"
         run = Run(("DiLoCo", "one level", "outside", "SGD"), groups).train(4)
         wrapper = Wrapper(run.optimizer)
-        assert unwrapped(wrapper) == [wrapper, run.optimizer, run.blocks, run.inner]
+        assert unwrap(wrapper) == [wrapper, run.optimizer, run.blocks, run.inner]
         with pytest.raises(RuntimeError, match=r"optimizer\.synchronize\(\)"):
             mh.save(path, model=run.model, optimizer=wrapper)
         run.blocks.synchronize()

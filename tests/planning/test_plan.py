@@ -358,9 +358,9 @@ def test_with_one_worker_all_ways_are_alike_and_nothing_is_sent(weights, bucket)
 def test_every_element_has_one_owner(weights, even, workers, bucket):
     sizes = [(i, weight.elements) for i, weight in enumerate(weights)]
     if even:
-        segments = _layout.even(sizes, workers, bucket)
+        segments = _layout.even_layout(sizes, workers, bucket)
     else:
-        segments = _layout.whole(sizes, workers, bucket, [0] * workers)
+        segments = _layout.whole_layout(sizes, workers, bucket, [0] * workers)
     for piece in (piece for segment in segments for piece in segment.buckets):
         here = sorted(_costs._owned_ranges(piece))
         library = [(r, run.param, run.size) for r in range(workers) for run in piece.owned(r)]

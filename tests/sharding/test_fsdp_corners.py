@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import manyhands as mh
-from manyhands.sharding._agreement import all_here
+from manyhands.sharding._agreement import wait_for_all_ranks
 from ranks import raises_on_ranks, run_ranks
 from sharding_oracle import assert_same, copied, make_batches, make_model
 
@@ -373,7 +373,7 @@ def test_after_a_state_dict_of_one_worker_alone_one_of_all_is_right(monkeypatch)
         model = nested(make_model())
         if dist.get_rank() == 0:
             with monkeypatch.context() as patch:
-                patch.setattr(all_here, "__defaults__", (0.2,))
+                patch.setattr(wait_for_all_ranks, "__defaults__", (0.2,))
                 with pytest.raises(RuntimeError, match="must be called on every worker"):
                     model.state_dict()
         dist.barrier()

@@ -177,7 +177,7 @@ def test_the_device_of_a_state_dict_and_only_on_rank_0():
 
 
 def test_a_state_dict_asked_for_by_one_worker_is_an_error_that_names_the_others(monkeypatch):
-    monkeypatch.setattr(_agreement.all_here, "__defaults__", (0.5,))
+    monkeypatch.setattr(_agreement.wait_for_all_ranks, "__defaults__", (0.5,))
 
     def run():
         model = nested(make_model())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.sharding.zero._layout import ALIGN, even, whole
+from manyhands.sharding.zero._layout import ALIGN, even_layout, whole_layout
 
 SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=30)
 WORKERS = st.integers(1, 9)
@@ -16,8 +16,8 @@ LARGEST = st.integers(1, 700)
 def laid_out(layout, sizes, workers, largest):
     numbered = [(2 * i + 3, size) for i, size in enumerate(sizes)]  # indices are names, no places
     if layout == "even":
-        return dict(numbered), even(numbered, workers, largest)
-    return dict(numbered), whole(numbered, workers, largest, [0] * workers)
+        return dict(numbered), even_layout(numbered, workers, largest)
+    return dict(numbered), whole_layout(numbered, workers, largest, [0] * workers)
 
 
 @pytest.mark.parametrize("layout", ["even", "whole"])
@@ -40,10 +40,10 @@ def test_every_element_of_every_parameter_has_one_owner(layout, sizes, workers, 
 def test_a_run_lies_where_its_parameter_does(layout, sizes, workers, largest):
     """Elements of the flat memory, written through `places`, read back through the runs."""
     numbered, segments = laid_out(layout, sizes, workers, largest)
-    assert sorted(i for segment in segments for i in segment.places) == sorted(numbered)
+    assert sorted(i for segment in segments for i in segment.starts) == sorted(numbered)
     for segment in segments:
         memory = [None] * segment.size
-        for index, place in segment.places.items():
+        for index, place in segment.starts.items():
             for element in range(numbered[index]):
                 assert memory[place + element] is None, "two parameters in one place"
                 memory[place + element] = (index, element)
@@ -52,7 +52,7 @@ def test_a_run_lies_where_its_parameter_does(layout, sizes, workers, largest):
             assert bucket.start == start
             part = memory[start : start + bucket.size]
             start += bucket.size
-            for run in bucket.runs:
+            for run in bucket.ranges:
                 expected = [(run.param, e) for e in range(run.start, run.stop)]
                 assert part[run.offset : run.offset + run.size] == expected
             for rank in range(workers):
@@ -68,7 +68,7 @@ def test_a_run_lies_where_its_parameter_does(layout, sizes, workers, largest):
 def test_parameters_and_buckets_begin_at_aligned_elements(layout, sizes, workers, largest):
     _, segments = laid_out(layout, sizes, workers, largest)
     for segment in segments:
-        assert all(place % ALIGN == 0 for place in segment.places.values())
+        assert all(place % ALIGN == 0 for place in segment.starts.values())
         assert all(bucket.start % ALIGN == 0 for bucket in segment.buckets)
         assert all(cut % ALIGN == 0 for bucket in segment.buckets for cut in bucket.cuts)
 
@@ -91,7 +91,7 @@ def test_even_buckets_are_about_as_large_as_asked_and_pad_little(sizes, workers,
         assert segment.size - placed <= len(segment.buckets) * unit
         for bucket in segment.buckets:
             # a parameter more than fits is cut; a bucket is at most half as large again
-            assert bucket.size <= 1.5 * largest + ALIGN * len(segment.places) + unit
+            assert bucket.size <= 1.5 * largest + ALIGN * len(segment.starts) + unit
 
 
 @given(sizes=SIZES, workers=WORKERS, largest=LARGEST)
@@ -107,14 +107,14 @@ def test_whole_never_cuts_a_parameter(sizes, workers, largest):
 @given(sizes=SIZES, more=SIZES, workers=WORKERS, largest=LARGEST)
 def test_whole_is_balanced_within_the_largest_parameter(sizes, more, workers, largest):
     load = [0] * workers
-    segments = whole(list(enumerate(sizes)), workers, largest, load)
+    segments = whole_layout(list(enumerate(sizes)), workers, largest, load)
     first = [0] * workers
     for bucket in (bucket for segment in segments for bucket in segment.buckets):
         for rank in range(workers):
             first[rank] += sum(run.size for run in bucket.owned(rank))
     assert first == load
     assert max(load) - min(load) <= max(sizes)
-    whole(list(enumerate(more)), workers, largest, load)  # as add_param_group does
+    whole_layout(list(enumerate(more)), workers, largest, load)  # as add_param_group does
     assert sum(load) == sum(sizes) + sum(more)
     assert max(load) - min(load) <= max(*sizes, *more)
 
@@ -132,15 +132,15 @@ def test_a_case_worked_out_on_paper():
     """20, 150 and 10 elements for two workers, in buckets of about 64, slices of 16, 32, 48, ...
 
     The second is 160 elements with padding: three buckets of 54, rounded up to 64, slices of 32."""
-    first, second, third = even([(0, 20), (1, 150), (2, 10)], 2, 64)
+    first, second, third = even_layout([(0, 20), (1, 150), (2, 10)], 2, 64)
     assert [segment.size for segment in (first, second, third)] == [32, 192, 32]
     assert [run.size for run in first.buckets[0].owned(1)] == [4]
     owned = [[(r.start, r.stop) for r in b.owned(w)] for b in second.buckets for w in (0, 1)]
     assert owned == [[(0, 32)], [(32, 64)], [(64, 96)], [(96, 128)], [(128, 150)], []]
-    (bucket,) = whole([(0, 20), (1, 150), (2, 10)], 2, 999, [0, 0])[0].buckets
-    assert [(r.param, r.offset) for r in bucket.runs] == [(1, 0), (0, 160), (2, 192)]
+    (bucket,) = whole_layout([(0, 20), (1, 150), (2, 10)], 2, 999, [0, 0])[0].buckets
+    assert [(r.param, r.offset) for r in bucket.ranges] == [(1, 0), (0, 160), (2, 192)]
     assert bucket.cuts == (0, 160, 208)
 
 
 def _sizes_of(segment, sizes):
-    return [sizes[(index - 3) // 2] for index in segment.places]
+    return [sizes[(index - 3) // 2] for index in segment.starts]

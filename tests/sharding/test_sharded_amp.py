@@ -101,7 +101,7 @@ def test_an_overflow_in_one_element_of_one_workers_piece_is_everyones(kind):
             x, y = make_batches(1, 1, 3, dtype=torch.float32)
             scaler.scale(loss_of(model, x[0, 0, 0], y[0, 0, 0])).backward()
             if dist.get_rank() == where:
-                pieces = [piece for p in module.parameters() for piece in p.grad.pieces]
+                pieces = [piece for p in module.parameters() for piece in p.grad.slices]
                 pieces[-1][-1] = torch.inf
             before = copied(module.parameters())
             scaler.step(optimizer)

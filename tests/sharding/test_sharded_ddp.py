@@ -707,7 +707,7 @@ def test_after_backward_a_worker_holds_its_share_of_the_gradients(build):
                 model(torch.ones(1, 16)).sum().backward()
             grads = [p.grad for p in module.parameters()]
             assert all(g.local is None for g in grads)
-            pieces = [piece for g in grads for piece in g.pieces]
+            pieces = [piece for g in grads for piece in g.slices]
             result.append((sum(p.nbytes for p in pieces), held(pieces)))
             optimizer.step()
         return everything, result, sum(s["exp_avg"].nbytes for s in optimizer.optim.state.values())
@@ -776,7 +776,7 @@ def test_a_freeze_that_differs_between_ranks_is_said_in_seconds(ranks, monkeypat
                 model(x)
 
     monkeypatch.setattr(_agreement, "SOON", 0.2)
-    monkeypatch.setattr(_agreement.all_here, "__defaults__", (0.5,))
+    monkeypatch.setattr(_agreement.wait_for_all_ranks, "__defaults__", (0.5,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_ranks(2, run, timeout=20)

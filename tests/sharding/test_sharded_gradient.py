@@ -49,7 +49,7 @@ def full_gradients(module):
             result.append(p.grad.clone())
             continue
         flat = torch.zeros(p.numel(), dtype=p.dtype)
-        for piece, start in zip(p.grad.pieces, p.grad.starts, strict=True):
+        for piece, start in zip(p.grad.slices, p.grad.starts, strict=True):
             flat[start : start + piece.numel()] += piece
         dist.all_reduce(flat)
         result.append(flat.view(p.shape))
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_not_a_number_shows_in_every_workers_norm():
                 module, optimizer, _ = after_backward(way)
                 if way == WAYS[1]:
                     if dist.get_rank() == 1:
-                        module[2].weight.grad.pieces[0][3] = torch.nan
+                        module[2].weight.grad.slices[0][3] = torch.nan
                 else:
                     module[2].weight.grad[0, 0] = torch.nan
                 result.append(bool(torch.isnan(optimizer.clip_grad_norm(1.0, norm_type))))
@@ -223,8 +223,8 @@ def test_what_acts_on_each_element_acts_on_the_pieces():
         twin = copy.deepcopy(module[0].weight.grad)
         clone = module[0].weight.grad.clone()
         module[0].weight.grad.zero_()
-        assert all((piece == 0).all() for piece in module[0].weight.grad.pieces)
-        assert any((piece != 0).any() for piece in twin.pieces) or not twin.pieces
+        assert all((piece == 0).all() for piece in module[0].weight.grad.slices)
+        assert any((piece != 0).any() for piece in twin.slices) or not twin.slices
         module[0].weight.grad = clone
         assert "elements here" in repr(clone)
         optimizer.step()

@@ -1,6 +1,7 @@
 """What the parts share: collectives, memory, gradients and wrappers. Imports nothing above it.
 
-ranks.py             the ranks of a process group, and the collectives between them
+ranks.py             the ranks of a process group: identity, numbers and text between them
+slices.py            reduce_scatter and all_gather of the slices of a bucket
 groups.py            process groups of our own, ended with their last user
 shared_memory.py     the same collectives between ranks of one host, through shared memory
 agreement.py         do all ranks hold the same tensors?

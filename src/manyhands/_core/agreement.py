@@ -46,7 +46,7 @@ def check_same_tensors(
         return
     names = {kind: list((names or {}).get(kind, ())) for kind in kinds}
     texts = {
-        kind: descriptions(tensors, frozen=frozen and kind == "parameter")
+        kind: describe_tensors(tensors, frozen=frozen and kind == "parameter")
         for kind, tensors in kinds.items()
     }
     sums = [_checksum(texts), *(_checksum(names[kind]) if names[kind] else 0.0 for kind in kinds)]
@@ -55,12 +55,12 @@ def check_same_tensors(
     known = [each for each in named if 0.0 not in each]
     if all(len(set(each)) == 1 for each in (tensors, *known)):
         return
-    told = workers.all_gather_text(json.dumps([texts, names]), workers.any_device)
-    _explain(who, [json.loads(one) for one in told])
+    everyones = workers.all_gather_text(json.dumps([texts, names]), workers.any_device)
+    _explain(who, [json.loads(one) for one in everyones])
 
 
-def descriptions(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
-    """What ranks must have alike in each tensor, in words; `frozen`: also whether it is trained."""
+def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
+    """Describe in words what ranks must have in common; `frozen`: also whether it is trained."""
     describer = Describer()
     return [describer.describe(tensor, frozen=frozen) for tensor in tensors]
 
@@ -111,7 +111,7 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """As they matter: those of a dimension of one element are arbitrary, and told as 1."""
+    """Return the strides; 1 for a dimension of one element, where a stride means nothing."""
     return tuple(s if n != 1 else 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 

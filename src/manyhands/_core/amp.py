@@ -1,4 +1,4 @@
-"""What a gradient scaler tells us, and when.
+"""What a gradient scaler leaves on an optimizer, and when.
 
 `scaler.step(optimizer)` leaves two tensors on an optimizer that declares that it can take them:
 `found_inf` (did the gradients overflow?) and `grad_scale` (what they are still multiplied
@@ -22,13 +22,13 @@ from manyhands._core.dtensor import local
 
 @dataclass(frozen=True)
 class ScalerSignals:
-    """What the scaler left on the optimizer for this step; both None without a scaler."""
+    """The scaler's tensors for this step; both None without a scaler."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     @classmethod
-    def left_on(cls, *optimizers: Optimizer) -> ScalerSignals:
+    def read_from(cls, *optimizers: Optimizer) -> ScalerSignals:
         for optimizer in optimizers:
             found_inf = vars(optimizer).get("found_inf")
             if found_inf is not None:
@@ -41,7 +41,7 @@ class ScalerSignals:
 
 
 def loss_scale_of(scaler: Any) -> Tensor | float:
-    """What gradients are multiplied with at present, without waiting for the device."""
+    """Return the factor that gradients have at present, without waiting for the device."""
     if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
         return 1.0
     if hasattr(scaler, "_scale"):  # get_scale() would copy it to the host
@@ -50,15 +50,15 @@ def loss_scale_of(scaler: Any) -> Tensor | float:
 
 
 def supports_amp(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own step unscales and skips."""
+    """Return whether the optimizer's own step unscales gradients and skips overflows."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @contextmanager
-def handed_over(news: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
-    """Leave the news on an inner optimizer for the length of its step."""
+def _left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
+    """Set the signals on an inner optimizer for the length of its step."""
     before = dict(vars(optimizer))
-    optimizer.grad_scale, optimizer.found_inf = news.grad_scale, news.found_inf  # type: ignore[attr-defined]
+    optimizer.grad_scale, optimizer.found_inf = signals.grad_scale, signals.found_inf  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -70,14 +70,16 @@ def handed_over(news: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def passed_on(news: ScalerSignals, optimizer: Optimizer, supports_amp: bool) -> Iterator[None]:
-    """For a step of an optimizer: told to it, if it heeds the scaler, or done in its place."""
-    if supports_amp and news.present:
-        with handed_over(news, optimizer):
+def apply_signals(
+    signals: ScalerSignals, optimizer: Optimizer, supports_amp: bool
+) -> Iterator[None]:
+    """Apply the signals around a step: pass them to the optimizer, or unscale in its place."""
+    if supports_amp and signals.present:
+        with _left_on(signals, optimizer):
             yield
         return
-    if news.grad_scale is not None:
-        unscale(optimizer.param_groups, news.grad_scale)
+    if signals.grad_scale is not None:
+        unscale(optimizer.param_groups, signals.grad_scale)
     yield
 
 

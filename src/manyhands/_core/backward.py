@@ -1,6 +1,6 @@
 """When does a backward pass begin, and when is it over?
 
-The optimizer wrapper is not told of `loss.backward()`; it sees hooks on parameters fire. The
+Nothing calls the optimizer wrapper at `loss.backward()`; it sees hooks on parameters fire. The
 first hook of a pass announces its beginning, and a callback that autograd runs after its last
 node announces its end. That callback queues itself once more, so that it comes after DDP's,
 which waits for the gradients to be reduced.
@@ -60,7 +60,7 @@ class BackwardPasses:
         self._pass = self.task = None
 
     def enter(self, task: int) -> None:
-        """To be called in a hook whose task is not `task`, before anything else."""
+        """Note that `task` runs. A hook calls this first, if its task is not the last one."""
         around = _node_around()
         if around is None and self._outer is not None and task != self._outer:
             self._pass = None  # an earlier pass raised an error and never ended; this is a new one
@@ -98,9 +98,9 @@ class BackwardPasses:
 
 
 def _node_around() -> Any:
-    """The node of an outer task within which this task runs, or None in an outermost one.
+    """Return the node of an outer task in which this task runs; None in an outermost one.
 
-    Autograd does not tell, but the Python function that called backward again is on the stack.
+    Autograd has no call for it, but the Python function that called backward again is on the stack.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:

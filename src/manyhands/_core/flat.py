@@ -1,4 +1,15 @@
-"""Tensors as flat runs of their elements, in the order in which these lie in memory."""
+"""Tensors as flat ranges of elements, in the order in which the elements lie in memory.
+
+One rule of order serves everybody, so that an element has the same place in a bucket, in a saved
+file and in a block's chunk:
+
+    dense tensor      the order of its memory (a transposed weight is not copied)
+    any other tensor  row by row, which needs a copy
+
+    flatten      tensor -> its elements in one dimension; a view wherever that is possible
+    unflatten    the way back: elements -> a tensor of the shape and strides of another
+    FlatTensors  many tensors, one after the other, to be read and written by range
+"""
 
 from __future__ import annotations
 
@@ -12,121 +23,131 @@ from torch import Tensor
 from manyhands._core.dtensor import local
 
 
-def shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """These elements as a tensor of `like`'s shape, in its order of memory if it is dense."""
-    if like.is_contiguous() or not _dense(like):
-        return flat.view(like.shape)
-    return flat.as_strided(like.size(), like.stride())
+def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return the elements in one dimension, in the memory order of `like` (default: the tensor).
 
-
-def flattened(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements in the order in which `shaped(..., like)` has them; a view if it can be."""
+    Both have the same shape. The result is detached. It is a view where the order allows it.
+    """
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    if like.is_contiguous() or not _dense(like):
+    like = tensor if like is None else like
+    if _is_row_by_row(like):
         return tensor.reshape(-1)
     if tensor.stride() != like.stride():
+        # A gradient need not have its parameter's strides: bring it into the parameter's order.
         tensor = torch.empty_strided(
             like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device
         ).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def unflatten(flat: Tensor, like: Tensor) -> Tensor:
+    """Return a view of flat elements with the shape of `like`, and its strides if it is dense."""
+    if _is_row_by_row(like):
+        return flat.view(like.shape)
+    return flat.as_strided(like.size(), like.stride())
+
+
 def order_of_dims(like: Tensor) -> list[int]:
-    """The dimensions, from the slowest to the fastest, as `flattened(..., like)` goes through."""
-    if like.is_contiguous() or not _dense(like):
+    """Return the dimensions from the slowest to the fastest in `flatten(..., like)`."""
+    if _is_row_by_row(like):
         return list(range(like.dim()))
     return sorted(range(like.dim()), key=like.stride, reverse=True)
 
 
-def _dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps."""
-    expected = 1
-    for size, stride in sorted(
-        zip(tensor.size(), tensor.stride(), strict=True), key=lambda dim: dim[1]
-    ):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def _is_row_by_row(like: Tensor) -> bool:
+    """Return whether the flat order is the logical one: contiguous, or with gaps or overlaps."""
+    return like.is_contiguous() or not _is_dense(like)
 
 
-def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those of one type on one device together, in the order in which they come."""
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps or overlaps."""
+    # The private operator is what torch's own `empty_like` asks to preserve strides.
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return lists of tensors of one dtype on one device, each in the given order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(kinds.values())
 
 
-class Vector:
-    """Tensors of one type one after the other. Of a DTensor it is this worker's part.
+class FlatTensors:
+    """Tensors of one type, one after the other, as if they were one flat tensor.
 
-    Make it anew for each use: a parameter's memory may have been exchanged since.
+    Of a DTensor only this rank's shard counts. Nothing is copied: reads and writes go to the
+    tensors' own memory. Make a new object for each use, because a parameter's memory may have been
+    replaced since (`param.data = ...`).
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._parts = [_flat(local(tensor).detach()) for tensor in tensors]
-        self._starts = [0, *accumulate(part.numel() for part in self._parts)]
+        self._tensors = [_flat_view(local(tensor).detach()) for tensor in tensors]
+        self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each tensor's numbers begin and end."""
+        """Where the elements of each tensor begin and end."""
         return list(pairwise(self._starts))
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` with the numbers from `start` on, as its type."""
-        for part, inner, outer in self.pieces(start, out.numel()):
-            out[outer].copy_(values_of(part, inner))
+        """Fill the flat tensor `out` with the elements from `start` on, converted to its dtype."""
+        for tensor, inner, outer in self.ranges(start, out.numel()):
+            out[outer].copy_(read_range(tensor, inner))
 
     def write(self, start: int, values: Tensor) -> None:
-        """Set the numbers from `start` on."""
-        for part, inner, outer in self.pieces(start, values.numel()):
-            if part.dim() == 1:
-                part[inner].copy_(values[outer])
+        """Set the elements from `start` on."""
+        for tensor, inner, outer in self.ranges(start, values.numel()):
+            if tensor.dim() == 1:
+                tensor[inner].copy_(values[outer])
             else:
-                part.put_(_indices(inner, part), values[outer].to(part.device, part.dtype))
+                # put_ converts nothing by itself: values have to come as the tensor's type.
+                tensor.put_(_indices(inner, tensor), values[outer].to(tensor.device, tensor.dtype))
 
     def add(self, start: int, values: Tensor) -> None:
-        """Add to the numbers from `start` on."""
-        for part, inner, outer in self.pieces(start, values.numel()):
-            if part.dim() == 1:
-                part[inner].add_(values[outer].to(part.device))
+        """Add to the elements from `start` on."""
+        for tensor, inner, outer in self.ranges(start, values.numel()):
+            if tensor.dim() == 1:
+                tensor[inner].add_(values[outer].to(tensor.device))
             else:
-                more = values[outer].to(part.device, part.dtype)
-                part.put_(_indices(inner, part), more, accumulate=True)
+                more = values[outer].to(tensor.device, tensor.dtype)
+                tensor.put_(_indices(inner, tensor), more, accumulate=True)
 
-    def pieces(self, start: int, length: int) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Each part in a range, with which of its numbers they are and where in the range."""
+    def ranges(self, start: int, length: int) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Yield each tensor in a range, its elements in the range, and their place in the range."""
         index, done = bisect_right(self._starts, start) - 1, 0
         while done < length:
             first = start + done - self._starts[index]
             size = min(length - done, self._starts[index + 1] - self._starts[index] - first)
-            if size > 0:
-                yield self._parts[index], slice(first, first + size), slice(done, done + size)
+            if size > 0:  # tensors without elements are passed over
+                yield self._tensors[index], slice(first, first + size), slice(done, done + size)
             done += size
             index += 1
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """As one dimension, where its memory is in one piece; complex numbers as pairs."""
+def _flat_view(tensor: Tensor) -> Tensor:
+    """Return a view in one dimension, for writing; a tensor with gaps stays as it is.
+
+    Complex numbers become pairs. A tensor with gaps or overlaps has no flat view: `read_range`
+    and `put_` reach its elements by index.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,))  # in the order of its memory
+    if tensor.is_contiguous() or _is_dense(tensor):
+        return flatten(tensor)
+    # Two dimensions or more mark a tensor that is reached by index.
     return tensor if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 
-def values_of(part: Tensor, chosen: slice) -> Tensor:
-    """Some numbers of a part: where they are, if its memory is in one piece."""
-    return part[chosen] if part.dim() == 1 else part.take(_indices(chosen, part))
+def read_range(tensor: Tensor, chosen: slice) -> Tensor:
+    """Return some elements of a tensor that `FlatTensors.ranges` yields; a view if possible."""
+    return tensor[chosen] if tensor.dim() == 1 else tensor.take(_indices(chosen, tensor))
 
 
-def _indices(chosen: slice, part: Tensor) -> Tensor:
-    return torch.arange(chosen.start, chosen.stop, device=part.device)
+def _indices(chosen: slice, tensor: Tensor) -> Tensor:
+    return torch.arange(chosen.start, chosen.stop, device=tensor.device)

@@ -47,12 +47,12 @@ _serials: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.W
 
 
 class Lease:
-    """Keeps a group of our own alive. Whoever holds `group` for long holds the lease as well."""
+    """Keeps a group of our own alive. An object that keeps `group` keeps the lease as well."""
 
     def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks  # among all processes
-        weakref.finalize(self, endings.begin, [group], os.getpid())
+        weakref.finalize(self, group_closer.close_when_unused, [group], os.getpid())
 
 
 def connect(
@@ -61,9 +61,9 @@ def connect(
     timeout: timedelta | None,
     gather: Callable[[list[float]], list[list[float]]],
 ) -> Lease:
-    """A new gloo group of these ranks; to be called on each of them.
+    """Return a new gloo group of these ranks. Call it on each of them.
 
-    `gather` collects every rank's numbers.
+    `gather` is an all_gather of numbers over the ranks.
     """
     store = _get_default_store()
     serials = _serials.setdefault(store, {})
@@ -74,7 +74,7 @@ def connect(
     prefix = f"manyhands/{'_'.join(map(str, ranks))}/{serial}"
     place = PrefixStore(prefix, store)
     gloo = dist.ProcessGroupGloo(place, rank, len(ranks), timeout or default_pg_timeout)
-    gather([0.0])  # all have connected: a rank that drops the group now closes nobody's door
+    gather([0.0])  # a rank that drops the group before all have connected would break it
     # Around it what torch has around every backend, so that profilers see its collectives too.
     group = dist.ProcessGroup(place, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -82,8 +82,8 @@ def connect(
     return Lease(group, members)
 
 
-class Endings:
-    """Groups on their way out, each in a thread of its own.
+class GroupCloser:
+    """Closes groups that nobody uses any more, each in a thread of its own.
 
     A thread that comes back from C++ while Python ends aborts the process. So none lets go of a
     group then, and those in the middle of it are waited for, if it does not take long.
@@ -94,7 +94,7 @@ class Endings:
         self._under_way: set[threading.Thread] = set()
         self._closed = False
 
-    def begin(self, held: list[Any], process: int) -> None:
+    def close_when_unused(self, held: list[Any], process: int) -> None:
         """Drop the group in this list once nobody else has it; return at once."""
         if process == os.getpid() and not self._closed:
             thread = threading.Thread(target=self._drop, args=(held,), name="manyhands end")
@@ -131,6 +131,6 @@ class Endings:
             thread.join(1.0)  # longer: it waits for a message that does not come
 
 
-endings = Endings()
-weakref.finalize(endings, int)  # registers weakref's exit function, which is to run after ours
-atexit.register(endings.close)
+group_closer = GroupCloser()
+weakref.finalize(group_closer, int)  # registers weakref's exit function, which is to run after ours
+atexit.register(group_closer.close)

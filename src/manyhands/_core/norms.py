@@ -13,6 +13,8 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from manyhands._core.flat import flatten
+
 ROW = 32_768
 SHORT = 2 * ROW  # elements that can be added up in one go
 
@@ -24,11 +26,11 @@ def norm(grad: Tensor) -> Tensor:
     if grad.is_complex():
         grad = torch.view_as_real(grad.resolve_conj())
     if grad.numel() <= SHORT or grad.device.type != "cpu":
-        return torch.linalg.vector_norm(grad, dtype=summed_in(grad.dtype))
-    flat = flattened(grad)
+        return torch.linalg.vector_norm(grad, dtype=accumulation_dtype(grad.dtype))
+    flat = flatten(grad)
     rows = flat.numel() // ROW
     parts = torch.linalg.vector_norm(
-        flat[: rows * ROW].view(rows, ROW), dim=1, dtype=summed_in(grad.dtype)
+        flat[: rows * ROW].view(rows, ROW), dim=1, dtype=accumulation_dtype(grad.dtype)
     )
     if rows * ROW < flat.numel():
         rest = torch.linalg.vector_norm(flat[rows * ROW :], dtype=parts.dtype)
@@ -52,14 +54,6 @@ def _is_simple(grad: Tensor) -> bool:
     )
 
 
-def flattened(grad: Tensor) -> Tensor:
-    """All elements in one dimension, in the order of memory where they lie densely."""
-    if not grad.is_contiguous():
-        order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
-        grad = grad.permute(order)
-    return grad.reshape(-1)
-
-
-def summed_in(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which values of this one are added up."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,14 +1,14 @@
-"""A gradient of which each worker holds a part: what `param.grad` is after a sharded backward.
+"""A gradient of which each rank holds a shard: what `param.grad` is after a sharded backward.
 
 It has the parameter's shape and no memory of its own. Behind it are
 
-    pieces   this worker's elements of the mean gradient, flat, one tensor for each piece
-    starts   where in the parameter each of them begins
-    local    gradients of this worker that have not been averaged yet (after `no_sync()`, or
+    slices   this rank's elements of the mean gradient: flat tensors, one per bucket
+    starts   where in the flat parameter each of them begins
+    local    gradients of this rank that have not been averaged yet (after `no_sync()`, or
              while a backward adds to what an earlier one left)
 
-Operations that act on each element alone act on the pieces. Any other, a norm for one, would be
-of this worker's part and not of the gradient, and is an error that says what to call instead.
+Operations that act on each element alone act on the slices. Any other operation, such as a norm,
+would be of this rank's shard and not of the gradient: it raises, and says what to call instead.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 
 class ShardedGradient(Tensor):
-    """Stands in `param.grad` for a gradient that is spread over the workers."""
+    """Stands in `param.grad` for a gradient that is sharded over the ranks."""
 
-    pieces: tuple[Tensor, ...]
+    slices: tuple[Tensor, ...]
     starts: tuple[int, ...]
     local: Tensor | None
     zeroed: bool  # by whoever clears gradients so
@@ -49,13 +49,13 @@ class ShardedGradient(Tensor):
             dtype=dtype or param.dtype,
             device=device or param.device,
         )
-        shell.pieces, shell.starts = tuple(pieces), tuple(starts)
+        shell.slices, shell.starts = tuple(pieces), tuple(starts)
         shell.local, shell.zeroed = None, False
         return shell
 
     def parts(self) -> list[Tensor]:
-        """Everything of it that this worker holds."""
-        return [*self.pieces, *([] if self.local is None else [self.local])]
+        """Return all tensors that this rank holds of the gradient."""
+        return [*self.slices, *([] if self.local is None else [self.local])]
 
     def twin(
         self,
@@ -63,14 +63,14 @@ class ShardedGradient(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> ShardedGradient:
-        """The like, with each part changed, perhaps to another type and device."""
-        pieces = [change(piece) for piece in self.pieces]
+        """Return a copy with each tensor changed, perhaps to another dtype and device."""
+        pieces = [change(piece) for piece in self.slices]
         other = ShardedGradient(self, pieces, self.starts, dtype, device)
         other.local = None if self.local is None else change(self.local)
         return other
 
     def __repr__(self) -> str:  # type: ignore[override]
-        held = sum(piece.numel() for piece in self.pieces)
+        held = sum(piece.numel() for piece in self.slices)
         return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGradient:
@@ -102,16 +102,16 @@ class ShardedGradient(Tensor):
         raise RuntimeError(
             f"{packet.__name__} needs the whole gradient, and this one is sharded over the "
             "workers. To clip, call optimizer.clip_grad_norm(max_norm); for loss scaling, use "
-            "ShardedGradScaler. This worker's elements are in grad.pieces."
+            "ShardedGradScaler. This worker's elements are in grad.slices."
         )
 
     def _added(self, other: Tensor, alpha: Any) -> ShardedGradient:
         """What autograd does with the next backward's gradient: it waits to be averaged."""
         self.zeroed = False
         if isinstance(other, ShardedGradient):
-            if alpha != 1 or len(other.pieces) != len(self.pieces) or other.local is not None:
+            if alpha != 1 or len(other.slices) != len(self.slices) or other.local is not None:
                 raise RuntimeError("only whole sharded gradients of one parameter can be added.")
-            for mine, theirs in zip(self.pieces, other.pieces, strict=True):
+            for mine, theirs in zip(self.slices, other.slices, strict=True):
                 mine.add_(theirs)
         elif other.shape != self.shape or alpha != 1:
             raise RuntimeError(

@@ -1,12 +1,12 @@
-"""Workers of one host exchange through memory that all of them can read: no bytes are sent.
+"""The same collectives between ranks of one host, through memory that all of them can read.
 
-Each worker makes a file in memory, and the others map it. What has to be told (a bucket is full,
-a step is made, everything was read) is told by a collective of one number, which also orders the
-memory accesses before it against those after it on another processor.
+Each rank makes a file in memory, and the others map it. No bytes are sent. A one-element all_reduce
+is the barrier (a bucket is full, a step is made, everything was read). It also orders the memory
+accesses before it against those after it on another processor.
 
-The *ring* is where each worker puts the buckets that the others are to read. It has two places for
-each bucket that may be under way: a worker that lands bucket q knows that every other had filled
-its q, and had therefore landed all those that were no longer under way then.
+The *ring* is where each rank puts the buckets that the others will read. It has two buffers for
+each bucket in flight. A rank that finishes bucket q knows that every other rank had filled its q,
+and had therefore finished all buckets that were no longer in flight then.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.norms import summed_in
+from manyhands._core.norms import accumulation_dtype
 
 CPU = torch.device("cpu")
 
 
 class SharedMemory:
-    """Memory of each of some workers of one host, readable by all of them.
+    """Memory of each of some ranks of one host, readable by all of them.
 
-    `workers` are those that share it; every method is to be called on each.
+    `workers` is their `RankGroup`. Call every method on every rank.
     """
 
     def __init__(self, workers: Any) -> None:
@@ -42,7 +42,7 @@ class SharedMemory:
 
     @classmethod
     def of(cls, workers: Any) -> SharedMemory:
-        """An error where workers are on several hosts."""
+        """Share memory between ranks; raise an error if they are on several hosts."""
         if not _host():
             raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
         hosts = workers.all_gather_text(_host(), CPU)
@@ -55,8 +55,8 @@ class SharedMemory:
         return cls(workers)
 
     @classmethod
-    def where_possible(cls, workers: Any) -> SharedMemory | None:
-        """None where workers are on several hosts, or cannot read each other's memory."""
+    def if_possible(cls, workers: Any) -> SharedMemory | None:
+        """Share memory between ranks, or return None if they cannot read each other's memory."""
         hosts = workers.all_gather_text(_host(), CPU)
         if len(set(hosts)) > 1 or not hosts[0]:
             return None
@@ -64,18 +64,18 @@ class SharedMemory:
         return memory if memory._reads_the_others() else None
 
     def _reads_the_others(self) -> bool:
-        """Whether everybody finds in each one's memory what that one has put there."""
+        """Return whether every rank reads in each rank's memory what that rank has written."""
         tensors, problem = self._opened(1, torch.int64)
         if problem:
             return False
         token = int.from_bytes(os.urandom(7), "little")
         tensors[self._workers.rank].fill_(token)
         tokens = self._workers.all_gather_text(str(token), CPU)
-        same = all(int(tensor) == int(told) for tensor, told in zip(tensors, tokens, strict=True))
+        same = all(int(tensor) == int(sent) for tensor, sent in zip(tensors, tokens, strict=True))
         return all(self._workers.all_gather_text("yes" if same else "", CPU))
 
     def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """A new tensor of every worker's, in rank order; write to your own only."""
+        """Return a new tensor of every rank, in rank order. Write to your own only."""
         tensors, problem = self._opened(size, dtype)
         if problem:
             raise RuntimeError(
@@ -86,7 +86,7 @@ class SharedMemory:
         return tensors
 
     def _opened(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
-        """The same, or what the first problem of any worker was."""
+        """Return what `empty` does, and the first problem of any rank ("": none)."""
         problem, place, tensors = "", "", []
         with ExitStack() as until_all_have_opened_it:
             try:
@@ -105,15 +105,15 @@ class SharedMemory:
             problems = self._workers.all_gather_text(problem, CPU)
         return tensors, next(filter(None, problems), "")
 
-    def make_room(self, largest: int, under_way: int) -> None:
-        """A ring for buckets of up to `largest` bytes, of which some may be under way at once."""
+    def make_ring(self, largest: int, under_way: int) -> None:
+        """Allocate a ring for buckets of up to `largest` bytes, some of them in flight at once."""
         self._places = 2 * under_way
         place = -(-largest // 64) * 64
         if not self._ring or self._ring[0].numel() < place * self._places:
             self._ring = self.empty(place * self._places, torch.uint8)
 
-    def next_places(self, size: int) -> list[Tensor]:
-        """So many bytes of every worker's ring, in rank order: where the next bucket goes."""
+    def next_buffers(self, size: int) -> list[Tensor]:
+        """Return `size` bytes of every rank's ring, in rank order, for the next bucket."""
         place = self._ring[0].numel() // self._places
         start = (self._sent % self._places) * place
         self._sent += 1
@@ -122,8 +122,8 @@ class SharedMemory:
     def reduce_scatter_slices(
         self, bucket: Tensor, cuts: Sequence[int]
     ) -> SharedMemoryReduceScatter:
-        """Show a bucket to the others; its slices are theirs to read when all have done so."""
-        places = self.next_places(bucket.numel() * bucket.itemsize)
+        """Copy a bucket into the ring; the others read their slices of it after the barrier."""
+        places = self.next_buffers(bucket.numel() * bucket.itemsize)
         shown = [place.view(bucket.dtype) for place in places]
         rank = self._workers.rank
         shown[rank].copy_(bucket)
@@ -131,7 +131,7 @@ class SharedMemory:
         return SharedMemoryReduceScatter(slices, self.barrier(), bucket)
 
     def barrier(self) -> Any:
-        """Begin to wait until every worker has come here."""
+        """Begin a barrier; the result's `wait` returns when every rank has begun it."""
         work = self._workers.start_all_reduce_max(torch.zeros(1))
         for later in self._later:
             later.work = work
@@ -139,13 +139,13 @@ class SharedMemory:
         return work
 
     def deferred_barrier(self) -> DeferredBarrier:
-        """The same, with the next `tell`, or at the latest when it is waited for."""
+        """Return a barrier that begins with the next `barrier`, or when it is waited for."""
         self._later.append(DeferredBarrier(self))
         return self._later[-1]
 
 
 class DeferredBarrier:
-    """A collective that may not have begun."""
+    """A barrier that may not have begun."""
 
     def __init__(self, host: SharedMemory) -> None:
         self._host = host
@@ -159,24 +159,24 @@ class DeferredBarrier:
 
 @dataclass
 class SharedMemoryReduceScatter:
-    """Our slice of a bucket in all workers' memory."""
+    """Our slice of a bucket, in all ranks' memory."""
 
     slices: list[Tensor]
-    told: Any
-    sent: Tensor
+    barrier: Any
+    sent: Tensor  # the bucket that we copied from
 
     def mean(self, workers: float, dtype: torch.dtype) -> Tensor:
-        """The mean over the workers, as `dtype`; half precision is summed in float32."""
-        self.told.wait()
+        """Return the mean over the ranks, as `dtype`; half precision is summed in float32."""
+        self.barrier.wait()
         first, second, *others = self.slices
-        total = torch.add(first.to(summed_in(first.dtype)), second)
+        total = torch.add(first.to(accumulation_dtype(first.dtype)), second)
         for other in others:
             total.add_(other)
         return total.div_(workers).to(dtype)
 
 
 def check_on_cpu(device: torch.device) -> None:
-    """Raise if parameters on this device cannot be in memory that workers share."""
+    """Raise a ValueError unless parameters on this device can lie in shared memory."""
     if device.type != "cpu":
         raise ValueError(
             f"shared_memory=True is for parameters on the CPU; these are on {device}. Leave it "
@@ -185,7 +185,7 @@ def check_on_cpu(device: torch.device) -> None:
 
 
 def _host() -> str:
-    """What tells this host, as far as processes see each other, from any other; "": it cannot."""
+    """Return a text that identifies this host and PID namespace; "" if memory cannot be shared."""
     if not hasattr(os, "memfd_create"):
         return ""
     try:

@@ -28,7 +28,10 @@ from torch.optim import Optimizer
 
 
 def wrapped_attribute(wrapper: Any, wrapped: Any, name: str) -> Any:
-    """The wrapped object's attribute; without one, an AttributeError about the wrapper."""
+    """Return the wrapped object's attribute, or raise an AttributeError about the wrapper.
+
+    Otherwise the error would name a class that the user has never written.
+    """
     try:
         return getattr(wrapped, name)
     except AttributeError as error:
@@ -96,8 +99,8 @@ class SharingOptimizer(Optimizer):
         return made
 
 
-class AroundOptimizer(SharingOptimizer):
-    """Base of what is used in an optimizer's place; `_inner` is that one."""
+class OptimizerWrapper(SharingOptimizer):
+    """Base class of wrappers that take an optimizer's place; `_inner` is that optimizer."""
 
     _inner: Optimizer | None
     _closure_runs = Shared[bool]()
@@ -151,7 +154,7 @@ class AroundOptimizer(SharingOptimizer):
         return not self._closure_runs
 
     def _in_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, which is known to run while it does."""
+        """Return the closure, noting while it runs that it does."""
 
         def run() -> Any:
             self._closure_runs = True
@@ -176,10 +179,10 @@ class AroundOptimizer(SharingOptimizer):
         )
 
 
-def unwrapped(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer and those inside it, from the outermost in.
+def unwrap(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer and those inside it, from the outermost in.
 
-    What is around an optimizer shows the inner one's state and parameter groups as its own, as
+    A wrapper shows the inner one's state and parameter groups as its own, as
     ours do, and those that trainers put around ours. An optimizer that keeps state of its own
     beside the one that it calls is not looked into.
     """

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from manyhands._core.dtensor import local
-from manyhands._core.flat import Vector, by_type, values_of
-from manyhands._core.norms import summed_in
+from manyhands._core.flat import FlatTensors, group_by_type, read_range
+from manyhands._core.norms import accumulation_dtype
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._codec import Codec
 from manyhands.blocks._outer import Outer
@@ -45,8 +45,8 @@ class Segment:
     span: tuple[int, int]  # of the parameters, which this worker answers for
 
     @property
-    def vector(self) -> Vector:
-        return Vector(self.params)
+    def vector(self) -> FlatTensors:
+        return FlatTensors(self.params)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class OuterState:
 
     def begin(self) -> None:
         """The parameter, as it is now on every worker, is the anchor."""
-        Vector([self.param]).read(self.start, self.anchor)
+        FlatTensors([self.param]).read(self.start, self.anchor)
         for memory in self.memories:
             memory.zero_()
 
@@ -95,9 +95,9 @@ class Difference:
 
     def read(self, start: int, out: Tensor) -> None:
         anchor = self.segment.anchor[self.start + start :]
-        for part, inner, outer in self.params.pieces(self.first + start, out.numel()):
+        for part, inner, outer in self.params.ranges(self.first + start, out.numel()):
             there = self.as_trained(anchor[outer]).to(self.device)
-            torch.sub(there, values_of(part, inner), out=out[outer])
+            torch.sub(there, read_range(part, inner), out=out[outer])
 
     def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
         self.params.write(self.first + start, self.moved(start, mean, outcome))
@@ -192,10 +192,10 @@ class Anchor:
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Take in parameters, whose values are common now."""
-        for same in by_type(params):
-            vector, device = Vector(same), same[0].device
+        for same in group_by_type(params):
+            vector, device = FlatTensors(same), same[0].device
             span = part_of(len(vector), self.inner.rank, self.inner.size)
-            dtype = summed_in(local(same[0]).real.dtype)
+            dtype = accumulation_dtype(local(same[0]).real.dtype)
             where = torch.device("cpu") if self.on_host else device
             anchor = torch.empty(span[1] - span[0], dtype=dtype, device=where)
             vector.read(span[0], anchor)

@@ -13,7 +13,7 @@ from manyhands._core.agreement import check_same_tensors, names_in
 from manyhands._core.dtensor import is_dtensor, local
 from manyhands._core.ranks import RankGroup
 from manyhands._core.shared_memory import check_on_cpu
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._schedule import Every
 
@@ -25,7 +25,7 @@ def checked_optimizer(who: str, optimizer: Any, blocks: type[Optimizer]) -> Opti
             f"{who} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
             f"{who}(SGD(parameters, lr=...))."
         )
-    if any(isinstance(each, blocks) for each in unwrapped(optimizer)):
+    if any(isinstance(each, blocks) for each in unwrap(optimizer)):
         raise TypeError(f"{who} got an optimizer that is in blocks already: wrap it once.")
     return optimizer
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from manyhands._core import amp as _amp
 from manyhands._core.dtensor import local
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import AroundOptimizer, Shared
+from manyhands._core.wrapper import OptimizerWrapper, Shared
 from manyhands.blocks import _state
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._arguments import flag, whole
@@ -46,7 +46,7 @@ STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
 
 
-class Blocks(AroundOptimizer):
+class Blocks(OptimizerWrapper):
     """Let workers take steps of their own, and bring them together once in a block.
 
     >>> import torch, manyhands as mh
@@ -205,7 +205,7 @@ class Blocks(AroundOptimizer):
             devices = {p.device for group in self.param_groups for p in group["params"]}
             exact = self._options["codec"] == "float32"
             can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in devices)
-            return workers.with_shared_memory(where_possible=True) if can else workers
+            return workers.with_shared_memory(required=False) if can else workers
         return workers.with_shared_memory() if self._shared_memory else workers
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
@@ -272,7 +272,7 @@ class Blocks(AroundOptimizer):
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
-        news = _amp.ScalerSignals.left_on(self, self._inner_optimizer)
+        news = _amp.ScalerSignals.read_from(self, self._inner_optimizer)
         if self.alone or sync.steps >= sync.warmup or sync.local_warmup:
             if not self.alone:
                 self._take_in_what_has_thawed()
@@ -292,7 +292,7 @@ class Blocks(AroundOptimizer):
         if news.present and not self._heeds_scaler and bool(news.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
-        with _amp.passed_on(news, self._inner_optimizer, self._heeds_scaler):
+        with _amp.apply_signals(news, self._inner_optimizer, self._heeds_scaler):
             return self._inner_optimizer.step(*positional, **kwargs)
 
     def _step_together(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from manyhands.blocks.averaging._extras import alive
 from manyhands.blocks.averaging._payload import Outcome
 from manyhands.sharding.zero._oss import OSS
@@ -37,7 +37,7 @@ def check_not_averaged(
         "next. Workers that are to train as one are inner_group=, and process_group= those that "
         "meet."
     )
-    inner = unwrapped(optimizer)[-1]
+    inner = unwrap(optimizer)[-1]
     if isinstance(inner, OSS) and _overlap(inner.group, workers):
         raise ValueError(f"OSS updates its shards for the same workers that are to meet. {advice}")
     if model is not None and _averages(model) and _overlap(model.process_group, workers):

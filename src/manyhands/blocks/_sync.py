@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from manyhands.blocks._anchor import Anchor, Difference, HeldDifference, StagedDifference
 from manyhands.blocks._checks import fingerprint, memory_order
 from manyhands.blocks._drift import Drift
@@ -129,7 +129,7 @@ class Sync:
         self.is_new = False  # whether nothing was done since the common state came
         self.apart = False  # whether parameters are elsewhere than the common point
         resets = state == "reset" or (local_warmup and warmup > 0)
-        bare = unwrapped(optimizer)[-1]  # a rule around it has state of its own, which stays
+        bare = unwrap(optimizer)[-1]  # a rule around it has state of its own, which stays
         fresh = bare.state_dict()["state"] if resets and bare.state else {}
         self._fresh = copy.deepcopy(fresh)
 
@@ -478,7 +478,7 @@ class Sync:
 
     def reset_state(self) -> None:
         """The inner optimizer's state as it was before its first step; its options stay."""
-        bare = unwrapped(self.optimizer)[-1]
+        bare = unwrap(self.optimizer)[-1]
         bare.state.clear()
         if self._fresh:
             groups = bare.state_dict()["param_groups"]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from manyhands._core.dtensor import is_dtensor
 from manyhands._core.flat import order_of_dims
 from manyhands.checkpoint._parts import TensorParts
-from manyhands.sharding.zero._flat_params import Piece
+from manyhands.sharding.zero._flat_params import ParamSlice
 from manyhands.sharding.zero._oss import OSS
 
 EXACT = "manyhands.exact"  # what OSS(broadcast_fp16=True) keeps beside rounded parameters
@@ -32,12 +32,12 @@ class Share:
     entries: Mapping[str, Any]  # as they are now
     number: int | None  # in the state dict of the optimizer that holds it; None: kept for later
     param_number: int | None = None  # among an OSS's parameters
-    piece: Piece | None = None  # the run, if it is one of several workers'
+    piece: ParamSlice | None = None  # the run, if it is one of several workers'
 
     @property
     def exact(self) -> Tensor | None:
         piece = self.piece
-        return None if piece is None or piece.shown is None else piece.data
+        return None if piece is None or piece.rounded is None else piece.data
 
     @property
     def like(self) -> Tensor:
@@ -103,16 +103,16 @@ def _pieces_of(
     names = [name for group in groups for name in group]
     shares, shards = [], oss._shards
     for index, given in enumerate(packed["param_groups"]):
-        pieces = [piece for i in oss._members(index) for piece in shards.pieces[i]]
+        pieces = [piece for i in oss._param_indices(index) for piece in shards.slices[i]]
         for piece, number in zip(pieces, given["params"], strict=True):
             entries = dict(packed["state"].get(number, {}))
-            if piece.shown is not None:
+            if piece.rounded is not None:
                 entries[EXACT] = piece.data
             if entries or places_only:
                 param = shards.params[piece.param]
                 shares.append(Share(names[piece.param], param, entries, number, piece.param, piece))
-    for i in shards.unplaced:
-        entries = oss._for_later.get(i, {})
+    for i in shards.without_slices:
+        entries = oss._pending_state.get(i, {})
         if entries or places_only:
             shares.append(Share(names[i], shards.params[i], entries, None, i))
     return shares, packed

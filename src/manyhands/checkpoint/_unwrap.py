@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from manyhands.blocks._optimizer import Blocks
 from manyhands.scaling._optimizer import ScalingRuleBase
 
@@ -32,7 +32,7 @@ class Parts:
                 "scaler=scaler)."
             )
         rule, blocks = None, None
-        chain = unwrapped(optimizer)
+        chain = unwrap(optimizer)
         for each in chain:
             if isinstance(each, Blocks):
                 blocks = each

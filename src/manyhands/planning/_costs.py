@@ -295,9 +295,9 @@ def _lay_out(sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: boo
             total = sum(elements for _, elements in indices)
             largest = bucket_size or _layout.bucket_size(workers, total)
             if optimizer.elementwise:
-                segments = _layout.even(indices, workers, largest)
+                segments = _layout.even_layout(indices, workers, largest)
             else:
-                segments = _layout.whole(indices, workers, largest, [0] * workers)
+                segments = _layout.whole_layout(indices, workers, largest, [0] * workers)
             for segment in segments:
                 for bucket in segment.buckets:
                     _add_bucket(layout, optimizer, bucket, itemsize, gloo)
@@ -307,13 +307,13 @@ def _lay_out(sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: boo
 def _add_bucket(
     layout: _BucketLayout,
     optimizer: OptimizerParams,
-    bucket: _layout.Bucket,
+    bucket: _layout.BucketLayout,
     itemsize: int,
     gloo: bool,
 ) -> None:
     workers = len(layout.state)
     size = bucket.size * itemsize
-    is_view = bucket.runs[0].size == bucket.size
+    is_view = bucket.ranges[0].size == bucket.size
     if optimizer.elementwise:
         slices = [bucket.cuts[1] * itemsize]  # equal slices: one number for all ranks
         layout.parameter_messages += workers if gloo else 1  # N broadcasts, or one all-gather
@@ -328,27 +328,27 @@ def _add_bucket(
     else:
         received = 1 if optimizer.elementwise and full_precision else workers
     summing = 3 if not full_precision else 1 if received == workers else 0
-    params = [optimizer.params[run.param] for run in bucket.runs]
+    params = [optimizer.params[run.param] for run in bucket.ranges]
     gradients = {id(param): param.bytes for param in params}
     layout.parameters += size
     layout.buckets.append(_GradientBucket(size, slices, received, summing, gradients, is_view))
     if optimizer.elementwise and is_view:
         # A huge parameter has many such buckets; counting them rank by rank would be slow.
-        param = optimizer.params[bucket.runs[0].param]
+        param = optimizer.params[bucket.ranges[0].param]
         layout.state_on_every_rank += param.state_bytes(bucket.cuts[1])
         return
     for rank, index, elements in _owned_ranges(bucket):
         layout.state[rank] += optimizer.params[index].state_bytes(elements)
 
 
-def _owned_ranges(bucket: _layout.Bucket) -> Iterator[tuple[int, int, int]]:
+def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:
     """Yield (rank, parameter, elements) for each range of a parameter that one rank owns.
 
     `Bucket.owned` answers the same for one rank; asking it for a thousand ranks would
     read all runs a thousand times.
     """
     cuts = bucket.cuts
-    for run in bucket.runs:
+    for run in bucket.ranges:
         at, end = run.offset, run.offset + run.size
         rank = bisect_right(cuts, at) - 1
         while at < end:

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import LARGE
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.planning._state import OptimizerStateSizes
 from manyhands.sharding.wrapping._pick import picked
@@ -144,7 +144,7 @@ def _describe_optimizer(optimizer: Any) -> PlannedOptimizer:
     """Read an existing optimizer: a plain one, an OSS, or one inside a scaling rule or blocks."""
     groups = [({k: v for k, v in g.items() if k not in ("params", "param_names")}, g["params"])
               for g in optimizer.param_groups]  # fmt: skip
-    optimizer = unwrapped(optimizer)[-1]
+    optimizer = unwrap(optimizer)[-1]
     if isinstance(optimizer, OSS):  # the class that it shards is what has state
         return PlannedOptimizer(optimizer._kind, dict(optimizer._given), groups, exists=True)
     # Defaults also hold options that a class sets for itself and its constructor refuses.

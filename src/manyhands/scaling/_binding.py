@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
 from manyhands._core.agreement import check_same_tensors
-from manyhands._core.dtensor import workers_of
-from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import SHARED, AroundOptimizer, Shared, YieldingProperty, unwrapped
+from manyhands._core.ranks import RankGroup, rank_group_of
+from manyhands._core.wrapper import SHARED, OptimizerWrapper, Shared, YieldingProperty, unwrap
 from manyhands.scaling._averages import DebiasedAverage, NoiseAverage, PaperAverage, convert_average
 from manyhands.scaling._batch import Batch, check_scale, parse_passes
 from manyhands.scaling._mean_gradient import StepContext
@@ -69,7 +68,7 @@ class OptimizerPatch:
         self._attributes.update(self._before)
 
 
-class BoundOptimizer(AroundOptimizer):
+class BoundOptimizer(OptimizerWrapper):
     """A rule's ties to the outside. `ScalingRuleBase` documents the arguments."""
 
     # Shared with the proxies that trainers put around a rule: see `_core/wrapper.py`.
@@ -176,7 +175,7 @@ class BoundOptimizer(AroundOptimizer):
         norms = self._make_norm(optimizer)
         group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
         params = [param for g in optimizer.param_groups for param in g["params"]]
-        self._ranks = workers_of(params, group, self._world_size)
+        self._ranks = rank_group_of(params, group, self._world_size)
         self._batch.workers = self._ranks.size
         self._inner = optimizer
         # These are kept because the optimizer's attributes may be patched to call the rule.
@@ -208,7 +207,7 @@ class BoundOptimizer(AroundOptimizer):
                 f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
                 f"{rule}(SGD(parameters, lr=...))."
             )
-        for each in unwrapped(optimizer):
+        for each in unwrap(optimizer):
             if isinstance(each, BoundOptimizer):
                 raise TypeError(
                     f"{rule} got an optimizer that {type(each).__name__} wraps already. One rule "

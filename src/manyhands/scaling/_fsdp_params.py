@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands._core.dtensor import Share, is_dtensor
+from manyhands._core.dtensor import DTensorShards, is_dtensor
 
 ParameterName = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
@@ -40,7 +40,7 @@ def unsharded_parameters(
     """
     index_of = {id(p): i for i, p in enumerate(params) if is_dtensor(p)}
     for i in index_of.values():
-        Share.of(params[i])  # raises if the placement is not supported, before any collective
+        DTensorShards.of(params[i])  # raises before any collective if it cannot be measured
     if not index_of:
         return {}
     modules = fsdp_modules(model)

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import Share, is_dtensor, local
-from manyhands._core.norms import flattened
-from manyhands._core.ranks import PendingSums, RankGroup, precise
+from manyhands._core.dtensor import DTensorShards, is_dtensor, local
+from manyhands._core.flat import flatten
+from manyhands._core.ranks import PendingSums, RankGroup, widest_float
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.scaling._late_ranks import norms_match
 from manyhands.scaling._norm_kinds import GradientSlice, NormKind
@@ -173,7 +173,7 @@ class MeanGradient:
         self.on_cpu = all(param.device.type == "cpu" for param in self._params)
         # whether the last mean looks like the gradient of one pass of this rank alone
         self.not_averaged = False
-        self._shares = {i: Share.of(p) for i, p in enumerate(self._params) if is_dtensor(p)}
+        self._shares = {i: DTensorShards.of(p) for i, p in enumerate(self._params) if is_dtensor(p)}
         self._common_indices, self._own_indices = _assign_params(self._params, self.ranks)
         # group indices on the device, by their values: copying them there every step would cost
         self._group_tensors: dict[tuple[int, ...], Tensor] = {}
@@ -196,7 +196,7 @@ class MeanGradient:
             for value, group in zip(values, groups, strict=True):
                 totals[group] += value
             return totals
-        sums = torch.zeros(number, dtype=precise(self._device), device=self._device)
+        sums = torch.zeros(number, dtype=widest_float(self._device), device=self._device)
         key = tuple(groups)
         if key not in self._group_tensors:
             if len(self._group_tensors) > 64:  # a model that uses other parameters every step
@@ -282,13 +282,13 @@ class MeanGradient:
             (i, piece, partial(_flat_slice, start, piece.numel()))
             for i, param in enumerate(self._params)
             if isinstance(grad := param.grad, ShardedGradient)
-            for piece, start in zip(grad.pieces, grad.starts, strict=True)
+            for piece, start in zip(grad.slices, grad.starts, strict=True)
         ]
         for i, share in self._shares.items():
             grad = self._params[i].grad
             # under HSDP several ranks hold the same slice, and one of them counts it
-            if grad is not None and share.counted and share.mine.length:
-                slices.append((i, local(grad), share.mine.of))
+            if grad is not None and share.first_replica and share.own.length:
+                slices.append((i, local(grad), share.own.narrow))
         return slices
 
     def _shortest_gradient(self) -> dict[int, Tensor]:
@@ -387,13 +387,13 @@ class MeanGradient:
     def _to_tensor(self, numbers: Numbers) -> Tensor:
         if isinstance(numbers, Tensor):
             return numbers
-        on_host = torch.tensor(numbers, dtype=precise(self._device))
+        on_host = torch.tensor(numbers, dtype=widest_float(self._device))
         return on_host.to(self._device, non_blocking=True)
 
 
 def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return one-element tensors of any type and device as one tensor of the widest float."""
-    dtype = precise(device)
+    dtype = widest_float(device)
     if not values:
         return torch.zeros(0, dtype=dtype, device=device)
     first = values[0]
@@ -403,7 +403,7 @@ def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _flat_slice(start: int, length: int, whole: Tensor) -> Tensor:
-    return flattened(whole)[start : start + length]
+    return flatten(whole)[start : start + length]
 
 
 def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
 from manyhands._core.agreement import check_same_tensors
-from manyhands._core.dtensor import workers_of
+from manyhands._core.ranks import rank_group_of
 from manyhands.scaling._batch import check_smoothing, parse_passes
 from manyhands.scaling._mean_gradient import StepContext
 from manyhands.scaling._noise import estimate
@@ -147,7 +147,7 @@ class NoiseScale:
         self._nonfinite = 0
         self._warned = False
         self._stop_watching: Callable[[], Any] | None = None
-        ranks = workers_of(params, process_group or getattr(optimizer, "group", None))
+        ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         ranks.check_equal("NoiseScale", claims, ranks.any_device)
         check_same_tensors("NoiseScale", ranks, {"parameter": params})

@@ -171,7 +171,7 @@ class ScalingRuleBase(BoundOptimizer):
         elif self._is_state_initialization():
             return self._step_inner(*args, **kwargs)
         self._check_gradient_was_divided()
-        signals = _amp.ScalerSignals.left_on(self, inner)
+        signals = _amp.ScalerSignals.read_from(self, inner)
         if self._batch.counts_passes:  # only now is their number final
             self._check_batch(self._batch, self.passes)
         self._batch.passes = self.passes
@@ -191,7 +191,7 @@ class ScalingRuleBase(BoundOptimizer):
             return None
         self._factors = self._parse_factors(self.scale_lr(self.scale))
         positional = () if closure is None else (closure,)
-        unscaled = _amp.passed_on(signals, inner, self._inner_supports_amp)
+        unscaled = _amp.apply_signals(signals, inner, self._inner_supports_amp)
         with self._override_groups(), unscaled:
             result = self._step_inner(*positional, *args, **kwargs)
         tracker.tap.norms.optimizer_stepped()

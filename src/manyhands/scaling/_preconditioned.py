@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands._core.dtensor import is_dtensor
-from manyhands._core.norms import flattened, norm
+from manyhands._core.flat import flatten
+from manyhands._core.norms import norm
 from manyhands.scaling._norm_kinds import GradientSlice
 from manyhands.scaling._replicated_state import ReplicatedDTensorState, ReplicatedOSSState
 from manyhands.sharding.zero._oss import OSS
@@ -172,7 +173,7 @@ class PreconditionedNorm:
                 second = second.clamp(min=whole.mean() * self.floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
         least, any_below = self._find_floor(index, state["step"], whole)
-        pairs = zip(flattened(grad).split(BLOCK), flattened(second).split(BLOCK), strict=True)
+        pairs = zip(flatten(grad).split(BLOCK), flatten(second).split(BLOCK), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
         if single and eps < NEGLIGIBLE * math.sqrt(least):
             squares = torch.stack(list(self._squares(pairs, least if any_below else None)))

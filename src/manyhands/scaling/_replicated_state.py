@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import Share, is_dtensor, local
-from manyhands._core.flat import flattened, shaped
+from manyhands._core.dtensor import DTensorShards, is_dtensor, local
+from manyhands._core.flat import flatten, unflatten
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.zero._flat_params import FlatSegment
+from manyhands.sharding.zero._flat_params import FlatBuffer
 from manyhands.sharding.zero._oss import OSS
 
 
@@ -48,7 +48,7 @@ class ReplicatedOSSState:
         # A parameter may be on several ranks in pieces, or on one: each rank fills in the counts
         # that it has, and the largest is the count.
         steps = torch.zeros(len(shards.params), dtype=torch.float32)
-        for pieces in shards.pieces:
+        for pieces in shards.slices:
             for piece in pieces:
                 if piece.data in state:
                     steps[piece.param] = float(state[piece.data]["step"])
@@ -62,14 +62,14 @@ class ReplicatedOSSState:
         # all collectives are started before any is waited for
         works = [
             work
-            for number, segment in enumerate(shards.segments)
+            for number, segment in enumerate(shards.buffers)
             for name in self._names
             for work in self._collect(number, segment, name)
         ]
         for work in works:
             work.wait()
 
-    def _collect(self, number: int, segment: FlatSegment, name: str) -> list[Any]:
+    def _collect(self, number: int, segment: FlatBuffer, name: str) -> list[Any]:
         """Start to gather one entry of the state for the parameters of a segment."""
         shards, state = self._optimizer._shards, self._optimizer.optim.state
         rank, like, works = shards.workers.rank, segment.data, list[Any]()
@@ -77,19 +77,19 @@ class ReplicatedOSSState:
         if data is None or (data.device, data.dtype) != (like.device, like.dtype):
             data = self._memory[number, name] = torch.zeros_like(like)
         for bucket in segment.buckets:
-            cuts, start = bucket.plan.cuts, bucket.plan.start
-            whole = data[start : start + bucket.plan.size]
+            cuts, start = bucket.layout.cuts, bucket.layout.start
+            whole = data[start : start + bucket.layout.size]
             own = whole[cuts[rank] : cuts[rank + 1]]
-            for piece, run in bucket.pieces:
+            for piece, run in bucket.slices:
                 if piece.data in state:
-                    value = flattened(state[piece.data][name], piece.data)
+                    value = flatten(state[piece.data][name], piece.data)
                     own[run.offset : run.offset + run.size].copy_(value)
             works += shards.workers.all_gather_slices(whole, cuts)
         # Views of the flat memory: they are filled when the collectives end.
-        for index, offset in segment.plan.places.items():
+        for index, offset in segment.layout.starts.items():
             param = shards.params[index]
             if param in self.state:
-                self.state[param][name] = shaped(data[offset : offset + param.numel()], param)
+                self.state[param][name] = unflatten(data[offset : offset + param.numel()], param)
         return works
 
 
@@ -113,7 +113,7 @@ class ReplicatedDTensorState:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         self.state = {}
         # only shards of one type, cut among the same ranks, can travel in one message
-        messages: dict[Any, list[tuple[Tensor, Share]]] = defaultdict(list)
+        messages: dict[Any, list[tuple[Tensor, DTensorShards]]] = defaultdict(list)
         for param in params:
             if "step" not in sharded_state.get(param, {}):
                 continue
@@ -122,7 +122,7 @@ class ReplicatedDTensorState:
                 continue
             # every rank has made a step with it, even if its shard is empty
             self.state[param] = {"step": local(sharded_state[param]["step"])}
-            share = Share.of(param)
+            share = DTensorShards.of(param)
             for name in self._names:
                 shard = local(sharded_state[param][name])
                 messages[name, share.mesh, share.mesh_dim, shard.dtype].append((param, share))
@@ -130,7 +130,7 @@ class ReplicatedDTensorState:
             for message in _split_into_messages(shares):
                 self._collect(name, message)
 
-    def _collect(self, name: str, shares: Sequence[tuple[Tensor, Share]]) -> None:
+    def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
         """Gather one entry of the state for some parameters."""
         share = shares[0][1]
         own = [local(self._optimizer.state[param][name]) for param, _ in shares]
@@ -149,7 +149,7 @@ class ReplicatedDTensorState:
             for param, its_share in shares:
                 size = _numel(param, its_share, rank)
                 # a view of the whole tensor: the shard may be cut in any dimension
-                target = its_share.parts[rank].of(self._whole(param, name, table.dtype))
+                target = its_share.ranges[rank].narrow(self._whole(param, name, table.dtype))
                 target.copy_(table[start : start + size].view(target.shape))
                 start += size
 
@@ -162,7 +162,7 @@ class ReplicatedDTensorState:
         self.state[param][name] = whole
         return whole
 
-    def _ranks_of(self, share: Share) -> RankGroup:
+    def _ranks_of(self, share: DTensorShards) -> RankGroup:
         """Return the ranks that a parameter is cut among."""
         if share.mesh_dim is None:
             return RankGroup()
@@ -172,17 +172,17 @@ class ReplicatedDTensorState:
         return self._ranks[key]
 
 
-def _numel(param: Tensor, share: Share, rank: int) -> int:
+def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
     """Return the number of elements of a rank's shard."""
-    part = share.parts[rank]
+    part = share.ranges[rank]
     return param.numel() // max(param.size(part.dim), 1) * part.length
 
 
 def _split_into_messages(
-    shares: Sequence[tuple[Tensor, Share]],
-) -> list[list[tuple[Tensor, Share]]]:
+    shares: Sequence[tuple[Tensor, DTensorShards]],
+) -> list[list[tuple[Tensor, DTensorShards]]]:
     """Return the shares in groups of at most `MESSAGE` elements, or of one larger share."""
-    messages: list[list[tuple[Tensor, Share]]] = [[]]
+    messages: list[list[tuple[Tensor, DTensorShards]]] = [[]]
     size = 0
     for param, share in shares:
         size += _numel(param, share, 0)

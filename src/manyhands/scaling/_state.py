@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.wrapper import unwrapped
+from manyhands._core.wrapper import unwrap
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._options import OptionMismatch, Options, load_options
@@ -44,7 +44,7 @@ class ScalingState:
 
 def describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, Any]:
     """Return what a state dict records about the wrapper that it is from."""
-    inner = unwrapped(optimizer)[-1]  # the same name with and without blocks around it
+    inner = unwrap(optimizer)[-1]  # the same name with and without blocks around it
     return {
         "version": VERSION,
         "gradients": norm_kind,

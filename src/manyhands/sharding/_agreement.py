@@ -1,8 +1,8 @@
-"""Are all ranks given the same parameters and options? If not, all of them say where not.
+"""Do all ranks have the same parameters and options? If not, every rank says what differs.
 
-What one is given is described in words: a list of claims, each a title and what is claimed, one
-value or a list of them. Ranks compare a checksum of the whole, in one number; only where that
-differs do they send the words, to find the first that does.
+A rank's arguments are described in words, as *claims*: a title, and one value or a list of them.
+Ranks compare a checksum of all claims, in one number. Only if the checksums differ do they send the
+words, to find the first difference.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from manyhands._core.ranks import RankGroup
 
 Made = TypeVar("Made")
 Claims = dict[str, Any]
-PATIENCE = 120.0  # seconds that a worker waits for others to do what all must
-SOON = 2.0  # seconds after which it says that it waits
-NAMED = 8  # ranks that a message speaks of
-HOW = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that say how a step is computed and not what it is. Machines may differ in them."""
+PATIENCE = 120.0  # seconds that a rank waits for a call that all ranks have to make
+SOON = 2.0  # seconds after which it warns that it waits
+NAMED = 8  # ranks that a message names
+IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+"""Options that choose an implementation and change no number. Ranks may differ in them."""
 
-_calls: dict[str, int] = {}  # how often something was called
+_calls: dict[str, int] = {}  # number of calls by key, so that each has keys of its own
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def check_agreement(workers: RankGroup, claims: Claims) -> None:
-    """Raise on every rank where ranks claim different things."""
+    """Raise a ValueError on every rank if ranks have different claims."""
     device = workers.any_device
     text = json.dumps(claims)
     sums = workers.all_gather([float(zlib.crc32(text.encode()))], device)
     if len({total[0] for total in sums}) > 1:
-        _explain([json.loads(one) for one in workers.all_gather_text(text, device)])
+        _raise_first_difference([json.loads(one) for one in workers.all_gather_text(text, device)])
 
 
 def claims_on_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
 ) -> Claims:
-    """What ranks must have alike in an optimizer's parameters; `names` are by `id`.
+    """Return claims on an optimizer's parameters, which ranks must have in common.
 
-    The groups are those from the `first` on.
+    `names` are by `id(param)`. `first` is the number of the first of these groups.
     """
     claims: Claims = {"numbers of parameter groups": len(groups)}
     describer = Describer()
@@ -70,13 +70,13 @@ def claims_on_groups(
 def claims_on_options(
     groups: Sequence[Mapping[str, Any]], declared: Iterable[str], first: int = 0
 ) -> Claims:
-    """What ranks must have alike in an optimizer's options: those that change its numbers.
+    """Return claims on the options that change an optimizer's numbers.
 
-    These are the ones that it has `declared` as its defaults. What it was given besides (a rank, a
-    name, a logger) it does not look for in its parameter groups. Left out are options in `HOW`, and
-    values without a meaning that could be compared: functions, objects, devices.
+    These are the ones that it has `declared` as its defaults. Other entries of a parameter group (a
+    rank, a name, a logger) are the user's own. Left out are options in `IMPLEMENTATION`, and values
+    that cannot be compared: functions, objects, devices.
     """
-    compared = set(declared) - HOW
+    compared = set(declared) - IMPLEMENTATION
     return {
         f"values of {name} in group {index}": value
         for index, group in enumerate(groups, first)
@@ -86,7 +86,7 @@ def claims_on_options(
 
 
 def _comparable(value: Any) -> Any:
-    """A value in JSON, numbers as floats; None for what cannot be compared."""
+    """Return a value in JSON's types, numbers as floats; None if it cannot be compared."""
     if value is None or isinstance(value, bool | str | torch.dtype):
         return str(value)
     if isinstance(value, Real):
@@ -100,8 +100,8 @@ def _comparable(value: Any) -> Any:
     return None
 
 
-def all_or_none(workers: RankGroup, make: Callable[[], Made]) -> Made:
-    """Make something on every worker; where one cannot, all raise."""
+def make_on_all_ranks(workers: RankGroup, make: Callable[[], Made]) -> Made:
+    """Call `make` on every rank; if it raises on one, raise on all."""
     try:
         made, problem = make(), None
     except Exception as error:
@@ -120,10 +120,11 @@ def all_or_none(workers: RankGroup, make: Callable[[], Made]) -> Made:
     return made
 
 
-def all_here(workers: RankGroup, what: str, seconds: float = PATIENCE) -> None:
-    """Wait until every worker has called `what`; raise if some have not in so many seconds.
+def wait_for_all_ranks(workers: RankGroup, what: str, seconds: float = PATIENCE) -> None:
+    """Wait until every rank has called `what`; raise a RuntimeError after so many seconds.
 
-    Through the store, as a collective that some do not join would be taken for another.
+    Ranks wait through the store and not in a collective. A rank that is elsewhere would answer that
+    collective with its own next one, of another size.
     """
     if workers.size == 1:
         return
@@ -138,36 +139,36 @@ def all_here(workers: RankGroup, what: str, seconds: float = PATIENCE) -> None:
         absent = [r for r in range(workers.size) if not store.check([f"{key} {count} {r}"])]
         if not absent:
             raise
-        store.delete_key(f"{key} {count} {workers.rank}")  # who calls later shall not find us here
+        store.delete_key(f"{key} {count} {workers.rank}")  # a later call must not count this one
         _calls[key] = count - 1
         raise RuntimeError(
             f"{what} must be called on every worker, and rank(s) {absent} have not called it "
             f"within {seconds:g} seconds."
         ) from None
-    if count > 2:  # which nobody waits for any more
+    if count > 2:  # every rank has come past the call before the last: its key can go
         store.delete_key(f"{key} {count - 2} {workers.rank}")
 
 
-def all_freeze_alike(workers: RankGroup, trained: Sequence[bool]) -> None:
-    """Wait until every worker trains these parameters; warn early, and raise if some do not.
+def check_same_frozen(workers: RankGroup, trained: Sequence[bool]) -> None:
+    """Wait until every rank trains the same parameters; warn early, and raise if some do not.
 
-    What follows are buckets of another size, for which the others would wait until the process
-    group's timeout.
+    Freezing changes the sizes of buckets. A rank that did not freeze would wait for other sizes
+    until the process group's timeout.
     """
     what = f"freezing or thawing parameters ({zlib.crc32(bytes(trained)):08x})"
     try:
-        all_here(workers, what, SOON)
+        wait_for_all_ranks(workers, what, SOON)
     except RuntimeError as error:
         warnings.warn(
             f"{error} Set requires_grad alike on every worker. Waiting for {PATIENCE:g} seconds.",
             RuntimeWarning,
             stacklevel=5,
         )
-        all_here(workers, what)
+        wait_for_all_ranks(workers, what)
 
 
-def _explain(each: Sequence[Claims]) -> None:
-    """Raise for the first thing that ranks claim differently."""
+def _raise_first_difference(each: Sequence[Claims]) -> None:
+    """Raise for the first claim that differs."""
     for title in dict.fromkeys(title for claims in each for title in claims):
         values = [claims.get(title, "absent") for claims in each]
         if all(isinstance(value, list) for value in values):
@@ -179,7 +180,7 @@ def _explain(each: Sequence[Claims]) -> None:
 
 
 def _check_same(what: str, values: Sequence[Any]) -> None:
-    """Raise, naming rank 0 and those that differ from it."""
+    """Raise if values differ, naming rank 0 and the ranks that differ from it."""
     others = [rank for rank, value in enumerate(values) if str(value) != str(values[0])]
     if others:
         listed = ", ".join(f"rank {rank}: {values[rank]}" for rank in [0, *others][:NAMED])

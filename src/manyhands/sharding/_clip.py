@@ -1,4 +1,11 @@
-"""The norm of gradients that are spread over the workers, and their clipping."""
+"""The norm of sharded gradients, and their clipping.
+
+Each rank computes the norms n_i of its slices; with p = `norm_type` the norm of the whole is
+
+    (sum of n_i^p over the slices of all ranks)^(1 / p)        their maximum, if p is infinite
+
+One number per rank is all_reduced.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +24,16 @@ from manyhands.sharding.zero._flat_params import Shards
 def clip_grad_norm(
     shards: Shards, params: Sequence[Tensor], max_norm: float, norm_type: float
 ) -> Tensor:
-    """Each worker measures its pieces; one number is summed over the workers."""
+    """Scale the gradients of `params` to a norm of at most `max_norm`; return their norm."""
     chosen = {id(param) for param in params}
     clipped = [i for i, param in enumerate(shards.params) if id(param) in chosen]
     lengths = [
-        length_of(grad, norm_type)
+        norm_of_shard(grad, norm_type)
         for i in clipped
-        for piece in shards.pieces[i]
-        if (grad := shards.gradient(piece)) is not None and grad.numel()
+        for owned in shards.slices[i]
+        if (grad := shards.gradient(owned)) is not None and grad.numel()
     ]
-    total = norm_of(lengths, norm_type, shards.workers, shards.params[0].device)
+    total = combine_norms(lengths, norm_type, shards.workers, shards.params[0].device)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for i in clipped:
         grad = shards.params[i].grad
@@ -35,23 +42,24 @@ def clip_grad_norm(
     return total
 
 
-def norm_of(
+def combine_norms(
     lengths: Sequence[Tensor], norm_type: float, workers: RankGroup, device: torch.device
 ) -> Tensor:
-    """The norm of gradients of whose parts each worker has the lengths."""
+    """Return the norm of gradients, given the norms of this rank's slices of them."""
     there = [length.to(device) for length in lengths]
     values = torch.stack(there) if there else torch.zeros(1, device=device)
     if math.isinf(norm_type):
-        unknown = values.isnan().any().to(values.dtype)  # which a maximum may lose
+        unknown = values.isnan().any().to(values.dtype)  # MAX may drop a NaN: send it as a flag
         both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
         most = workers.all_reduce(both, largest=True)
         return torch.where(most[1] > 0, torch.nan, most[0])
+    # float64, because a power of a large float32 norm overflows. MPS has no float64.
     power = values.double() if device.type != "mps" else values
     return workers.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
 
 
-def length_of(grad: Tensor, norm_type: float) -> Tensor:
-    """The norm of one part."""
+def norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of one slice."""
     if norm_type == 2.0:
         return norm(grad)
     wide = torch.promote_types(grad.dtype, torch.float32)

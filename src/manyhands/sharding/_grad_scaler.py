@@ -164,7 +164,7 @@ def _carriers(param: Tensor) -> list[Tensor]:
     """Tensors with the gradients that this worker holds of a parameter: itself, if it is whole."""
     grad = param.grad
     if isinstance(grad, ShardedGradient):
-        return [_carrying(piece) for piece in grad.pieces if piece.numel()]
+        return [_carrying(piece) for piece in grad.slices if piece.numel()]
     if grad is not None and is_dtensor(grad):
         return [_carrying(local(grad))]
     return [param]  # torch puts another gradient there, if it is sparse and in float16

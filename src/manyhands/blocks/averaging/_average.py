@@ -98,13 +98,13 @@ def _chunks(workers: RankGroup, rows: Sequence[Row]) -> Iterator[Chunk]:
     """Of all rows in order; at least one, so that the workers hear of each other."""
     spare: list[torch.Tensor] = []  # memory of chunks that have landed, for those that come
     sizes = [max(SMALLEST, min(LARGEST, row.length // 16)) for row in rows]
-    if workers.host is not None:
+    if workers.shared_memory is not None:
         make_room(workers, list(zip(rows, sizes, strict=True)))
     for row, size in zip(rows, sizes, strict=True):
         as_it_is = workers.size > 1 and not (row.codec.rounds or row.first_only)
         for start in range(0, max(row.length, 1), size):
             stop = min(start + size, row.length)
-            if workers.host is not None:
+            if workers.shared_memory is not None:
                 yield SharedChunk(row, start, stop, workers)
             elif as_it_is and workers.has_backend(row.device):
                 yield SummedChunk(row, start, stop, workers, spare)

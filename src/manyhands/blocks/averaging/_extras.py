@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.dtensor import local
-from manyhands._core.flat import Vector, by_type
-from manyhands._core.norms import summed_in
+from manyhands._core.flat import FlatTensors, group_by_type
+from manyhands._core.norms import accumulation_dtype
 from manyhands.blocks._codec import CODECS, Codec
 from manyhands.blocks.averaging._payload import Outcome
 
@@ -37,9 +37,9 @@ class Values:
     def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
         first = local(next(iter(tensors.values())))
         self.tensors = tensors
-        self._vector = Vector(list(tensors.values()))
+        self._vector = FlatTensors(list(tensors.values()))
         self.length, self.device = len(self._vector), first.device
-        self.dtype = summed_in(first.real.dtype)
+        self.dtype = accumulation_dtype(first.real.dtype)
         self.first_only = first_only
 
     @property
@@ -66,7 +66,7 @@ class ArrivedValues:
         if not outcome.counted:
             return
         for key, mean in zip(self.keys, self.mean.split(self.sizes), strict=True):
-            vector = Vector([tensors[key]] if key in tensors else [])
+            vector = FlatTensors([tensors[key]] if key in tensors else [])
             if len(vector) == len(mean):
                 vector.write(0, mean)
 
@@ -97,7 +97,7 @@ def rows_of(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[Val
     """Tensors of any types; those that hold no real numbers are left out."""
     numbers = {k: t for k, t in tensors.items() if t.is_floating_point() or t.is_complex()}
     names = {id(tensor): key for key, tensor in numbers.items()}
-    rows = [{names[id(t)]: t for t in same} for same in by_type(list(numbers.values()))]
+    rows = [{names[id(t)]: t for t in same} for same in group_by_type(list(numbers.values()))]
     return [Values(same, first_only) for same in rows]
 
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.dtensor import local
-from manyhands._core.flat import by_type
-from manyhands._core.norms import norm, summed_in
+from manyhands._core.flat import group_by_type
+from manyhands._core.norms import accumulation_dtype, norm
 from manyhands.blocks.averaging._payload import LARGEST, Row
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all numbers are."""
-    for same in by_type([local(tensor).detach() for tensor in tensors]):
+    for same in group_by_type([local(tensor).detach() for tensor in tensors]):
         parts = [torch.view_as_real(part) if part.is_complex() else part for part in same]
-        lengths = torch._foreach_norm(parts, dtype=summed_in(parts[0].dtype))
+        lengths = torch._foreach_norm(parts, dtype=accumulation_dtype(parts[0].dtype))
         if torch.stack(lengths).isfinite().all():
             continue
         doubtful = [p for p, size in zip(parts, lengths, strict=True) if not size.isfinite()]

@@ -25,9 +25,9 @@ PLACES = 6
 
 def make_room(workers: RankGroup, rows: list[tuple[Row, int]]) -> None:
     """Places for chunks of these rows, of so many elements. On every worker, in one order."""
-    assert workers.host is not None
+    assert workers.shared_memory is not None
     largest = max((HEAD + min(n, row.length) * row.dtype.itemsize for row, n in rows), default=0)
-    workers.host.make_room(largest, PLACES // 2)
+    workers.shared_memory.make_ring(largest, PLACES // 2)
 
 
 class SharedChunk:
@@ -42,10 +42,10 @@ class SharedChunk:
         self._told: Any = None
 
     def send(self, note: Note) -> None:
-        host = self.workers.host
+        host = self.workers.shared_memory
         assert host is not None
         size = HEAD + self.length * self.row.dtype.itemsize
-        places = host.next_places(size)
+        places = host.next_buffers(size)
         self._notes = [place[:HEAD].view(torch.float64) for place in places]
         self._values = [place[HEAD:].view(self.row.dtype) for place in places]
         values = self._values[self.workers.rank]
@@ -64,7 +64,7 @@ class SharedChunk:
 
     def share(self, outcome: Outcome) -> None:
         """Average the slice that we own, where it is."""
-        rank, host = self.workers.rank, self.workers.host
+        rank, host = self.workers.rank, self.workers.shared_memory
         assert host is not None
         counted = outcome.counted[:1] if self.row.first_only else outcome.counted
         own, *others = [self._slice(r, rank) for r in (rank, *(c for c in counted if c != rank))]

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands._core.agreement import descriptions, names_in
+from manyhands._core.agreement import describe_tensors, names_in
 
 KINDS = ("parameter", "buffer")
 SHOWN = 3  # differences of a kind: more say nothing new
@@ -45,8 +45,8 @@ class Terms:
     ) -> Terms:
         told = {
             "options": {name: str(value) for name, value in options.items()},
-            "parameter": descriptions(params, frozen=True),
-            "buffer": descriptions(buffers),
+            "parameter": describe_tensors(params, frozen=True),
+            "buffer": describe_tensors(buffers),
             "names": {
                 "parameter": names_in(modules, params),
                 "buffer": names_in(modules, buffers),

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from manyhands._core.groups import endings
+from manyhands._core.groups import group_closer
 from manyhands.blocks.crew._store import UNSIGNED, Signer, address, connect
 
 CONNECTING = 30.0  # seconds: if it takes longer, one that is alive has not come
@@ -134,7 +134,7 @@ class Links:
         with self._lock:
             held, self.group = [self.group], None
         if held[0] is not None:
-            endings.begin(held, os.getpid())
+            group_closer.close_when_unused(held, os.getpid())
 
     def _connect(
         self, door: StoreConnection, prefix: str, rank: int, size: int, timeout: float

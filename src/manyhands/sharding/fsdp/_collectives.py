@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.ranks import PendingReduceScatter, RankGroup
+from manyhands._core.ranks import RankGroup
 from manyhands._core.shared_memory import SharedMemoryReduceScatter
+from manyhands._core.slices import PendingReduceScatter
 
 IN_FLIGHT = 1  # wraps' gradients under way while the next wrap's are computed
 

@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from manyhands._core.backward import current_task
 from manyhands._core.dtensor import is_dtensor, local
 from manyhands._core.trees import as_type
-from manyhands.sharding._agreement import all_here
-from manyhands.sharding._clip import length_of, norm_of
+from manyhands.sharding._agreement import wait_for_all_ranks
+from manyhands.sharding._clip import combine_norms, norm_of_shard
 from manyhands.sharding.fsdp._checks import (
     begin_alike,
     check_inside,
@@ -426,8 +426,8 @@ class FullyShardedDataParallel(AsWrapped):
         if self.world_size == 1:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         grads = [local(p.grad) for p in self.parameters() if p.grad is not None]
-        lengths = [length_of(grad, float(norm_type)) for grad in grads if grad.numel()]
-        total = norm_of(lengths, float(norm_type), self._workers, self.compute_device)
+        lengths = [norm_of_shard(grad, float(norm_type)) for grad in grads if grad.numel()]
+        total = combine_norms(lengths, float(norm_type), self._workers, self.compute_device)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(factor.to(grad.device))
@@ -477,7 +477,7 @@ class FullyShardedDataParallel(AsWrapped):
             return super().state_dict(*args, **kwargs)
         self._reshard()
         if not self._local and self._engine is not None:
-            all_here(self._workers, "state_dict()")
+            wait_for_all_ranks(self._workers, "state_dict()")
         with self._throughout("_asked"):
             return super().state_dict(*args, **kwargs)
 

@@ -94,7 +94,7 @@ class ShardedDataParallel(nn.Module):
         self._reducer: Reducer | None = None
         self.register_load_state_dict_pre_hook(_put_prefix)
         wire = torch.float16 if reduce_fp16 else reduce_dtype
-        if overlap_gather and self._workers.host is not None:
+        if overlap_gather and self._workers.shared_memory is not None:
             raise ValueError(
                 "overlap_gather=True has nothing to overlap with shared_memory=True: nothing "
                 "travels. Leave one of them out."
@@ -125,7 +125,7 @@ class ShardedDataParallel(nn.Module):
             self._finish(),
         )
         for one in self._optimizers:
-            one._listener = weakref.ref(self._reducer)
+            one._reducer_ref = weakref.ref(self._reducer)
             one._overlap = overlap_gather
         if overlap_gather:
             self._wait_in_forward()
@@ -374,7 +374,7 @@ def _inside_ddp(module: nn.Module) -> bool:
 def _apart(workers: RankGroup, module: nn.Module) -> RankGroup:
     """So that two modules' buckets are not taken for each other's in one backward."""
     device = next(module.parameters()).device
-    return workers if workers.host is not None else workers.with_own_group(device)
+    return workers if workers.shared_memory is not None else workers.with_own_group(device)
 
 
 def _wait_for(module: ShardedDataParallel | None) -> None:

@@ -1,11 +1,15 @@
-"""Parameters in flat memory, cut as `_layout.py` says, and the pieces that are this worker's.
+"""Parameters in flat memory, cut as `_layout.py` says, and the slices that this rank owns.
 
 Tensors we hold
-    data         of each segment: the parameters are views of it
-    piece.data   what the optimizer updates: a view of the same memory, of one parameter's
-                 elements in this worker's slice of one bucket
+    buffer.data   one flat tensor; the parameters are views of it
+    slice.data    what the optimizer updates: a view of the same memory, with the elements of one
+                  parameter that lie in this rank's slice of one bucket
 
-With one worker nothing is moved: its pieces are the parameters.
+A step, as this file sees it: `gradient` gives each slice its part of `param.grad`, the optimizer
+updates `slice.data` in place, `start_all_gather` sends the slices and receives the other ranks',
+`wait` returns when all parameters are complete.
+
+With one rank nothing is moved: its slices are the parameters themselves.
 """
 
 from __future__ import annotations
@@ -18,25 +22,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.flat import flattened, shaped
+from manyhands._core.flat import flatten, unflatten
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.shared_memory import check_on_cpu
 from manyhands.sharding.zero import _layout
-from manyhands.sharding.zero._layout import Run
+from manyhands.sharding.zero._layout import ParamRange
 
 
 @dataclass(eq=False)
-class Piece:
-    """Elements `start` to `stop` of a parameter, which this worker keeps up to date."""
+class ParamSlice:
+    """Elements `start` to `stop` of a parameter, which this rank keeps up to date."""
 
     param: int
     start: int
     stop: int
     data: Tensor
-    whole: bool  # has the parameter's shape, and not only its elements
-    number: int = 0  # among this worker's pieces of the parameter
-    shown: Tensor | None = None  # the parameter's own elements, where `data` is a wider copy
+    whole: bool  # `data` has the parameter's shape; otherwise it is flat
+    number: int = 0  # among this rank's slices of the parameter
+    rounded: Tensor | None = None  # the parameter's own elements, if `data` is an exact copy
 
     @property
     def size(self) -> int:
@@ -44,8 +48,8 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Sharing:
-    """A bucket of parameters on its way, perhaps in a narrower type than they have."""
+class PendingGather:
+    """A bucket of parameters on its way, perhaps in a narrower type than theirs."""
 
     data: Tensor
     sent: Tensor
@@ -59,52 +63,57 @@ class Sharing:
 
 
 @dataclass(eq=False)
-class Reading:
-    """A bucket of parameters whose slices are to be read from their owners' memory."""
+class SharedMemoryGather:
+    """A bucket of parameters whose slices will be read from their owners' memory."""
 
     bucket: FlatBucket
     rank: int
-    told: Any
+    barrier: Any  # until it is over, an owner may still be writing its slice
 
     def wait(self) -> None:
-        self.told.wait()
-        for rank, (a, b) in enumerate(pairwise(self.bucket.plan.cuts)):
+        self.barrier.wait()
+        for rank, (a, b) in enumerate(pairwise(self.bucket.layout.cuts)):
             if rank != self.rank:
-                self.bucket.data[a:b].copy_(self.bucket.everyones[rank][a:b])
+                self.bucket.data[a:b].copy_(self.bucket.on_ranks[rank][a:b])
 
 
 @dataclass(eq=False)
 class FlatBucket:
     """A bucket of parameters in memory."""
 
-    plan: _layout.Bucket
+    layout: _layout.BucketLayout
     data: Tensor
-    everyones: list[Tensor]  # every worker's `data`, where workers share a host's memory
-    pieces: list[tuple[Piece, Run]] = field(default_factory=list)  # ours, and where in our slice
-    sharing: Sharing | Reading | None = None  # of the last step
+    on_ranks: list[Tensor]  # every rank's `data`, if the ranks share memory; otherwise empty
+    slices: list[tuple[ParamSlice, ParamRange]] = field(
+        default_factory=list
+    )  # this rank's, and their place in its slice
+    gather: PendingGather | SharedMemoryGather | None = None  # of the last step
 
     def wait(self) -> None:
-        """Until the values of the last step are there."""
-        if self.sharing is not None:
-            self.sharing.wait()
-            self.sharing = None
+        """Wait until the values of the last step have arrived."""
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
 
 
 @dataclass(eq=False)
-class FlatSegment:
-    plan: _layout.Segment
+class FlatBuffer:
+    """Some parameters in one flat tensor, and its buckets."""
+
+    layout: _layout.BufferLayout
     data: Tensor
     buckets: list[FlatBucket]
 
 
 class Shards:
-    """All parameters of an optimizer, by index, and who holds what of them.
+    """All parameters of an optimizer, by index, and which rank owns what of them.
 
-    `even` chooses the layout, `largest` is the number of elements in a bucket (None: a good one;
-    0: each parameter by itself). Frozen
-    parameters are left where they are until they thaw; once laid out a parameter stays so.
-    With `wire`, parameters travel in that type, and every worker, their owner too, trains with
-    what has travelled; the owner keeps the exact values beside them, so that nothing is lost.
+    `even` chooses the layout. `largest` is the number of elements in a bucket (None: a good one;
+    0: a bucket for each parameter). A frozen parameter is left where it is until it thaws. Once a
+    parameter has its place, it keeps it.
+
+    With `wire`, parameters travel in that narrower type, and every rank, their owner too, trains
+    with the rounded values. The owner keeps an exact copy, so that small updates are not lost.
     """
 
     def __init__(
@@ -119,175 +128,182 @@ class Shards:
         self.even = even
         self.largest = largest
         self.wire = wire
-        self._unread = False
+        self._unread = False  # whether other ranks may still be reading our slices
         self.version = 0  # grows whenever parameters get new places
         self.params: list[Tensor] = []
-        self.pieces: list[list[Piece]] = []
-        self.segments: list[FlatSegment] = []
-        self._load: dict[Any, list[int]] = {}
-        self._where: dict[int, tuple[Tensor, int]] = {}  # param -> its storage and place in it
+        self.slices: list[list[ParamSlice]] = []
+        self.buffers: list[FlatBuffer] = []
+        self._load: dict[Any, list[int]] = {}  # (dtype, device) -> elements per rank
+        self._where: dict[int, tuple[Tensor, int]] = {}  # param -> its buffer and start in it
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Take in more parameters; `lay_out` gives them their places."""
+        """Add parameters; `lay_out` gives them their places."""
         self.params.extend(params)
-        self.pieces.extend([] for _ in params)
+        self.slices.extend([] for _ in params)
 
     @property
     def missing(self) -> list[int]:
-        """Parameters that are to be trained and have no place yet."""
-        return [i for i in self.unplaced if self.params[i].requires_grad or not self._divided]
+        """Indices of trained parameters without a place: those that `lay_out` is for."""
+        return [i for i in self.without_slices if self.params[i].requires_grad or not self._divided]
 
     @property
-    def unplaced(self) -> list[int]:
-        """Parameters that have no place: frozen ones, and those that `lay_out` is for."""
+    def without_slices(self) -> list[int]:
+        """Indices of parameters without a place: frozen ones, and those that `lay_out` is for."""
         return [
             i
-            for i, (param, pieces) in enumerate(zip(self.params, self.pieces, strict=True))
-            if not pieces and i not in self._where and (param.numel() or not self._divided)
+            for i, (param, slices) in enumerate(zip(self.params, self.slices, strict=True))
+            if not slices and i not in self._where and (param.numel() or not self._divided)
         ]
 
     @property
     def _divided(self) -> bool:
         return self.workers.size > 1
 
-    def lay_out(self) -> list[Piece]:
-        """Give places to the parameters that need one; returns this worker's new pieces."""
+    def lay_out(self) -> list[ParamSlice]:
+        """Give places to the parameters that need one; return this rank's new slices."""
         new = self.missing
         self.version += bool(new)
         if self.workers.size == 1:
             for i in new:
                 param = self.params[i]
-                self.pieces[i] = [Piece(i, 0, param.numel(), param, whole=True)]
-            return [piece for i in new for piece in self.pieces[i]]
+                self.slices[i] = [ParamSlice(i, 0, param.numel(), param, whole=True)]
+            return [owned for i in new for owned in self.slices[i]]
         kinds: dict[Any, list[int]] = {}
-        for i in reversed(new):  # about the order in which backward comes to them
+        for i in reversed(new):  # about the order in which backward finishes them
             kinds.setdefault((self.params[i].dtype, self.params[i].device), []).append(i)
         for kind, indices in kinds.items():
-            for plan in self._planned(kind, indices):
-                self._build(plan, kind)
-        return [piece for i in new for piece in self.pieces[i]]
+            for layout in self._plan(kind, indices):
+                self._build(layout, kind)
+        return [owned for i in new for owned in self.slices[i]]
 
-    def _planned(self, kind: Any, indices: list[int]) -> list[_layout.Segment]:
+    def _plan(self, kind: Any, indices: list[int]) -> list[_layout.BufferLayout]:
         sizes = [(i, self.params[i].numel()) for i in indices]
         largest = self.largest
         if largest is None:
             largest = _layout.bucket_size(self.workers.size, sum(size for _, size in sizes))
         if self.even:
-            return _layout.even(sizes, self.workers.size, largest)
+            return _layout.even_layout(sizes, self.workers.size, largest)
         load = self._load.setdefault(kind, [0] * self.workers.size)
-        return _layout.whole(sizes, self.workers.size, largest, load)
+        return _layout.whole_layout(sizes, self.workers.size, largest, load)
 
     @torch.no_grad()
-    def _build(self, plan: _layout.Segment, kind: Any) -> None:
+    def _build(self, layout: _layout.BufferLayout, kind: Any) -> None:
         dtype, device = kind
-        data, everyones = self._memory(plan.size, dtype, device)
-        for index, place in plan.places.items():
-            param = self.params[index]
-            view = shaped(data[place : place + param.numel()], param)
-            view.copy_(param)
-            param.data = view
-            self._where[index] = (data, place)
-        buckets = [FlatBucket(b, *_part(b, data, everyones)) for b in plan.buckets]
-        self.segments.append(FlatSegment(plan, data, buckets))
+        data, on_ranks = self._allocate(layout.size, dtype, device)
+        self._move_into(data, layout)
+        buckets = [FlatBucket(b, *_range_of(b, data, on_ranks)) for b in layout.buckets]
+        self.buffers.append(FlatBuffer(layout, data, buckets))
         for bucket in buckets:
-            self._cut(bucket)
+            self._find_slices(bucket)
 
-    def _memory(
+    def _move_into(self, data: Tensor, layout: _layout.BufferLayout) -> None:
+        """Copy the parameters of a layout into flat memory, and make them views of it."""
+        for index, start in layout.starts.items():
+            param = self.params[index]
+            view = unflatten(data[start : start + param.numel()], param)
+            view.copy_(param)
+            # `.data` keeps the Parameter object, which the model and the optimizer refer to.
+            param.data = view
+            self._where[index] = (data, start)
+
+    def _allocate(
         self, size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, list[Tensor]]:
-        """Room for a segment: our own, and every worker's if they share a host's memory."""
-        host = self.workers.host
+        """Return memory for a buffer: our own, and every rank's if the ranks share memory."""
+        host = self.workers.shared_memory
         if host is None:
             return torch.zeros(size, dtype=dtype, device=device), []
         check_on_cpu(device)
-        everyones = host.empty(size, dtype)
-        return everyones[self.workers.rank], everyones
+        on_ranks = host.empty(size, dtype)
+        return on_ranks[self.workers.rank], on_ranks
 
-    def _cut(self, bucket: FlatBucket) -> None:
-        """Find this worker's pieces of a bucket."""
+    def _find_slices(self, bucket: FlatBucket) -> None:
+        """Find this rank's slices of parameters in a bucket."""
         rank = self.workers.rank
-        own = bucket.data[bucket.plan.cuts[rank] : bucket.plan.cuts[rank + 1]]
-        for run in bucket.plan.owned(rank):
-            piece = Piece(run.param, run.start, run.stop, own, whole=not self.even)
-            self._point(piece, own[run.offset : run.offset + run.size])
-            piece.number = len(self.pieces[run.param])
-            self.pieces[run.param].append(piece)
-            bucket.pieces.append((piece, run))
+        own = bucket.data[bucket.layout.cuts[rank] : bucket.layout.cuts[rank + 1]]
+        for place in bucket.layout.owned(rank):
+            owned = ParamSlice(place.param, place.start, place.stop, own, whole=not self.even)
+            self._point(owned, own[place.offset : place.offset + place.size])
+            owned.number = len(self.slices[place.param])
+            self.slices[place.param].append(owned)
+            bucket.slices.append((owned, place))
 
-    def _point(self, piece: Piece, flat: Tensor) -> None:
-        """Let a piece have these elements."""
-        data = shaped(flat, self.params[piece.param]) if piece.whole else flat
+    def _point(self, owned: ParamSlice, flat: Tensor) -> None:
+        """Make a slice a view of these elements; or a copy, if they are the rounded ones."""
+        data = unflatten(flat, self.params[owned.param]) if owned.whole else flat
         exact = _narrows(self.wire, data)
-        piece.data = torch.nn.Parameter(data.clone() if exact else data)
-        piece.shown = data if exact else None
+        owned.data = torch.nn.Parameter(data.clone() if exact else data)
+        owned.rounded = data if exact else None
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
         """All buckets, in about the order in which backward finishes them."""
-        for segment in self.segments:
-            yield from segment.buckets
+        for buffer in self.buffers:
+            yield from buffer.buckets
 
     def held_by(self, rank: int, members: Iterable[int]) -> list[Tensor]:
-        """What worker `rank` keeps up to date of some parameters: these, or parts of them."""
+        """Return what rank `rank` owns of some parameters: whole ones, or views of slices."""
         chosen = set(members)
         if self.workers.size == 1:
             return [self.params[i] for i in sorted(chosen)]
         return [
-            self.params[run.param]
-            if run.size == self.params[run.param].numel()
-            else flattened(self.params[run.param], self.params[run.param])[run.start : run.stop]
+            self.params[place.param]
+            if place.size == self.params[place.param].numel()
+            else flatten(self.params[place.param], self.params[place.param])[
+                place.start : place.stop
+            ]
             for bucket in self.buckets
-            for run in bucket.plan.owned(rank)
-            if run.param in chosen
+            for place in bucket.layout.owned(rank)
+            if place.param in chosen
         ]
 
     def buckets_of(self, params: Iterable[Tensor]) -> list[FlatBucket]:
-        """Those in which any of these parameters lies."""
+        """Return the buckets in which any of these parameters lies."""
         wanted = {id(param) for param in params}
         return [
             bucket
             for bucket in self.buckets
-            if any(id(self.params[run.param]) in wanted for run in bucket.plan.runs)
+            if any(id(self.params[place.param]) in wanted for place in bucket.layout.ranges)
         ]
 
     def active(self, bucket: FlatBucket) -> bool:
-        """Whether anything in the bucket is being trained."""
-        return any(self.params[run.param].requires_grad for run in bucket.plan.runs)
+        """Return whether any parameter in the bucket is trained."""
+        return any(self.params[place.param].requires_grad for place in bucket.layout.ranges)
 
     @property
     def to_step(self) -> list[FlatBucket]:
-        """The buckets in which a step may change something; first what forward wants first."""
+        """The buckets that a step may change, in about the order in which forward uses them."""
 
         def may_change(bucket: FlatBucket) -> bool:
-            params = (self.params[run.param] for run in bucket.plan.runs)
+            params = (self.params[place.param] for place in bucket.layout.ranges)
             return any(param.requires_grad or param.grad is not None for param in params)
 
         return [bucket for bucket in self.buckets if may_change(bucket)][::-1]
 
     def release(self) -> None:
-        """Forget all places (before any optimizer state is tied to them)."""
-        self.segments, self._where, self._load = [], {}, {}
-        self.pieces = [[] for _ in self.params]
+        """Forget all places. Only possible before optimizer state is tied to the slices."""
+        self.buffers, self._where, self._load = [], {}, {}
+        self.slices = [[] for _ in self.params]
 
     # -- parameters that were moved ------------------------------------------------------------
 
     @property
     def moved(self) -> bool:
-        """Whether parameters were moved or converted, so that they lie elsewhere now."""
+        """Whether `model.to(...)` or `half()` has put parameters outside of our buffers."""
         return any(
             self.params[i].data_ptr() != data.data_ptr() + place * data.element_size()
             for i, (data, place) in self._where.items()
         )
 
     @torch.no_grad()
-    def follow(self) -> list[Piece]:
-        """Lay parameters that were moved out again where they are now; pieces keep their cuts.
+    def follow(self) -> list[ParamSlice]:
+        """Build the buffers anew on the device and in the dtype that parameters have now.
 
-        Returns the pieces whose `data` is another tensor now.
+        Slices keep their ranges. Return those whose `data` is another tensor now.
         """
-        changed: list[Piece] = []
-        for segment in self.segments:
-            kinds = {(self.params[i].dtype, self.params[i].device) for i in segment.plan.places}
+        changed: list[ParamSlice] = []
+        for buffer in self.buffers:
+            kinds = {(self.params[i].dtype, self.params[i].device) for i in buffer.layout.starts}
             if len(kinds) > 1:
                 names = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
                 raise RuntimeError(
@@ -295,88 +311,87 @@ class Shards:
                     f"({names}). Move the whole model, or build the optimizer after moving."
                 )
             ((dtype, device),) = kinds
-            data, everyones = self._memory(segment.plan.size, dtype, device)
-            for index, place in segment.plan.places.items():
-                param = self.params[index]
-                view = shaped(data[place : place + param.numel()], param)
-                view.copy_(param)
-                param.data = view
-                self._where[index] = (data, place)
-            segment.data = data
-            for bucket in segment.buckets:
+            data, on_ranks = self._allocate(buffer.layout.size, dtype, device)
+            self._move_into(data, buffer.layout)
+            buffer.data = data
+            for bucket in buffer.buckets:
                 rank = self.workers.rank
-                bucket.data, bucket.everyones = _part(bucket.plan, data, everyones)
-                own = bucket.data[bucket.plan.cuts[rank] : bucket.plan.cuts[rank + 1]]
-                for piece, run in bucket.pieces:
-                    self._point(piece, own[run.offset : run.offset + run.size])
-                    changed.append(piece)
+                bucket.data, bucket.on_ranks = _range_of(bucket.layout, data, on_ranks)
+                own = bucket.data[bucket.layout.cuts[rank] : bucket.layout.cuts[rank + 1]]
+                for owned, place in bucket.slices:
+                    self._point(owned, own[place.offset : place.offset + place.size])
+                    changed.append(owned)
         return changed
 
-    # -- between gradients and pieces ----------------------------------------------------------
+    # -- between gradients and slices ----------------------------------------------------------
 
-    def gradient(self, piece: Piece) -> Tensor | None:
-        """The gradient of a piece, in the shape of its data."""
-        param = self.params[piece.param]
+    def gradient(self, owned: ParamSlice) -> Tensor | None:
+        """Return the gradient of a slice, in the shape of its data."""
+        param = self.params[owned.param]
         grad = param.grad
         if grad is None or self.workers.size == 1:
             return grad
         if isinstance(grad, ShardedGradient):
-            flat = grad.pieces[piece.number]
-            return shaped(flat, param) if piece.whole else flat
-        return grad if piece.whole else flattened(grad, param)[piece.start : piece.stop]
+            flat = grad.slices[owned.number]
+            return unflatten(flat, param) if owned.whole else flat
+        return grad if owned.whole else flatten(grad, param)[owned.start : owned.stop]
 
     # -- parameters before and after a step ----------------------------------------------------
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Where a parameter was changed from outside, the exact copies of it no longer count."""
-        for pieces in self.pieces:
-            for piece in pieces:
-                if piece.shown is not None:
-                    kept = piece.data.to(self.wire).to(piece.data.dtype) == piece.shown
-                    piece.data.copy_(torch.where(kept, piece.data, piece.shown))
+        """Update exact copies of parameters that were changed since, as by load_state_dict."""
+        for slices in self.slices:
+            for owned in slices:
+                if owned.rounded is not None:
+                    # An exact value that does not round to the parameter's is out of date.
+                    kept = owned.data.to(self.wire).to(owned.data.dtype) == owned.rounded
+                    owned.data.copy_(torch.where(kept, owned.data, owned.rounded))
 
     def note_change(self) -> None:
-        """Let autograd know that a step has changed the parameters, as it does of a plain one."""
-        params = [self.params[run.param] for b in self.to_step for run in b.plan.runs]
+        """Raise the parameters' versions: autograd then notices a backward through old values."""
+        # Other ranks' slices arrive in `data`, which does not count for the views of it.
+        params = [self.params[place.param] for b in self.to_step for place in b.layout.ranges]
         torch.autograd.graph.increment_version(params)
 
     @torch.no_grad()
-    def share(self, buckets: Sequence[FlatBucket]) -> None:
-        """Begin to send this worker's slices to the others, and to receive theirs."""
+    def start_all_gather(self, buckets: Sequence[FlatBucket]) -> None:
+        """Begin to send this rank's slices of the buckets, and to receive the other ranks'."""
         for bucket in buckets:
-            for piece, _ in bucket.pieces:
-                if piece.shown is not None:
-                    piece.shown.copy_(piece.data)
-        host = self.workers.host
-        told = None if host is None else host.barrier()
+            for owned, _ in bucket.slices:
+                if owned.rounded is not None:
+                    owned.rounded.copy_(owned.data)
+        memory = self.workers.shared_memory
+        barrier = None if memory is None else memory.barrier()  # one for all of the buckets
         for bucket in buckets:
-            if host is not None:
+            if memory is not None:
                 self._unread = True
-                bucket.sharing = Reading(bucket, self.workers.rank, told)
+                bucket.gather = SharedMemoryGather(bucket, self.workers.rank, barrier)
                 continue
             sent = bucket.data
             if _narrows(self.wire, sent):
                 sent = sent.to(self.wire)
-            works = self.workers.all_gather_slices(sent, bucket.plan.cuts)
-            bucket.sharing = Sharing(bucket.data, sent, works)
+            works = self.workers.all_gather_slices(sent, bucket.layout.cuts)
+            bucket.gather = PendingGather(bucket.data, sent, works)
 
     def wait(self) -> None:
-        """Until all parameters that the last step made are there."""
+        """Wait until all parameters of the last step have arrived."""
         for bucket in self.buckets:
             bucket.wait()
-        if self._unread and self.workers.host is not None:
+        if self._unread and self.workers.shared_memory is not None:
             self._unread = False
-            self.workers.host.barrier().wait()  # nobody changes what another still reads
+            # A rank must not change its slices while another is still reading them.
+            self.workers.shared_memory.barrier().wait()
 
 
-def _part(
-    plan: _layout.Bucket, data: Tensor, everyones: Sequence[Tensor]
+def _range_of(
+    layout: _layout.BucketLayout, data: Tensor, on_ranks: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """A bucket's part of a segment's memory, and of every worker's."""
-    start, stop = plan.start, plan.start + plan.size
-    return data[start:stop], [each[start:stop] for each in everyones]
+    """Return a bucket's range of a buffer, and of every rank's buffer."""
+    start, stop = layout.start, layout.start + layout.size
+    return data[start:stop], [each[start:stop] for each in on_ranks]
 
 
 def _narrows(wire: torch.dtype | None, tensor: Tensor) -> bool:
+    """Return whether sending a tensor as `wire` rounds it."""
     return wire is not None and tensor.is_floating_point() and tensor.itemsize > wire.itemsize

@@ -1,17 +1,19 @@
-"""Which worker keeps which elements up to date. Integers in, integers out.
+"""Which rank keeps which elements up to date. Integers in, integers out.
 
-Parameters lie one after the other in *segments*, each a flat piece of memory. A segment is cut
-into *buckets*, which travel as a whole, and a bucket into N slices, one for each worker:
+Parameters lie one after the other in *buffers*, each one flat piece of memory. A buffer is cut into
+*buckets*, which travel as a whole, and a bucket into N slices, one for each rank:
 
-    segment   | bucket                        | bucket                        |
+    buffer    | bucket                        | bucket                        |
               | slice 0 | slice 1 | ... N - 1 | slice 0 | slice 1 | ... N - 1 |
     params    | a  | b        | c                             |  d    | padding
 
-There are two layouts. *Even*: every slice of a bucket has the same size, wherever parameters
-begin and end. *Whole*: a slice holds whole parameters; they are dealt out by size, the largest
-first, and put in the order of their owners within the bucket, which then is the whole segment.
+There are two layouts:
 
-A parameter begins at a multiple of `ALIGN` elements, so that kernels find it where they like it.
+    even    all slices of a bucket have the same size, wherever parameters begin and end
+    whole   a slice holds whole parameters. They are given to ranks by size, the largest first, and
+            lie in the order of their owners. The buffer is a single bucket
+
+A parameter begins at a multiple of `ALIGN` elements, where vectorised kernels are fastest.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from functools import cached_property
 from itertools import pairwise
 
 ALIGN = 16
-BUCKET = 2**22  # elements of a bucket among few workers: 16 MiB of float32
-SMALLEST = 2**16
-SPARE = 1.125  # how far a bucket may be above its size before it is cut in two
-MANY = 16  # workers, from which on buckets grow, so that slices stay worth a message
+BUCKET = 2**22  # elements of a bucket among few ranks: 16 MiB of float32
+SMALLEST = 2**16  # elements: below this, the start of a collective costs more than its bytes
+SPARE = 1.125  # a buffer this much above the bucket size is not cut in two
+MANY = 16  # ranks, above which buckets grow, so that a slice stays worth a message
 
 
 @dataclass(frozen=True)
-class Run:
-    """Elements `start` to `stop` of a parameter, which lie at `offset` in a bucket."""
+class ParamRange:
+    """Elements `start` to `stop` of a parameter, at `offset` in a bucket (or in a slice of it)."""
 
     param: int
     start: int
@@ -44,12 +46,12 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """What travels together: slice r, from `cuts[r]` to `cuts[r + 1]`, is worker r's."""
+class BucketLayout:
+    """What travels together: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`."""
 
-    runs: tuple[Run, ...]
+    ranges: tuple[ParamRange, ...]
     cuts: tuple[int, ...]
-    start: int = 0  # within its segment
+    start: int = 0  # in its buffer
 
     @property
     def size(self) -> int:
@@ -57,25 +59,26 @@ class Bucket:
 
     @cached_property
     def even(self) -> bool:
+        """Whether all slices have the same size."""
         first = self.cuts[1] - self.cuts[0]
         return all(b - a == first for a, b in pairwise(self.cuts))
 
-    def owned(self, rank: int) -> Iterator[Run]:
-        """The runs of elements that are worker `rank`'s; offsets count from its slice."""
+    def owned(self, rank: int) -> Iterator[ParamRange]:
+        """Yield the ranges that rank `rank` owns; their offsets count from its slice."""
         low, high = self.cuts[rank], self.cuts[rank + 1]
-        for run in self.runs:
-            first, last = max(run.offset, low), min(run.offset + run.size, high)
-            if first < last:
-                at = run.start + first - run.offset
-                yield Run(run.param, at, at + last - first, first - low)
+        for each in self.ranges:
+            first, last = max(each.offset, low), min(each.offset + each.size, high)
+            if first < last:  # a parameter may begin in one rank's slice and end in another's
+                at = each.start + first - each.offset
+                yield ParamRange(each.param, at, at + last - first, first - low)
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A stretch of memory in which some parameters lie; `places` says where each begins."""
+class BufferLayout:
+    """One flat piece of memory; `starts` says where each of its parameters begins."""
 
-    places: dict[int, int]
-    buckets: tuple[Bucket, ...]
+    starts: dict[int, int]
+    buckets: tuple[BucketLayout, ...]
 
     @property
     def size(self) -> int:
@@ -83,12 +86,12 @@ class Segment:
 
 
 def bucket_size(workers: int, elements: int) -> int:
-    """How many of a model's elements travel together.
+    """Return the number of elements in a bucket, for a model of so many elements.
 
-    4 Mi, and eight times that among 1,024 workers; but a tenth of a smaller model, whose
-    buckets would otherwise hold more than sharding saves.
+    It is 4 Mi, and eight times that among 1,024 ranks; but a tenth of a smaller model, whose
+    buckets would otherwise hold more memory than sharding saves.
 
-    >>> bucket_size(4, 10**9), bucket_size(1024, 10**9) // 1024  # elements of a slice of so many
+    >>> bucket_size(4, 10**9), bucket_size(1024, 10**9) // 1024  # elements of each slice
     (4194304, 32768)
     >>> bucket_size(4, 10**6)
     100000
@@ -96,77 +99,85 @@ def bucket_size(workers: int, elements: int) -> int:
     return min(BUCKET * max(1, math.isqrt(workers // MANY)), max(elements // 10, SMALLEST))
 
 
-def even(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[Segment]:
-    """Cut parameters, given as (index, elements), into equal shares; with 0, each by itself."""
-    segments = []
-    for members in _stretches(sizes, largest):
-        places, total = _placed(members)
+def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[BufferLayout]:
+    """Cut parameters, given as (index, elements), into equal slices.
+
+    `largest` is the number of elements in a bucket; 0 puts each parameter in a buffer of its own.
+    """
+    buffers = []
+    for members in _split(sizes, largest):
+        starts, total = _place(members)
         number = math.ceil(total / (SPARE * largest)) if largest else 1
-        size = _rounded_up(-(-total // number), workers * ALIGN)
+        # Rounding the bucket up keeps its slices equal, and aligned; the rest is padding.
+        size = _round_up(-(-total // number), workers * ALIGN)
         cuts = tuple(range(0, size + 1, size // workers))
         buckets = tuple(
-            Bucket(tuple(_runs_within(members, places, start, start + size)), cuts, start)
+            BucketLayout(tuple(_ranges_within(members, starts, start, start + size)), cuts, start)
             for start in range(0, total, size)
         )
-        segments.append(Segment(places, buckets))
-    return segments
+        buffers.append(BufferLayout(starts, buckets))
+    return buffers
 
 
-def whole(
+def whole_layout(
     sizes: Sequence[tuple[int, int]], workers: int, largest: int, load: list[int]
-) -> list[Segment]:
-    """Give each parameter to one worker. `load` counts the elements that each has so far."""
+) -> list[BufferLayout]:
+    """Give each parameter to one rank.
+
+    `load` counts the elements that each rank owns so far, and is updated.
+    """
     owner: dict[int, int] = {}
+    # The largest first, each to the rank with the least so far: loads end about equal.
     for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
         owner[index] = load.index(min(load))
         load[owner[index]] += size
-    segments = []
-    for members in _stretches(sizes, largest):
+    buffers = []
+    for members in _split(sizes, largest):
         members = sorted(members, key=lambda entry: owner[entry[0]])
-        places, total = _placed(members)
+        starts, total = _place(members)
         ends = [0] * workers
         for index, size in members:
-            ends[owner[index]] = places[index] + _rounded_up(size, ALIGN)
+            ends[owner[index]] = starts[index] + _round_up(size, ALIGN)
         cuts = [0]
-        for end in ends:
+        for end in ends:  # a rank that owns nothing gets an empty slice
             cuts.append(max(cuts[-1], end))
-        runs = tuple(_runs_within(members, places, 0, total))
-        segments.append(Segment(places, (Bucket(runs, tuple(cuts)),)))
-    return segments
+        ranges = tuple(_ranges_within(members, starts, 0, total))
+        buffers.append(BufferLayout(starts, (BucketLayout(ranges, tuple(cuts)),)))
+    return buffers
 
 
-def _stretches(sizes: Sequence[tuple[int, int]], largest: int) -> Iterator[list[tuple[int, int]]]:
-    """Consecutive parameters, about `largest` elements at a time."""
-    stretch: list[tuple[int, int]] = []
+def _split(sizes: Sequence[tuple[int, int]], largest: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield consecutive parameters, about `largest` elements at a time: a buffer each."""
+    group: list[tuple[int, int]] = []
     total = 0
     for index, size in sizes:
-        if stretch and total + size > largest:
-            yield stretch
-            stretch, total = [], 0
-        stretch.append((index, size))
+        if group and total + size > largest:
+            yield group
+            group, total = [], 0
+        group.append((index, size))
         total += size
-    if stretch:
-        yield stretch
+    if group:
+        yield group
 
 
-def _placed(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
-    """Where each parameter begins, and the end of the last."""
-    places, end = {}, 0
+def _place(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
+    """Return where each parameter begins, and the end of the last one."""
+    starts, end = {}, 0
     for index, size in members:
-        places[index] = end
-        end += _rounded_up(size, ALIGN)
-    return places, max(end, ALIGN)
+        starts[index] = end
+        end += _round_up(size, ALIGN)
+    return starts, max(end, ALIGN)  # never empty: parameters may all have no elements
 
 
-def _runs_within(
-    members: Sequence[tuple[int, int]], places: dict[int, int], low: int, high: int
-) -> Iterator[Run]:
+def _ranges_within(
+    members: Sequence[tuple[int, int]], starts: dict[int, int], low: int, high: int
+) -> Iterator[ParamRange]:
     for index, size in members:
-        first, last = max(places[index], low), min(places[index] + size, high)
+        first, last = max(starts[index], low), min(starts[index] + size, high)
         if first < last:
-            at = first - places[index]
-            yield Run(index, at, at + last - first, first - low)
+            at = first - starts[index]
+            yield ParamRange(index, at, at + last - first, first - low)
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

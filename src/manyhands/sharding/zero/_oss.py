@@ -1,10 +1,10 @@
-"""The sharded optimizer: each worker updates its pieces, then all exchange what is new.
+"""The sharded optimizer: each rank updates its slices, then all ranks gather the parameters.
 
 A step, in order
-    gradients   each piece gets its part of `param.grad` (`_flat_params.py`)
-    options     learning rates and the like, as they are in `param_groups` now
-    step        of `optim`, the optimizer that the user asked for, on this worker's pieces
-    share       every worker sends its slices of the flat parameters and receives the others'
+    options     learning rates and so on are copied from `param_groups`, which schedulers change
+    gradients   each slice gets its part of `param.grad` (`_flat_params.py`)
+    step        `optim`, the optimizer that the user asked for, updates this rank's slices
+    gather      every rank sends its slices of the flat parameters and receives the other ranks'
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.wrapper import Shared, SharingOptimizer, YieldingProperty
 from manyhands.sharding._agreement import (
     Claims,
-    all_freeze_alike,
-    all_or_none,
     check_agreement,
+    check_same_frozen,
     claims_on_groups,
     claims_on_options,
+    make_on_all_ranks,
     options_of,
 )
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._elementwise import ELEMENTWISE, chosen_layout
-from manyhands.sharding.zero._flat_params import FlatBucket, Piece, Shards
+from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
 
-PARTS = 4  # of a step: the first are on their way while the others are computed
+PARTS = 4  # of a step: the first are in flight while the others are computed
 
 
 class OSS(SharingOptimizer):
@@ -66,9 +66,9 @@ class OSS(SharingOptimizer):
             rounded values; the exact ones stay with their owners. (With `shared_memory` nothing is
             sent, or rounded.) They are not in state dicts: a resumed run begins with the rounded.
         force_broadcast_object: accepted for fairscale's callers; no objects are sent.
-        layout: "even" cuts parameters anywhere, into equal shares, for optimizers that work
-            element by element; "whole" leaves each with one worker. By default what `optim`
-            needs; see `.layout`.
+        layout: "even" cuts parameters anywhere, into equal slices, for optimizers that work
+            element by element; "whole" leaves each parameter with one worker. The default is what
+            `optim` needs; see `.layout`.
         shared_memory: for workers of one host, on the CPU: they read gradients and parameters
             from each other's memory, and nothing is sent. Half the CPU time of sending, or less.
         bucket_size: elements that travel together; by default 4 Mi, more among many workers, and
@@ -88,10 +88,10 @@ class OSS(SharingOptimizer):
 
     optim = Shared[Any]()
     _overlap = Shared[bool]()
-    _begun = Shared[bool]()  # whether there is state that pieces are tied to
+    _begun = Shared[bool]()  # whether there is optimizer state, which is tied to slices
     _consolidated = Shared[dict[int, dict[str, Any]] | None]()
-    _for_later = Shared[dict[int, dict[str, Any]]]()  # loaded state of frozen parameters
-    _listener = Shared[Callable[[], Any]]()
+    _pending_state = Shared[dict[int, dict[str, Any]]]()  # loaded state of frozen parameters
+    _reducer_ref = Shared[Callable[[], Any]]()  # a weak reference to the module's Reducer
 
     def __init__(
         self,
@@ -140,16 +140,16 @@ class OSS(SharingOptimizer):
         self._given = dict(defaults)
         self._group = group
         self.rank, self.world_size = self._workers.rank, self._workers.size
-        self.global_rank, self.backend = _place_among_all(group, self.rank)
+        self.global_rank, self.backend = _global_rank(group, self.rank)
         self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
-        self._listener = lambda: None
+        self._reducer_ref = lambda: None
         self._overlap = False
         self._begun = False
         self._consolidated = None
-        self._for_later = {}
+        self._pending_state = {}
         self.optim = None
-        # Comes to add_param_group. Which arguments are defaults of groups, `optim` will say.
+        # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
         super().__init__(params, {})
         options = [{**defaults, **options_of(params)} for params in self.param_groups]
         alone = self._workers.size == 1
@@ -166,15 +166,15 @@ class OSS(SharingOptimizer):
             "values of optim": optim.__name__,
             "values of broadcast_fp16": broadcast_fp16,
         }
-        self._check_workers_agree({**facts, **claims_on_groups(self.param_groups)})
+        self._check_ranks_agree({**facts, **claims_on_groups(self.param_groups)})
         for group_of_params in self.param_groups:
             self._shards.extend(group_of_params["params"])
         self._shards.lay_out()
-        self.optim = self._made()
+        self.optim = self._make_optimizer()
         self.defaults = self.optim.defaults
         for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _copy_options(inner, outer)
-        self._check_workers_agree(claims_on_options(self.param_groups, self.defaults))
+        self._check_ranks_agree(claims_on_options(self.param_groups, self.defaults))
 
     @YieldingProperty
     def group(self) -> Any:
@@ -183,8 +183,8 @@ class OSS(SharingOptimizer):
 
     @YieldingProperty
     def _reducer(self) -> Any:
-        """Of a ShardedDataParallel, while there is one."""
-        return self._listener()
+        """The reducer of our ShardedDataParallel, while there is one."""
+        return self._reducer_ref()
 
     def __repr__(self) -> str:
         size = self._workers.size
@@ -193,19 +193,19 @@ class OSS(SharingOptimizer):
 
     # -- the inner optimizer -------------------------------------------------------------------
 
-    def _made(self) -> Optimizer:
-        """The inner optimizer, new."""
+    def _make_optimizer(self) -> Optimizer:
+        """Return a new inner optimizer for this rank's slices."""
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
-        return all_or_none(self._workers, lambda: self._kind(groups, **self._given))
+        return make_on_all_ranks(self._workers, lambda: self._kind(groups, **self._given))
 
     def _inner_group(self, index: int) -> dict[str, Any]:
-        """A parameter group's options, with this worker's pieces of its parameters."""
-        members = self._members(index)
-        pieces = [piece.data for i in members for piece in self._shards.pieces[i]]
-        return {**options_of(self.param_groups[index]), "params": pieces}
+        """Return a parameter group's options, with this rank's slices of its parameters."""
+        members = self._param_indices(index)
+        slices = [owned.data for i in members for owned in self._shards.slices[i]]
+        return {**options_of(self.param_groups[index]), "params": slices}
 
-    def _members(self, index: int) -> range:
-        """Which parameters are those of a group, counted through all groups."""
+    def _param_indices(self, index: int) -> range:
+        """Return the indices of a group's parameters, counted through all groups."""
         sizes = [len(group["params"]) for group in self.param_groups]
         first = sum(sizes[:index])
         return range(first, first + sizes[index])
@@ -225,7 +225,7 @@ class OSS(SharingOptimizer):
             added, place = self.param_groups[-1:], len(self.param_groups) - 1
             claims = claims_on_groups(added, first=place)
             claims.update(claims_on_options(added, self.defaults, first=place))
-            self._check_workers_agree(claims)
+            self._check_ranks_agree(claims)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -237,63 +237,69 @@ class OSS(SharingOptimizer):
         self._replace_pieces()
 
     def refresh_trainable(self) -> None:
-        """Take in parameters that have thawed since. `step` does so by itself."""
+        """Lay out parameters that have thawed since. `step` calls this by itself."""
         if self._shards.missing:
             trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
-            all_freeze_alike(self._workers, trained)
+            check_same_frozen(self._workers, trained)
             new = self._shards.lay_out()
             self._replace_pieces()
             self._begin_state_of(new)
 
-    def _begin_state_of(self, pieces: Sequence[Piece]) -> None:
-        """State of parameters that thaw: what was loaded, or what the optimizer begins with."""
-        begun = self._made().state  # some optimizers make theirs when they are made
-        for piece in pieces:
-            loaded = self._for_later.get(piece.param)
+    def _begin_state_of(self, slices: Sequence[ParamSlice]) -> None:
+        """Give thawed parameters their state: the loaded one, or the optimizer's initial one."""
+        begun = self._make_optimizer().state  # Adagrad makes its state when it is made
+        for owned in slices:
+            loaded = self._pending_state.get(owned.param)
             if loaded is not None:
-                param = self._shards.params[piece.param]
-                part = _state.part_of(loaded, piece, param)
-                self.optim.state[piece.data] = {
-                    name: _state.placed(value, value, piece.data) for name, value in part.items()
+                param = self._shards.params[owned.param]
+                part = _state.slice_state(loaded, owned, param)
+                self.optim.state[owned.data] = {
+                    name: _state.move_state(value, value, owned.data)
+                    for name, value in part.items()
                 }
-            elif piece.data in begun:
-                self.optim.state[piece.data] = begun[piece.data]
-        for piece in pieces:
-            self._for_later.pop(piece.param, None)
+            elif owned.data in begun:
+                self.optim.state[owned.data] = begun[owned.data]
+        for owned in slices:
+            self._pending_state.pop(owned.param, None)
 
     def _replace_pieces(self) -> None:
-        """Let the inner optimizer's groups hold the pieces that there are now."""
+        """Put the present slices into the inner optimizer's groups."""
         for index, inner in enumerate(self.optim.param_groups):
             inner["params"] = self._inner_group(index)["params"]
         if self._reducer is not None:
             self._reducer.cover()
 
     def _follow_moved(self) -> None:
-        """The model was moved or converted: our memory, and the state, go after it."""
-        before = [piece.data for pieces in self._shards.pieces for piece in pieces]
+        """Follow a model that was moved or converted, with our memory and the state."""
+        before = [owned.data for slices in self._shards.slices for owned in slices]
         self._shards.follow()
-        after = [piece.data for pieces in self._shards.pieces for piece in pieces]
+        after = [owned.data for slices in self._shards.slices for owned in slices]
         for old, new in zip(before, after, strict=True):
             if old in self.optim.state:
                 state = self.optim.state.pop(old)
-                self.optim.state[new] = {k: _state.placed(v, old, new) for k, v in state.items()}
+                self.optim.state[new] = {
+                    k: _state.move_state(v, old, new) for k, v in state.items()
+                }
         self._replace_pieces()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """For each worker the parameter groups with what it keeps up to date.
+        """Return for each rank the parameter groups with what it keeps up to date.
 
-        Whole parameters, or (as views) those parts of them that are the worker's.
+        These are whole parameters, or views of a rank's slices of them.
         """
         return [
             [
-                {**options_of(group), "params": self._shards.held_by(rank, self._members(index))}
+                {
+                    **options_of(group),
+                    "params": self._shards.held_by(rank, self._param_indices(index)),
+                }
                 for index, group in enumerate(self.param_groups)
             ]
             for rank in range(self._workers.size)
         ]
 
     def _bucket_size(self, elements: int) -> None:
-        """Lay the parameters out again in buckets of that size; before the first step only."""
+        """Lay the parameters out again in buckets of that size. Only before the first step."""
         if elements == self._shards.largest or self._workers.size == 1:
             return
         if self._begun:
@@ -304,14 +310,14 @@ class OSS(SharingOptimizer):
         self._shards.largest = elements
         self._shards.release()
         self._shards.lay_out()
-        self.optim = self._made()
+        self.optim = self._make_optimizer()
 
     # -- a step --------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters: this worker's pieces by `optim`, then everybody's everywhere.
+        """Update the parameters: `optim` updates this rank's slices, then all are gathered.
 
-        A `closure` is run once before, and its loss returned.
+        A `closure` is called once before, and its loss returned.
         """
         self._consolidated, self._begun = None, True
         self._prepare()
@@ -326,9 +332,9 @@ class OSS(SharingOptimizer):
                     result = closure()
             self.join_in()
             for buckets in self._parts():
-                with self._gradients_on_pieces(buckets):
+                with self._gradients_on_slices(buckets):
                     self.optim.step(**kwargs)
-                self._shards.share(buckets)  # while the next part steps
+                self._shards.start_all_gather(buckets)  # in flight while the next part steps
             self._shards.note_change()
             if self._reducer is not None:
                 self._reducer.stepped(self._shards)
@@ -340,13 +346,13 @@ class OSS(SharingOptimizer):
 
     @property
     def shards_state(self) -> bool:
-        """Whether this worker has only a part of the state: whether there are others."""
+        """Whether this rank has only a shard of the state, because there are other ranks."""
         return self._workers.size > 1
 
     def join_in(self) -> None:
-        """Take part in averaging gradients for which this worker has had no backward pass.
+        """Take part in averaging gradients, if this rank has had no backward pass for them.
 
-        `step` does so by itself; with every worker's gradients averaged it does nothing.
+        `step` calls this by itself. If the gradients are averaged already it does nothing.
         """
         if self._reducer is not None:
             self.refresh_trainable()
@@ -359,11 +365,11 @@ class OSS(SharingOptimizer):
             self._reducer.stepped(self._shards)
 
     def wait(self) -> None:
-        """Until this worker has all of the parameters that the last step made."""
+        """Wait until this rank has all parameters of the last step."""
         self._shards.wait()
 
     def _prepare(self) -> None:
-        """Before a step: parameters may have thawed, moved, or been overwritten."""
+        """Notice that parameters have thawed, were moved, or were overwritten."""
         self.wait()
         self.refresh_trainable()
         if self._shards.moved:
@@ -371,25 +377,27 @@ class OSS(SharingOptimizer):
         self._shards.take_changes()
 
     def _parts(self) -> list[list[FlatBucket]]:
-        """What to step together: all, for an optimizer that might count its calls of `step`."""
+        """Return the buckets to step together: all of them, if calls of `step` may be counted."""
         buckets, optim = self._shards.to_step, self.optim
+        # A step hook, or an optimizer that we do not know, would notice several calls per step.
         hooks = optim._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         counts = type(optim) not in ELEMENTWISE or hooks or _global_optimizer_post_hooks
-        if counts or optim._optimizer_step_post_hooks or self._workers.host is not None:
+        if counts or optim._optimizer_step_post_hooks or self._workers.shared_memory is not None:
             return [buckets]
         size = max(-(-len(buckets) // PARTS), 1)
         return [buckets[i : i + size] for i in range(0, len(buckets), size)]
 
     @contextmanager
-    def _gradients_on_pieces(self, buckets: Iterable[FlatBucket]) -> Iterator[None]:
-        pieces = [piece for bucket in buckets for piece, _ in bucket.pieces]
+    def _gradients_on_slices(self, buckets: Iterable[FlatBucket]) -> Iterator[None]:
+        """Set the gradients of the slices in these buckets, for the length of a step."""
+        slices = [owned for bucket in buckets for owned, _ in bucket.slices]
         try:
-            for piece in pieces:
-                piece.data.grad = self._shards.gradient(piece)
+            for owned in slices:
+                owned.data.grad = self._shards.gradient(owned)
             yield
         finally:
-            for piece in pieces:
-                piece.data.grad = None
+            for owned in slices:
+                owned.data.grad = None
 
     def clip_grad_norm(
         self,
@@ -397,9 +405,9 @@ class OSS(SharingOptimizer):
         norm_type: float = 2.0,
         filter_params_fn: Callable[[list[Tensor]], Iterable[Tensor]] | None = None,
     ) -> Tensor:
-        """Scale the gradients down to a norm of at most `max_norm`; returns the norm they had.
+        """Scale the gradients down to a norm of at most `max_norm`; return the norm they had.
 
-        To be called on every worker, between `backward` and `step`. `filter_params_fn` takes
+        Call it on every worker, between `backward` and `step`. `filter_params_fn` takes
         the list of parameters and returns those to be clipped, together.
         """
         params = self._shards.params
@@ -413,7 +421,7 @@ class OSS(SharingOptimizer):
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Collect the whole state on one worker (or, with -1, on all), for `state_dict`.
 
-        To be called on every worker. Tensors come to the CPU.
+        Call it on every worker. The collected tensors are on the CPU.
         """
         size = self._workers.size
         if not -1 <= recipient_rank < size:
@@ -423,14 +431,16 @@ class OSS(SharingOptimizer):
             )
         if size > 1:
             self.wait()
-            state = _state.collected(self._shards, self.optim, self._for_later, recipient_rank)
+            state = _state.collect_state(
+                self._shards, self.optim, self._pending_state, recipient_rank
+            )
             here = recipient_rank in (-1, self._workers.rank)
             self._consolidated = state if here else None
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The plain optimizer's state dict, after `consolidate_state_dict` on this worker.
 
-        With `all_ranks`, collects it on all of them first; to be called on every worker.
+        With `all_ranks`, collect it on all workers first; then call this on every worker.
         """
         if self._workers.size == 1:
             return super().state_dict()
@@ -438,14 +448,14 @@ class OSS(SharingOptimizer):
             self.consolidate_state_dict(recipient_rank=-1)
         if self._consolidated is None:
             raise RuntimeError(
-                f"worker {self._workers.rank} has only its share of the optimizer's state, as of "
+                f"worker {self._workers.rank} has only its shard of the optimizer's state, as of "
                 "the last step. Call consolidate_state_dict() on every worker before "
                 "state_dict() on the recipient (rank 0, unless you name another)."
             )
         groups = [
             {
                 **{k: v for k, v in group.items() if k != "params"},
-                "params": list(self._members(index)),
+                "params": list(self._param_indices(index)),
             }
             for index, group in enumerate(self.param_groups)
         ]
@@ -453,19 +463,19 @@ class OSS(SharingOptimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a plain optimizer's state dict, or a consolidated one; on every worker.
+        """Load a plain optimizer's state dict, or a consolidated one; call it on every worker.
 
-        Each takes its share of it. The dict is left as it is.
+        Each worker copies its shard. The dict itself is not changed.
         """
         self._prepare()
-        _state.check(state_dict, self.param_groups, self._shards)
+        _state.check_state_dict(state_dict, self.param_groups, self._shards)
         for_later = {
             number: copy.deepcopy(state_dict["state"][key])
             for number, key in enumerate(k for g in state_dict["param_groups"] for k in g["params"])
-            if key in state_dict["state"] and number in self._shards.unplaced
+            if key in state_dict["state"] and number in self._shards.without_slices
         }
         self._continue_from(
-            _state.share_of(state_dict, self.param_groups, self._shards)
+            _state.shard_state_dict(state_dict, self.param_groups, self._shards)
             if self._workers.size > 1
             else copy.deepcopy(dict(state_dict)),
             for_later,
@@ -474,14 +484,14 @@ class OSS(SharingOptimizer):
 
     def _continue_from(
         self,
-        share: dict[str, Any],
+        shard: dict[str, Any],
         for_later: dict[int, dict[str, Any]],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Take this worker's `share` of a state, as the inner optimizer's state dict."""
-        self.optim.load_state_dict(share)
+        """Load this rank's `shard` of a state, in the form of the inner optimizer's state dict."""
+        self.optim.load_state_dict(shard)
         self._consolidated, self._begun = None, True
-        self._for_later = for_later
+        self._pending_state = for_later
         for group, loaded in zip(self.param_groups, groups, strict=True):
             _copy_options(copy.deepcopy(options_of(loaded)), group)
             if "param_names" in loaded:
@@ -489,23 +499,23 @@ class OSS(SharingOptimizer):
 
     @property
     def state(self) -> Any:
-        """The state of this worker's pieces."""
+        """The state of this rank's slices."""
         return {} if self.optim is None else self.optim.state
 
     @state.setter
     def state(self, value: Any) -> None:
-        """torch's constructor brings an empty one."""
+        """Ignore the empty state that torch's constructor sets."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
-    def _check_workers_agree(self, claims: Claims) -> None:
+    def _check_ranks_agree(self, claims: Claims) -> None:
         if self._workers.size > 1:
             check_agreement(self._workers, claims)
 
 
-def _place_among_all(group: Any, rank: int) -> tuple[int, str | None]:
-    """The rank among all processes, and the name of the group's backend, if there is a group."""
+def _global_rank(group: Any, rank: int) -> tuple[int, str | None]:
+    """Return the rank among all processes, and the name of the group's backend, if any."""
     if not (dist.is_available() and dist.is_initialized()):
         return rank, None
     if group is not None and not isinstance(group, dist.ProcessGroup):

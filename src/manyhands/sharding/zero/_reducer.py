@@ -1,18 +1,18 @@
 """Gradients on their way: filled into buckets, sent to their owners, averaged there.
 
 Within a backward pass
-    arrived    a gradient is complete. Its runs are copied into their buckets (or, where a bucket
-               lies inside one gradient, are the bucket), and `param.grad` is let go
-    launch     a full bucket is sent, in an order that is the same on every worker
-    land       what the workers sent for our slice is there, and its mean is taken
-    close      the pass is over: what did not arrive counts as zero; the rest is sent, landed,
-               and put into `param.grad` as a `ShardedGradient`
+    arrived    a gradient is complete. It is copied into its buckets (or, if a bucket lies inside
+               it, becomes the bucket), and `param.grad` is dropped
+    launch     a full bucket is sent, in an order that is the same on every rank
+    finish     the other ranks' data for our slice have arrived, and its mean is computed
+    close      the pass is over: a gradient that did not arrive counts as zero. The remaining
+               buckets are sent and finished, and the means become `param.grad`
 
 Tensors we hold, and when
-    filling    per bucket: what will be sent, from the first gradient to `land`
-    slices     per bucket: the mean of our slice, from `land`; lives on in `param.grad.pieces`
+    filling    per bucket: what will be sent, from its first gradient until it is finished
+    mean       per bucket: the mean of our slice, from then on; lives on in `param.grad.slices`
 
-Inside `no_sync()` gradients stay where autograd puts them: in `param.grad`, or, where there is a
+Inside `no_sync()` gradients stay where autograd puts them: in `param.grad`, or, if there is a
 sharded gradient already, in its `local`. The next pass outside sends the sum.
 """
 
@@ -28,58 +28,65 @@ import torch
 from torch import Tensor
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.flat import flattened
-from manyhands._core.ranks import PendingReduceScatter, RankGroup
+from manyhands._core.flat import flatten
+from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.shared_memory import SharedMemoryReduceScatter
-from manyhands.sharding._agreement import all_freeze_alike
+from manyhands._core.slices import PendingReduceScatter
+from manyhands.sharding._agreement import check_same_frozen
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
-from manyhands.sharding.zero._layout import Run
+from manyhands.sharding.zero._layout import ParamRange
 
-IN_FLIGHT = 1  # buckets under way while the next fills: each is memory, and more did not pay
+IN_FLIGHT = 1  # buckets under way while the next one fills: more cost memory and saved no time
 
 
-class _Outgoing:
-    """One bucket of gradients in one pass."""
+class _GradientBucket:
+    """One bucket of gradients, filled and sent once in each pass."""
 
     def __init__(
-        self, place: int, shards: Shards, flat: FlatBucket, params: dict[int, int]
+        self, index: int, shards: Shards, flat: FlatBucket, params: dict[int, int]
     ) -> None:
-        self.place, self.flat = place, flat
-        self.runs = [(params[id(shards.params[run.param])], run) for run in flat.plan.runs]
-        self.owned = [
-            (params[id(shards.params[run.param])], run)
-            for run in flat.plan.owned(shards.workers.rank)
+        self.index, self.flat = index, flat
+        self.ranges = [
+            (params[id(shards.params[place.param])], place) for place in flat.layout.ranges
         ]
-        self.needed = sum(shards.params[run.param].requires_grad for run in flat.plan.runs)
+        self.owned = [
+            (params[id(shards.params[place.param])], place)
+            for place in flat.layout.owned(shards.workers.rank)
+        ]
+        self.needed = sum(shards.params[place.param].requires_grad for place in flat.layout.ranges)
         self.clear()
 
     def clear(self) -> None:
-        self.waiting = self.needed
+        """Forget the pass that was."""
+        self.waiting = self.needed  # gradients that have not arrived
         self.filling: Tensor | None = None
-        self.copied = False
-        self.exchange: PendingReduceScatter | SharedMemoryReduceScatter | None = None
-        self.slice: Tensor | None = None
+        self.copied = False  # whether `filling` is a buffer of ours, and not a view of a gradient
+        self.pending: PendingReduceScatter | SharedMemoryReduceScatter | None = None
+        self.mean: Tensor | None = None
 
-    def fill(self, run: Run, grad: Tensor | None, dtype: torch.dtype, buffers: _Buffers) -> None:
-        """Take in a run of a gradient, given flat; or of zeros."""
-        plan, data = self.flat.plan, self.flat.data
+    def fill(
+        self, place: ParamRange, grad: Tensor | None, dtype: torch.dtype, buffers: _SendBuffers
+    ) -> None:
+        """Copy a range of a flat gradient into the bucket; or zeros, if `grad` is None."""
+        layout, data = self.flat.layout, self.flat.data
         self.waiting -= 1
-        if grad is not None and run.size == plan.size:  # the bucket lies inside it: no copy
-            self.filling = grad[run.start : run.stop].to(dtype)
+        if grad is not None and place.size == layout.size:
+            # The bucket lies inside this gradient: no copy.
+            self.filling = grad[place.start : place.stop].to(dtype)
             return
         self.copied = True
         if self.filling is None:
-            self.filling = buffers.take(plan.size, dtype, data.device)
-        place = self.filling[run.offset : run.offset + run.size]
+            self.filling = buffers.take(layout.size, dtype, data.device)
+        target = self.filling[place.offset : place.offset + place.size]
         if grad is None:
-            place.zero_()
+            target.zero_()
         else:
-            place.copy_(grad[run.start : run.stop])
+            target.copy_(grad[place.start : place.stop])
 
 
-class _Buffers:
-    """Memory for buckets to be sent: the last one lives on, for memory that is new costs time."""
+class _SendBuffers:
+    """Memory for buckets to be sent. The last one is kept, because new memory costs page faults."""
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
@@ -97,9 +104,9 @@ class _Buffers:
 class Reducer:
     """Averages the gradients of some optimizers' parameters during backward.
 
-    `synchronised()` is asked whether a pass is to be averaged; `wire` is the type in which
-    gradients travel, by default their own. `finish` is called at the end of each averaged pass,
-    by workers that only joined in, too.
+    At the beginning of each pass `synchronised()` says whether it will be averaged. `wire` is the
+    type in which gradients travel, by default their own. `after_pass` is called at the end of each
+    averaged pass, also on ranks that took part without a backward of their own.
     """
 
     def __init__(
@@ -108,79 +115,79 @@ class Reducer:
         workers: RankGroup,
         synchronised: Callable[[], bool],
         wire: torch.dtype | None,
-        finish: Callable[[], None] = lambda: None,
+        after_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers = workers
         self._all_shards = list(shards)
         self._synchronised = synchronised
         self._wire = wire
-        self._finish = finish
+        self._after_pass = after_pass
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks)
-        me = weakref.proxy(self)  # no cycle: dropping the module drops the hooks
-        # Ours queues its end once, and so comes before the measurement of the mean gradient.
+        me = weakref.proxy(self)  # no reference cycle: dropping the module drops the hooks at once
+        # `early`: gradients are averaged before a scaling rule measures their mean.
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
         self._order: list[int] | None = None
-        self._flying: deque[_Outgoing] = deque()
-        self._buffers = _Buffers()
+        self._in_flight: deque[_GradientBucket] = deque()
+        self._buffers = _SendBuffers()
         self._one_at_a_time = threading.Lock()
-        self._fresh: set[Shards] = set()  # whose gradients have been averaged since their step
+        self._averaged: set[Shards] = set()  # since their last step
         self.cover()
 
     def cover(self) -> None:
-        """Listen to the parameters that are being trained now."""
+        """Hook the parameters that are trained now, and lay out their buckets."""
         _remove(self._hooks)
         self.params = [p for shards in self._all_shards for p in shards.params]
         numbers = {id(param): number for number, param in enumerate(self.params)}
         flats = [(s, flat) for s in self._all_shards for flat in s.buckets if s.active(flat)]
-        self._buckets = [_Outgoing(i, *pair, numbers) for i, pair in enumerate(flats)]
-        self._places: list[list[tuple[_Outgoing, Run]]] = [[] for _ in self.params]
+        self._buckets = [_GradientBucket(i, *pair, numbers) for i, pair in enumerate(flats)]
+        self._places: list[list[tuple[_GradientBucket, ParamRange]]] = [[] for _ in self.params]
         for bucket in self._buckets:
-            for number, run in bucket.runs:
-                self._places[number].append((bucket, run))
+            for number, place in bucket.ranges:
+                self._places[number].append((bucket, place))
         self._trained = [p.requires_grad for p in self.params]
         self._expected = sum(
             bool(t and p) for t, p in zip(self._trained, self._places, strict=True)
         )
-        listener = weakref.ref(self)
+        listener = weakref.ref(self)  # hooks must not keep the reducer alive
         for number, param in enumerate(self.params):
             if param.requires_grad and self._places[number]:
-                hook = _listening(listener, number)
+                hook = _make_hook(listener, number)
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
-        if self.workers.host is not None and self._buckets:
-            sizes = ((b.flat.plan.size, self._wire or b.flat.data.dtype) for b in self._buckets)
+        if self.workers.shared_memory is not None and self._buckets:
+            sizes = ((b.flat.layout.size, self._wire or b.flat.data.dtype) for b in self._buckets)
             largest = max(size * dtype.itemsize for size, dtype in sizes)
-            self.workers.host.make_room(largest, IN_FLIGHT)
+            self.workers.shared_memory.make_ring(largest, IN_FLIGHT)
         self._order = None
         self._start_over()
 
     @property
     def trained_changed(self) -> bool:
-        """Whether parameters were frozen or have thawed since `cover`."""
+        """Whether parameters were frozen or thawed since `cover`."""
         return [p.requires_grad for p in self.params] != self._trained
 
     def follow_trained(self) -> None:
-        """Lay the buckets out anew if parameters were frozen or have thawed; on every worker."""
+        """Lay the buckets out anew if parameters were frozen or thawed; on every rank."""
         if self.trained_changed:
-            all_freeze_alike(self.workers, [param.requires_grad for param in self.params])
+            check_same_frozen(self.workers, [param.requires_grad for param in self.params])
             self.cover()
 
     def _start_over(self) -> None:
-        while (
-            self._flying
-        ):  # of a pass that an error ended: it must not be taken for the next one's
-            self._land()
-        self._arrived: set[int] = set()
-        self._before: dict[int, ShardedGradient] = {}
-        self._next = 0
-        self._finished: list[int] = []
+        # A pass that raised an error may have left buckets in flight. Receive them now: the next
+        # pass must not take them for its own.
+        while self._in_flight:
+            self._finish_oldest()
+        self._arrived: set[int] = set()  # parameters whose gradient of this pass was taken
+        self._before: dict[int, ShardedGradient] = {}  # gradients of earlier passes, to be added
+        self._next = 0  # the turn of the bucket to send next
+        self._filled: list[int] = []  # buckets in the order in which they were full
         for bucket in self._buckets:
             bucket.clear()
 
     # -- one backward pass ---------------------------------------------------------------------
 
     def arrived(self, number: int) -> None:
-        """A parameter's gradient of this pass is complete."""
+        """Take the gradient of a parameter, which is complete now. Called in a hook."""
         task = current_task()
         if task != self._passes.task:
             self._passes.enter(task)
@@ -188,7 +195,7 @@ class Reducer:
             if self._averaging and not self._passes.nested:
                 self._take(number)
                 self._launch_full()
-            elif self._averaging and number in self._arrived:
+            elif self._averaging and number in self._arrived:  # again, within a nested pass
                 self._note_arrival(number)  # raises
 
     def _begin(self) -> None:
@@ -200,20 +207,20 @@ class Reducer:
             self._close()
 
     def _take(self, number: int) -> None:
-        """Bring a gradient into its buckets, and let it go."""
+        """Copy a gradient into its buckets, and drop it."""
         param = self.params[number]
         grad = param.grad
         if isinstance(grad, ShardedGradient):
             before = self._before[number] = grad
-            grad, before.local = before.local, None
+            grad, before.local = before.local, None  # of this pass, and of those in no_sync()
         if grad is not None:
             self._note_arrival(number)
         param.grad = None
-        flat = None if grad is None else flattened(grad, param)
-        for bucket, run in self._places[number]:
-            bucket.fill(run, flat, self._wire or param.dtype, self._buffers)
+        flat = None if grad is None else flatten(grad, param)
+        for bucket, place in self._places[number]:
+            bucket.fill(place, flat, self._wire or param.dtype, self._buffers)
             if not bucket.waiting:
-                self._finished.append(bucket.place)
+                self._filled.append(bucket.index)
 
     def _note_arrival(self, number: int) -> None:
         if number in self._arrived:
@@ -225,68 +232,73 @@ class Reducer:
         self._arrived.add(number)
 
     def _launch_full(self) -> None:
-        """Send the full buckets whose turn it is."""
+        """Send full buckets, but none before its turn: collectives need one order on all ranks."""
         while self._next < len(self._buckets) and not self._turn(self._next).waiting:
             self._launch(self._turn(self._next))
 
-    def _turn(self, place: int) -> _Outgoing:
-        return self._buckets[place if self._order is None else self._order[place]]
+    def _turn(self, turn: int) -> _GradientBucket:
+        """Return the bucket whose turn it is; in the first pass the order is that of the layout."""
+        return self._buckets[turn if self._order is None else self._order[turn]]
 
-    def _launch(self, bucket: _Outgoing) -> None:
-        while len(self._flying) >= IN_FLIGHT:
-            self._land()
+    def _launch(self, bucket: _GradientBucket) -> None:
+        """Begin to send a bucket."""
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._finish_oldest()
         assert bucket.filling is not None
-        bucket.exchange = self.workers.reduce_scatter_slices(bucket.filling, bucket.flat.plan.cuts)
+        bucket.pending = self.workers.reduce_scatter_slices(bucket.filling, bucket.flat.layout.cuts)
         bucket.filling = None
-        self._flying.append(bucket)
+        self._in_flight.append(bucket)
         self._next += 1
 
-    def _land(self) -> None:
-        bucket = self._flying.popleft()
-        assert bucket.exchange is not None
-        bucket.slice = bucket.exchange.mean(self.workers.size, bucket.flat.data.dtype)
-        if bucket.copied:
-            self._buffers.give_back(bucket.exchange.sent)
-        bucket.exchange = None
+    def _finish_oldest(self) -> None:
+        """Wait for the bucket that was sent first, and compute the mean of our slice."""
+        bucket = self._in_flight.popleft()
+        assert bucket.pending is not None
+        bucket.mean = bucket.pending.mean(self.workers.size, bucket.flat.data.dtype)
+        if bucket.copied:  # or else it is a view of a gradient, and not ours to keep
+            self._buffers.give_back(bucket.pending.sent)
+        bucket.pending = None
 
     # -- the end of a pass ---------------------------------------------------------------------
 
     @torch.no_grad()
     def _close(self) -> None:
-        """Send what is left, with zeros for what did not come, and hand out the means."""
+        """Send the remaining buckets, with zeros for missing gradients, and set the means."""
         for number, trained in enumerate(self._trained):
             if trained and self._places[number] and number not in self._arrived:
                 self._take(number)
         while self._next < len(self._buckets):
             self._launch(self._turn(self._next))
-        used = self._tell_used()  # after the buckets, as on workers that have sent all of theirs
-        while self._flying:
-            self._land()
-        pieces: list[list[tuple[Tensor, int]]] = [[] for _ in self.params]
+        # After the buckets: the same order of collectives on every rank, whatever was used there.
+        used = self._start_finding_used()
+        while self._in_flight:
+            self._finish_oldest()
+        slices: list[list[tuple[Tensor, int]]] = [[] for _ in self.params]
         for bucket in self._buckets:
-            assert bucket.slice is not None
-            for number, run in bucket.owned:
-                mean = bucket.slice[run.offset : run.offset + run.size]
-                pieces[number].append((mean, run.start))
-            bucket.slice = None
+            assert bucket.mean is not None
+            for number, place in bucket.owned:
+                mean = bucket.mean[place.offset : place.offset + place.size]
+                slices[number].append((mean, place.start))
+            bucket.mean = None
         for number in self._used(used):
-            self._hand_out(number, pieces[number])
+            self._set_gradient(number, slices[number])
         if self._order is None:
             self._agree_on_order()
-        self._finish()
-        self._fresh.update(self._all_shards)
+        self._after_pass()
+        self._averaged.update(self._all_shards)
         self._start_over()
 
-    def _hand_out(self, number: int, pieces: list[tuple[Tensor, int]]) -> None:
+    def _set_gradient(self, number: int, slices: list[tuple[Tensor, int]]) -> None:
+        """Set `param.grad` to the mean, plus what earlier passes left."""
         param, before = self.params[number], self._before.get(number)
-        grad = ShardedGradient(param, [p for p, _ in pieces], [start for _, start in pieces])
+        grad = ShardedGradient(param, [p for p, _ in slices], [start for _, start in slices])
         if before is not None:
-            for piece, earlier in zip(grad.pieces, before.pieces, strict=True):
-                piece.add_(earlier)
+            for owned, earlier in zip(grad.slices, before.slices, strict=True):
+                owned.add_(earlier)
         param.grad = grad
 
-    def _tell_used(self) -> Tensor:
-        """Begin to find out which parameters any worker has used."""
+    def _start_finding_used(self) -> Tensor:
+        """Begin to find out which parameters were used on any rank, as a flag for each."""
         device = self.params[0].device
         if len(self._arrived) == self._expected:
             used = torch.ones(len(self.params), dtype=torch.uint8, device=device)
@@ -294,55 +306,59 @@ class Reducer:
             used = torch.zeros(len(self.params), dtype=torch.uint8)
             used[list(self._arrived)] = 1
             used = used.to(device)
-        self._told = self.workers.start_all_reduce_max(used)
+        self._used_work = self.workers.start_all_reduce_max(used)
         return used
 
     def _used(self, used: Tensor) -> list[int]:
-        """Parameters that have a gradient after this pass. (Asks the device only if needed.)"""
-        self._told.wait()
+        """Return the parameters that have a gradient after this pass.
+
+        Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
+        """
+        self._used_work.wait()
         here = [n for n, trained in enumerate(self._trained) if trained and self._places[n]]
         if len(self._arrived) == self._expected:
             return here
         flags = used.tolist()
-        for number in here:  # an earlier pass's gradient, of a parameter that nobody used in this
+        for number in here:  # no rank used the parameter: its gradient of earlier passes stays
             if not flags[number] and number in self._before:
                 self.params[number].grad = self._before[number]
         return [number for number in here if flags[number]]
 
     def _agree_on_order(self) -> None:
-        """From now on, send buckets in the order in which rank 0's were full."""
-        rest = [i for i in range(len(self._buckets)) if i not in self._finished]
-        order = torch.tensor([*self._finished, *rest], device=self.params[0].device)
+        """From now on, send buckets in the order in which they were full on rank 0."""
+        rest = [i for i in range(len(self._buckets)) if i not in self._filled]
+        order = torch.tensor([*self._filled, *rest], device=self.params[0].device)
         self.workers.broadcast_from_first([order])
         self._order = order.tolist()
 
     # -- between passes ------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Average what has not been averaged, as at the end of a pass."""
+        """Average the gradients that have not been averaged, as at the end of a pass."""
         self.follow_trained()
         self._passes.forget()
         self._start_over()
         self._close()
 
     def complete(self, shards: Shards) -> None:
-        """Before a step of theirs: a worker without data for it joins in with zeros."""
+        """Prepare a step of `shards`: a rank without a backward pass takes part with zeros."""
         unaveraged = self._unaveraged()
-        if shards not in self._fresh and not unaveraged:
+        if shards not in self._averaged and not unaveraged:
             self.reduce()
         if unaveraged:
             raise RuntimeError(
                 "step() after a backward inside no_sync() (or after something was added to a "
-                "gradient): this is this worker's alone and has not been averaged. Run the step's "
-                "last backward outside no_sync(), or call reduce() on the ShardedDataParallel "
-                "module, on every worker."
+                "gradient): this gradient is this worker's alone and has not been averaged. Run "
+                "the last backward of the step outside no_sync(), or call reduce() on the "
+                "ShardedDataParallel module, on every worker."
             )
 
     def stepped(self, *shards: Shards) -> None:
-        """A step was made of these, or their gradients were cleared."""
-        self._fresh.difference_update(shards)
+        """Note that these made a step, or that their gradients were cleared."""
+        self._averaged.difference_update(shards)
 
     def _unaveraged(self) -> bool:
+        """Return whether any parameter has a gradient of this rank alone."""
         return any(
             grad is not None and (not isinstance(grad, ShardedGradient) or grad.local is not None)
             for grad, places in zip((p.grad for p in self.params), self._places, strict=True)
@@ -350,7 +366,7 @@ class Reducer:
         )
 
 
-def _listening(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor], None]:
+def _make_hook(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor], None]:
     def arrived(_: Tensor) -> None:
         reducer = listener()
         if reducer is not None:

@@ -1,13 +1,14 @@
-"""The optimizer's state, from the workers' shares to the plain optimizer's dict and back.
+"""The optimizer's state: from the ranks' slices to the plain optimizer's dict, and back.
 
-An entry of a piece's state is one of three kinds
-    like     a tensor of the piece's shape: the parameter's is put together from all pieces'
-    small    a tensor of no more than a few numbers (a step count), the same for all pieces
+An entry of a slice's state is one of three kinds
+    like     a tensor of the slice's shape: the parameter's is put together from all slices'
+    small    a tensor of a few numbers at most (a step count), the same for all slices
     value    a plain value
-and, where each parameter has one owner, any other tensor, which travels as it is.
+and, in the whole layout, where each parameter has one owner, any other tensor, which travels as
+it is.
 
-What there is, and the small tensors and values, travel as text; large tensors one by one, so that
-the recipient needs room for the whole state and one more tensor.
+The names, the small tensors and the values travel as text. Large tensors travel one by one, so that
+the recipient needs memory for the whole state and one more tensor.
 """
 
 from __future__ import annotations
@@ -21,42 +22,45 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.flat import flattened, shaped
-from manyhands.sharding.zero._flat_params import Piece, Shards
+from manyhands._core.flat import flatten, unflatten
+from manyhands.sharding.zero._flat_params import ParamSlice, Shards
 
-SMALL = 8
+SMALL = 8  # elements
 
 
-def collected(
+def collect_state(
     shards: Shards, optim: Optimizer, frozen: Mapping[int, dict[str, Any]], recipient: int
 ) -> dict[int, dict[str, Any]] | None:
-    """The state of every parameter, by index, on the recipient (-1: on every worker).
+    """Return the state of every parameter, by index, on the recipient (-1: on every rank).
 
-    That of `frozen` parameters, which have no pieces, is on every worker already.
+    `frozen` parameters have no slices: their state is on every rank already.
     """
     workers = shards.workers
     here = recipient in (-1, workers.rank)
-    if not shards.params:  # on any worker
+    if not shards.params:  # the same on every rank, so that none waits in a collective
         return {} if here else None
-    mine = [
-        (piece, dict(optim.state[piece.data]))
-        for pieces in shards.pieces
-        for piece in pieces
-        if piece.data in optim.state
+    own_entries = [
+        (owned, dict(optim.state[owned.data]))
+        for slices in shards.slices
+        for owned in slices
+        if owned.data in optim.state
     ]
     device = shards.params[0].device
-    texts = workers.all_gather_text(json.dumps([_described(*entry) for entry in mine]), device)
+    texts = workers.all_gather_text(
+        json.dumps([_describe(*entry) for entry in own_entries]), device
+    )
     result: dict[int, dict[str, Any]] = {i: copy.deepcopy(s) for i, s in frozen.items()}
     _check_can_travel(texts, type(optim).__name__)
     for rank, text in enumerate(texts):
         for number, (index, start, stop, entries) in enumerate(json.loads(text)):
             state = result.setdefault(index, {})
             for name, entry in entries.items():
-                if "shape" not in entry:
+                if "shape" not in entry:  # it came with the text
                     state.setdefault(name, _from_text(entry))
                     continue
-                own = mine[number][1][name] if rank == workers.rank else None
-                tensor = _brought(shards, own, entry, rank, recipient, device)
+                own = own_entries[number][1][name] if rank == workers.rank else None
+                # In the order of the text, so that ranks meet in the same collectives.
+                tensor = _send(shards, own, entry, rank, recipient, device)
                 if not here:
                     continue
                 assert tensor is not None
@@ -66,16 +70,16 @@ def collected(
                 param = shards.params[index]
                 if name not in state:
                     state[name] = torch.empty_like(param, dtype=tensor.dtype, device="cpu")
-                whole = shaped(tensor, param) if stop - start == param.numel() else None
+                whole = unflatten(tensor, param) if stop - start == param.numel() else None
                 if whole is not None:
                     state[name].copy_(whole)
                 else:
-                    flattened(state[name], param)[start:stop] = tensor.view(-1)
+                    flatten(state[name], param)[start:stop] = tensor.view(-1)
     ordered = {index: result[index] for index in sorted(result)}
     return ordered if here else None
 
 
-def _brought(
+def _send(
     shards: Shards,
     own: Tensor | None,
     entry: Mapping[str, Any],
@@ -83,7 +87,7 @@ def _brought(
     recipient: int,
     device: torch.device,
 ) -> Tensor | None:
-    """A tensor that worker `rank` has, where it is wanted: flat if it is like its piece."""
+    """Send a tensor of rank `rank` to the recipient; return it there, flat if it is `like`."""
     workers = shards.workers
     shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
     if own is not None:
@@ -101,10 +105,11 @@ def _brought(
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    return flattened(tensor, tensor).contiguous()
+    return flatten(tensor, tensor).contiguous()
 
 
-def _described(piece: Piece, state: Mapping[str, Any]) -> list[Any]:
+def _describe(owned: ParamSlice, state: Mapping[str, Any]) -> list[Any]:
+    """Return [parameter, start, stop, entries] of a slice, in JSON's types."""
     entries: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -112,17 +117,18 @@ def _described(piece: Piece, state: Mapping[str, Any]) -> list[Any]:
             entries[name] = {"value": value} if plain else {"unknown": type(value).__name__}
             continue
         dtype = str(value.dtype).removeprefix("torch.")
-        like = value.shape == piece.data.shape and value.dim() > 0
+        like = value.shape == owned.data.shape and value.dim() > 0
         if like:
             entries[name] = {"dtype": dtype, "shape": [value.numel()], "like": True}
         elif value.numel() <= SMALL:
             entries[name] = {"dtype": dtype, "small": value.tolist()}
         else:
             entries[name] = {"dtype": dtype, "shape": list(value.shape), "like": False}
-    return [piece.param, piece.start, piece.stop, entries]
+    return [owned.param, owned.start, owned.stop, entries]
 
 
 def _check_can_travel(texts: Sequence[str], optim: str) -> None:
+    """Raise on every rank if any slice has an entry that text and tensors cannot carry."""
     for index, _, _, entries in (held for text in texts for held in json.loads(text)):
         for name, entry in entries.items():
             if "unknown" in entry:
@@ -139,20 +145,21 @@ def _from_text(entry: Mapping[str, Any]) -> Any:
     return torch.tensor(entry["small"], dtype=getattr(torch, entry["dtype"]))
 
 
-def share_of(
+def shard_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
 ) -> dict[str, Any]:
-    """This worker's share of a plain optimizer's state dict, for the inner optimizer."""
+    """Cut this rank's shard out of a plain optimizer's state dict, for the inner optimizer."""
     saved = state_dict["state"]
     state: dict[int, dict[str, Any]] = {}
+    # The inner optimizer counts slices, the saved dict parameters: `count` and `first + number`.
     inner_groups, count, first = [], 0, 0
     for group, given in zip(groups, state_dict["param_groups"], strict=True):
         members = []
         for number in range(len(group["params"])):
             entries = saved.get(given["params"][number])
-            for piece in shards.pieces[first + number]:
+            for owned in shards.slices[first + number]:
                 if entries:
-                    state[count] = part_of(entries, piece, shards.params[piece.param])
+                    state[count] = slice_state(entries, owned, shards.params[owned.param])
                 members.append(count)
                 count += 1
         first += len(group["params"])
@@ -161,22 +168,25 @@ def share_of(
     return {"state": state, "param_groups": inner_groups}
 
 
-def part_of(entries: Mapping[str, Any], piece: Piece, param: Tensor) -> dict[str, Any]:
-    """A piece's part of a parameter's state."""
-    return {name: _part(name, value, piece, param) for name, value in entries.items()}
+def slice_state(entries: Mapping[str, Any], owned: ParamSlice, param: Tensor) -> dict[str, Any]:
+    """Cut a slice's state out of its parameter's state."""
+    return {name: _slice_entry(name, value, owned, param) for name, value in entries.items()}
 
 
-def _part(name: str, value: Any, piece: Piece, param: Tensor) -> Any:
+def _slice_entry(name: str, value: Any, owned: ParamSlice, param: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
+    # A scalar "step" belongs to the whole parameter, even to one without dimensions.
     cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
-    if cut and not piece.whole:
-        return flattened(value, param)[piece.start : piece.stop].clone()
+    if cut and not owned.whole:
+        return flatten(value, param)[owned.start : owned.stop].clone()
     return value.clone()
 
 
-def check(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards) -> None:
-    """Raise, on every worker alike, where a state dict does not belong to these parameters."""
+def check_state_dict(
+    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
+) -> None:
+    """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError(
             "this is no optimizer's state dict: it has no 'state' and 'param_groups', but "
@@ -211,9 +221,10 @@ def _check_shape(name: str, value: Any, number: Any, param: Tensor, cut: bool) -
         )
 
 
-def placed(value: Any, before: Tensor, after: Tensor) -> Any:
-    """A piece's state, after its parameter was moved or converted."""
+def move_state(value: Any, before: Tensor, after: Tensor) -> Any:
+    """Return an entry of a slice's state on the device and in the dtype of the moved slice."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
+    # As torch's load_state_dict: state in the parameter's dtype follows it, other state stays.
     dtype = after.dtype if value.dtype == before.dtype else value.dtype
     return value.to(after.device, dtype)
