@@ -101,7 +101,7 @@ def test_what_is_certain_is_an_error(how):
         inner = mh.OSS(model.parameters(), optim=SGD, lr=0.1)
         mh.LocalSGD(mh.LinearScale(inner) if how == "rule" else inner)
 
-    match = "model= is in DistributedDataParallel" if how == "model" else "OSS updates its shards"
+    match = "model= is in DistributedDataParallel" if how == "model" else "OSS shards its updates"
     raises_on_ranks(2, ValueError, blocks, match=match)
 
 
