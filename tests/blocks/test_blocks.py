@@ -109,7 +109,7 @@ def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, 
             )
 
 
-def test_workers_agree_bit_for_bit_after_each_meeting():
+def test_workers_agree_bit_for_bit_after_each_sync_round():
     for codec in ("float32", "bfloat16", "int8", "int4"):
         results = run_ranks(3, run, "DiLoCo", OUTER["DiLoCo"], 3, 12, codec=codec)
         for step in (2, 5, 8, 11):
@@ -299,7 +299,7 @@ def test_the_inner_optimizers_state(state, optim):
         assert second == pytest.approx(2 * first)
 
 
-def test_half_precision_parameters_keep_a_common_point_in_single():
+def test_half_precision_parameters_keep_an_anchor_in_single():
     def blocks():
         param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=1)
@@ -307,8 +307,8 @@ def test_half_precision_parameters_keep_a_common_point_in_single():
             with torch.no_grad():
                 param.grad = torch.full_like(param, 0.01 * dist.get_rank())
             optimizer.step()
-        segment = optimizer._sync.anchor.buckets[0]
-        return segment.anchor, param.detach()
+        bucket = optimizer._sync.anchor.buckets[0]
+        return bucket.anchor, param.detach()
 
     for anchor, param in run_ranks(2, blocks):
         assert anchor.dtype == torch.float32
@@ -395,8 +395,8 @@ def test_one_workers_overflow_does_not_shift_its_count_of_steps():
             scaler.update()
         return param.detach(), optimizer.steps, optimizer.rounds
 
-    for param, steps, meetings in run_ranks(2, blocks):
-        assert (steps, meetings) == (4, 2)
+    for param, steps, rounds in run_ranks(2, blocks):
+        assert (steps, rounds) == (4, 2)
         # the first worker takes four steps of .5, the second three of 1
         assert param.tolist() == pytest.approx([1 - (4 * 0.5 + 3 * 1.0) / 2] * 2)
 
@@ -550,8 +550,8 @@ def test_a_resume_with_more_workers():
         return flat_of(params), memory, optimizer.rounds
 
     results = run_ranks(3, second)
-    for params, memory, meetings in results:
-        assert torch.equal(params, results[0][0]) and meetings == 2
+    for params, memory, rounds in results:
+        assert torch.equal(params, results[0][0]) and rounds == 2
         assert torch.equal(memory, saved["optimizer"]["blocks"]["memories"][0][0])
 
 
@@ -601,7 +601,7 @@ def test_a_state_of_the_bare_optimizer_begins_at_the_parameters_that_are():
     assert (anchor == 3).all() and lr == 0.3
 
 
-def test_the_common_point_can_be_looked_at_by_one_worker():
+def test_one_worker_may_use_the_anchor_alone():
     def blocks():
         params = parameters()
         optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
@@ -642,8 +642,8 @@ def test_drift_is_that_of_the_differences():
         ((a - mean).norm().square() / 2 + (b - mean).norm().square() / 2).sqrt().item(),
         (a @ b / ((a @ a + b @ b) / 2)).item(),
     ]
-    for _, told in results:
-        assert told == pytest.approx(expected, rel=1e-6)
+    for _, seen in results:
+        assert seen == pytest.approx(expected, rel=1e-6)
     assert results[0][1] == results[1][1]
 
 
@@ -793,7 +793,7 @@ def test_workers_that_have_taken_different_numbers_of_steps():
 
 
 def test_checkpoints_for_any_number_of_workers(tmp_path):
-    """mh.save keeps the common point, once all have met."""
+    """mh.save keeps the anchor, once all have met."""
     path = tmp_path / "checkpoint"
 
     class Model(nn.Module):
@@ -923,7 +923,7 @@ def test_an_interval_changed_on_purpose_holds_from_the_next_block_on():
         optimizer.checked_state({"format": 3, "options": {}}, {"every": 3})
 
 
-def test_after_a_resume_inside_a_block_workers_meet():
+def test_after_a_resume_inside_a_block_workers_synchronize():
     def blocks():
         params = parameters()
         optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
@@ -1001,7 +1001,7 @@ def test_frozen_parameters_are_the_first_workers_too():
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_a_parameter_that_is_frozen_meets_once_more_and_rests(overlap):
+def test_a_parameter_that_is_frozen_is_averaged_once_more_and_rests(overlap):
     def blocks():
         fixed, moving = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
         inner = SGD([moving, fixed], lr=1.0)
@@ -1056,7 +1056,7 @@ def test_parameters_in_another_order_of_memory_are_errors():
 
 
 def test_a_run_with_overlap_goes_on_with_another_number_of_workers():
-    """From the first worker's state, in which a meeting of two is still under way."""
+    """From the first worker's state, in which a sync round of two workers is still in flight."""
 
     def begin():
         params = parameters()

@@ -82,7 +82,7 @@ def held(model, optimizer):
     state = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
     moments = [entry[name] for entry in state for name in sorted(entry)]
     point = [
-        tensor for segment in sync.anchor.buckets for tensor in (segment.anchor, *segment.memories)
+        tensor for bucket in sync.anchor.buckets for tensor in (bucket.anchor, *bucket.memories)
     ]
     if not sync.pending:  # which write to them meanwhile
         point += [s.residual for s in sync.anchor.buckets if s.residual is not None]

@@ -21,15 +21,15 @@ from manyhands.blocks._outer import Outer
 from manyhands.blocks._schedule import Every
 
 
-def check_optimizer(who: str, optimizer: Any, blocks: type[Optimizer]) -> Optimizer:
+def check_optimizer(class_name: str, optimizer: Any, blocks: type[Optimizer]) -> Optimizer:
     """Return the optimizer if it can be wrapped, or raise."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"{who} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
-            f"{who}(SGD(parameters, lr=...))."
+            f"{class_name} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
+            f"{class_name}(SGD(parameters, lr=...))."
         )
     if any(isinstance(each, blocks) for each in unwrapped(optimizer)):
-        raise TypeError(f"{who} got an optimizer that is in blocks already: wrap it once.")
+        raise TypeError(f"{class_name} got an optimizer that is in blocks already: wrap it once.")
     return optimizer
 
 
@@ -59,11 +59,13 @@ def check_overlap_and_fragments(overlap: int, fragments: int, every: Every) -> N
         )
 
 
-def check_groups(who: str, crew: Any, process_group: Any, inner: RankGroup, every: Every) -> None:
+def check_groups(
+    class_name: str, crew: Any, process_group: Any, inner: RankGroup, every: Every
+) -> None:
     if crew is not None and process_group is not None:
         raise ValueError(
-            f"{who} takes a process_group or a crew, and got both. A crew makes its own group: "
-            "leave process_group out."
+            f"{class_name} takes a process_group or a crew, and got both. A crew makes its "
+            "own group: leave process_group out."
         )
     ranks_per_worker = inner.size if crew is None else crew.inner.size
     if inner.size > 1 and inner.size != ranks_per_worker:
@@ -101,7 +103,7 @@ def fingerprint(options: Any) -> float:
 
 
 def check_agreement(
-    who: str,
+    class_name: str,
     workers: RankGroup,
     inner: RankGroup,
     options: dict[str, Any],
@@ -118,7 +120,7 @@ def check_agreement(
         "rank in inner_group (process_group= must be of ranks with the same)": float(inner.rank),
     }
     try:
-        workers.check_equal(f"{who} and model", own, device)
+        workers.check_equal(f"{class_name} and model", own, device)
     except ValueError as error:
         everyone = workers.all_gather_text(repr(options), device)
         if len(set(everyone)) == 1:  # equal options: the error is about shards or groups
@@ -127,7 +129,7 @@ def check_agreement(
         raise ValueError(f"workers were given different options:\n{listed}") from error
     kinds = {"parameter": params, "buffer": buffers}
     names = {kind: names_in(modules, tensors) for kind, tensors in kinds.items()}
-    check_same_tensors(who, workers, kinds, names, frozen=True)
+    check_same_tensors(class_name, workers, kinds, names, frozen=True)
 
 
 def memory_order(params: Sequence[Tensor]) -> float:

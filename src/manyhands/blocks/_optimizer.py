@@ -369,10 +369,8 @@ class Blocks(AroundOptimizer):
         if not self.alone:
             self._sync.merge_pending()
             payloads = make_payloads(by_index(trainable_params(self._inner_optimizer)))
-            while (
-                self._sync.average_now(payloads) is None
-            ):  # a member was lost: repeat with those who are left
-                pass
+            while self._sync.average_now(payloads) is None:
+                pass  # a member was lost: repeat with those who are left
             self._sync.regroup()
 
     @contextmanager

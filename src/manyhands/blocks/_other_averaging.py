@@ -27,15 +27,15 @@ SAME = 1e-6  # relative difference of squared lengths, below which steps are the
 
 
 def check_not_averaged(
-    who: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
+    class_name: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
 ) -> None:
     """Raise if the workers of the blocks share their gradients; warn if it is not certain."""
     if workers.size == 1:
         return
     advice = (
-        f"{who} needs a model without it: each worker follows its own gradients from one sync "
-        "round to the next. Pass ranks that train as one worker as inner_group=, and one rank of "
-        "each worker as process_group=."
+        f"{class_name} needs a model without it: each worker follows its own gradients from one "
+        "sync round to the next. Pass ranks that train as one worker as inner_group=, and one "
+        "rank of each worker as process_group=."
     )
     inner = unwrapped(optimizer)[-1]
     if isinstance(inner, OSS) and _overlap(inner.group, workers):

@@ -42,7 +42,7 @@ def rename_options(options: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def split_overrides(
-    who: str,
+    class_name: str,
     overrides: Mapping[str, Any],
     options: Mapping[str, Any],
     names: Names,
@@ -66,7 +66,7 @@ def split_overrides(
         else:
             raise ValueError(
                 f"optimizer_overrides has {name}={value!r}, which is an option neither of the "
-                f"parameter groups ({', '.join(sorted(known))}) nor of {who} "
+                f"parameter groups ({', '.join(sorted(known))}) nor of {class_name} "
                 f"({', '.join(rename_options(options, names))})."
             )
     return for_blocks, for_groups
