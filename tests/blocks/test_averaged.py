@@ -14,7 +14,7 @@ import manyhands as mh
 from ranks import raises_on_ranks, run_ranks
 
 
-def told(fn):
+def warnings_of(fn):
     """What a function warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -42,7 +42,7 @@ def test_ddp_that_comes_later_is_seen_in_the_first_block(codec, overlap, workers
         inner = AdamW(model.parameters(), lr=0.1)
         optimizer = mh.DiLoCo(inner, every=2, codec=codec, overlap=overlap)
         ddp = DistributedDataParallel(model)
-        return told(lambda: train(ddp, optimizer, 8, dist.get_rank()))
+        return warnings_of(lambda: train(ddp, optimizer, 8, dist.get_rank()))
 
     for messages in run_ranks(workers, blocks):
         assert len(messages) == 1  # once, and no more
@@ -58,12 +58,12 @@ def test_workers_that_go_their_own_ways_are_no_cause_for_a_warning(codec):
         torch.manual_seed(0)
         model = nn.Linear(6, 50)
         optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=2, codec=codec)
-        messages = told(lambda: train(model, optimizer, 6, dist.get_rank()))
+        messages = warnings_of(lambda: train(model, optimizer, 6, dist.get_rank()))
         for sign in (0.0, 1.0 - 2.0 * dist.get_rank()):
             param = nn.Parameter(torch.ones(100))
             optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=1, codec=codec)
             param.grad = torch.full((100,), sign)
-            messages += told(optimizer.step)
+            messages += warnings_of(optimizer.step)
         return messages
 
     assert run_ranks(2, blocks) == [[], []]
@@ -73,16 +73,16 @@ def test_ddp_around_the_parameters_is_seen_when_the_optimizer_is_made():
     def blocks():
         model = nn.Linear(6, 5)
         ddp = DistributedDataParallel(model)
-        found = told(lambda: mh.LocalSGD(SGD(model.parameters(), lr=0.1)))
+        found = warnings_of(lambda: mh.LocalSGD(SGD(model.parameters(), lr=0.1)))
         sharded_model = nn.Linear(6, 5)
         oss = mh.OSS(sharded_model.parameters(), optim=SGD, lr=0.1)
         sharded = mh.ShardedDataParallel(sharded_model, oss)
-        found += told(lambda: mh.LocalSGD(SGD(sharded_model.parameters(), lr=0.1)))
+        found += warnings_of(lambda: mh.LocalSGD(SGD(sharded_model.parameters(), lr=0.1)))
         gone = nn.Linear(6, 5)
         gc.disable()  # it is in a cycle with itself
         wrapped = DistributedDataParallel(gone)
         del wrapped
-        assert told(lambda: mh.LocalSGD(SGD(gone.parameters(), lr=0.1))) == []
+        assert warnings_of(lambda: mh.LocalSGD(SGD(gone.parameters(), lr=0.1))) == []
         del ddp, sharded
         return found
 
@@ -101,7 +101,7 @@ def test_what_is_certain_is_an_error(how):
         inner = mh.OSS(model.parameters(), optim=SGD, lr=0.1)
         mh.LocalSGD(mh.LinearScale(inner) if how == "rule" else inner)
 
-    match = "model= is in DistributedDataParallel" if how == "model" else "OSS updates its shards"
+    match = "model= is in DistributedDataParallel" if how == "model" else "OSS shards its updates"
     raises_on_ranks(2, ValueError, blocks, match=match)
 
 
@@ -118,6 +118,6 @@ def test_inside_of_each_inner_group_gradients_are_averaged():
             optimizer = mh.DiLoCo(SGD(model.parameters(), lr=0.1), **options)
             train(ddp, optimizer, 4, rank)
 
-        return told(run)
+        return warnings_of(run)
 
     assert run_ranks(4, blocks) == [[]] * 4

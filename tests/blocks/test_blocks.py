@@ -109,7 +109,7 @@ def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, 
             )
 
 
-def test_workers_agree_bit_for_bit_after_each_meeting():
+def test_workers_agree_bit_for_bit_after_each_sync_round():
     for codec in ("float32", "bfloat16", "int8", "int4"):
         results = run_ranks(3, run, "DiLoCo", OUTER["DiLoCo"], 3, 12, codec=codec)
         for step in (2, 5, 8, 11):
@@ -155,7 +155,7 @@ def test_workers_of_one_host_share_memory_where_they_can(monkeypatch):
         options = {"codec": codec, "shared_memory": shared_memory}
         optimizer = wrapped("LocalSGD", params, {}, 1, **options)
         step_along(optimizer, params, dist.get_rank(), 2)
-        return optimizer._sync.team.workers.shared_memory is not None, flat_of(params)
+        return optimizer._sync.members.workers.shared_memory is not None, flat_of(params)
 
     def elsewhere():
         monkeypatch.setattr(_host, "_host", lambda: f"host {dist.get_rank() // 2}")
@@ -207,7 +207,7 @@ def test_sharing_memory_takes_no_group_and_a_group_of_ours_waits_no_longer_than_
         for overlap in (0, 1):
             inner = SGD([nn.Parameter(torch.ones(3))], lr=1.0)
             optimizer = mh.LocalSGD(inner, overlap=overlap, process_group=group)
-            workers = optimizer._sync.team.workers
+            workers = optimizer._sync.members.workers
             assert workers.shared_memory is not None and (workers.group is group) == (overlap == 0)
             gloo = workers.group._get_backend(torch.device("cpu"))
             waits.append(gloo.options._timeout.total_seconds())
@@ -299,7 +299,7 @@ def test_the_inner_optimizers_state(state, optim):
         assert second == pytest.approx(2 * first)
 
 
-def test_half_precision_parameters_keep_a_common_point_in_single():
+def test_half_precision_parameters_keep_an_anchor_in_single():
     def blocks():
         param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=1)
@@ -307,8 +307,8 @@ def test_half_precision_parameters_keep_a_common_point_in_single():
             with torch.no_grad():
                 param.grad = torch.full_like(param, 0.01 * dist.get_rank())
             optimizer.step()
-        segment = optimizer._sync.point.segments[0]
-        return segment.anchor, param.detach()
+        bucket = optimizer._sync.anchor.buckets[0]
+        return bucket.anchor, param.detach()
 
     for anchor, param in run_ranks(2, blocks):
         assert anchor.dtype == torch.float32
@@ -395,8 +395,8 @@ def test_one_workers_overflow_does_not_shift_its_count_of_steps():
             scaler.update()
         return param.detach(), optimizer.steps, optimizer.rounds
 
-    for param, steps, meetings in run_ranks(2, blocks):
-        assert (steps, meetings) == (4, 2)
+    for param, steps, rounds in run_ranks(2, blocks):
+        assert (steps, rounds) == (4, 2)
         # the first worker takes four steps of .5, the second three of 1
         assert param.tolist() == pytest.approx([1 - (4 * 0.5 + 3 * 1.0) / 2] * 2)
 
@@ -544,14 +544,14 @@ def test_a_resume_with_more_workers():
                 param.copy_(value)
         optimizer = wrapped("BMUF", params, OUTER["BMUF"], 4, codec="int8")
         optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-        memory = optimizer._sync.point.segments[0].memories[0].clone()
+        memory = optimizer._sync.anchor.buckets[0].memories[0].clone()
         for step in range(7, 9):
             step_along(optimizer, params, dist.get_rank(), step)
         return flat_of(params), memory, optimizer.rounds
 
     results = run_ranks(3, second)
-    for params, memory, meetings in results:
-        assert torch.equal(params, results[0][0]) and meetings == 2
+    for params, memory, rounds in results:
+        assert torch.equal(params, results[0][0]) and rounds == 2
         assert torch.equal(memory, saved["optimizer"]["blocks"]["memories"][0][0])
 
 
@@ -595,13 +595,13 @@ def test_a_state_of_the_bare_optimizer_begins_at_the_parameters_that_are():
             for param in params:
                 param.fill_(3.0)
         optimizer.load_state_dict(SGD(parameters(), lr=0.3).state_dict())
-        return optimizer._sync.point.segments[0].anchor, optimizer.param_groups[0]["lr"]
+        return optimizer._sync.anchor.buckets[0].anchor, optimizer.param_groups[0]["lr"]
 
     anchor, lr = run_ranks(2, blocks)[1]
     assert (anchor == 3).all() and lr == 0.3
 
 
-def test_the_common_point_can_be_looked_at_by_one_worker():
+def test_one_worker_may_use_the_anchor_alone():
     def blocks():
         params = parameters()
         optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
@@ -612,7 +612,7 @@ def test_the_common_point_can_be_looked_at_by_one_worker():
             with optimizer.at_anchor():
                 seen = flat_of(params)
         else:
-            seen = optimizer._sync.point.segments[0].anchor.clone()
+            seen = optimizer._sync.anchor.buckets[0].anchor.clone()
         assert torch.equal(before, flat_of(params))
         optimizer.synchronize()
         return seen, flat_of(params)
@@ -642,8 +642,8 @@ def test_drift_is_that_of_the_differences():
         ((a - mean).norm().square() / 2 + (b - mean).norm().square() / 2).sqrt().item(),
         (a @ b / ((a @ a + b @ b) / 2)).item(),
     ]
-    for _, told in results:
-        assert told == pytest.approx(expected, rel=1e-6)
+    for _, seen in results:
+        assert seen == pytest.approx(expected, rel=1e-6)
     assert results[0][1] == results[1][1]
 
 
@@ -684,7 +684,7 @@ def test_the_anchor_on_the_host_and_an_inner_group():
         for step in range(1, 10):
             step_along(optimizer, params, rank // 2, step)
             seen.append(flat_of(params))
-        held = sum(s.anchor.numel() for s in optimizer._sync.point.segments)
+        held = sum(s.anchor.numel() for s in optimizer._sync.anchor.buckets)
         return torch.stack(seen), held
 
     for rank, (seen, held) in enumerate(run_ranks(4, blocks)):
@@ -717,7 +717,7 @@ def test_the_anchor_on_the_host_and_an_inner_group():
         (
             lambda: mh.LocalSGD(SGD(parameters()), codec="int8", shared_memory=True),
             ValueError,
-            "nothing to shorten",
+            "no effect with shared_memory=True",
         ),
         (
             lambda: mh.LocalSGD(SGD(parameters()), crew=mh.Crew(), shared_memory=True),
@@ -793,7 +793,7 @@ def test_workers_that_have_taken_different_numbers_of_steps():
 
 
 def test_checkpoints_for_any_number_of_workers(tmp_path):
-    """mh.save keeps the common point, once all have met."""
+    """mh.save keeps the anchor, once all have met."""
     path = tmp_path / "checkpoint"
 
     class Model(nn.Module):
@@ -902,7 +902,7 @@ def test_a_clock_that_is_right_after_a_resume():
         optimizer.load_state_dict(state)
         seconds, steps = optimizer._sync.clock()
         optimizer.load_state_dict({**state, "blocks": {**state["blocks"], "workers": [3, 0]}})
-        return steps, 70.0 <= seconds < 100.0, optimizer._sync._since[1]
+        return steps, 70.0 <= seconds < 100.0, optimizer._sync._clock_start[1]
 
     assert run_ranks(2, blocks) == [(20, True, 5000)] * 2
 
@@ -920,10 +920,10 @@ def test_an_interval_changed_on_purpose_holds_from_the_next_block_on():
     assert run_ranks(2, blocks) == [5, 5]
     with pytest.raises(ValueError, match="has every=3, and the optimizer was made with 2"):
         optimizer = wrapped("LocalSGD", parameters(), {}, 2)
-        optimizer.checked_state({"format": 2, "options": {}}, {"every": 3})
+        optimizer.checked_state({"format": 3, "options": {}}, {"every": 3})
 
 
-def test_after_a_resume_inside_a_block_workers_meet():
+def test_after_a_resume_inside_a_block_workers_synchronize():
     def blocks():
         params = parameters()
         optimizer = wrapped("DiLoCo", params, OUTER["DiLoCo"], 4)
@@ -962,7 +962,7 @@ def test_the_forgotten_process_group_of_shards_and_of_inner_groups():
         groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
         mh.LocalSGD(SGD(parameters(), lr=0.1), inner_group=groups[dist.get_rank() // 2])
 
-    raises_on_ranks(4, ValueError, inner_group_only, match="place in inner_group")
+    raises_on_ranks(4, ValueError, inner_group_only, match="rank in inner_group")
 
     def shards_only():
         from torch.distributed.fsdp import fully_shard
@@ -1001,7 +1001,7 @@ def test_frozen_parameters_are_the_first_workers_too():
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_a_parameter_that_is_frozen_meets_once_more_and_rests(overlap):
+def test_a_parameter_that_is_frozen_is_averaged_once_more_and_rests(overlap):
     def blocks():
         fixed, moving = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
         inner = SGD([moving, fixed], lr=1.0)
@@ -1056,7 +1056,7 @@ def test_parameters_in_another_order_of_memory_are_errors():
 
 
 def test_a_run_with_overlap_goes_on_with_another_number_of_workers():
-    """From the first worker's state, in which a meeting of two is still under way."""
+    """From the first worker's state, in which a sync round of two workers is still in flight."""
 
     def begin():
         params = parameters()

@@ -1,4 +1,4 @@
-"""BMUF on real workers: fairseq's table, and the common point after resumes."""
+"""BMUF on real workers: fairseq's table, and the anchor after resumes."""
 
 import copy
 
@@ -31,7 +31,7 @@ def look_at_anchor(change):
         return param.item()
 
 
-def test_the_common_point_is_there_after_a_resume_at_the_end_of_the_warm_up():
+def test_the_anchor_is_there_after_a_resume_at_the_end_of_the_warm_up():
     def resumed(made):
         optimizer = made()
         for _ in range(2):
@@ -45,7 +45,7 @@ def test_the_common_point_is_there_after_a_resume_at_the_end_of_the_warm_up():
     assert first == second == -1.5 * 2
 
 
-def test_the_common_point_is_there_after_the_count_was_set_past_the_warm_up():
+def test_the_anchor_is_there_after_the_count_was_set_past_the_warm_up():
     def counted(made):
         optimizer = made()
         optimizer.set_num_updates(9)

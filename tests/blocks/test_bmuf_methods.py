@@ -194,7 +194,7 @@ def alone():
 # -- counting ------------------------------------------------------------------------------------
 
 
-def meeting_steps(every, begin_at=0, warmup=0, steps=12):
+def sync_steps(every, begin_at=0, warmup=0, steps=12):
     """The numbers of the steps after which workers agree."""
     params = parameters()
     optimizer = mh.BMUF(
@@ -223,8 +223,8 @@ def meeting_steps(every, begin_at=0, warmup=0, steps=12):
         (4, 9, 5, [12, 16, 20]),
     ],
 )
-def test_meetings_are_at_multiples_wherever_the_count_begins(every, begin_at, warmup, expected):
-    results = run_ranks(2, meeting_steps, every, begin_at, warmup)
+def test_sync_rounds_are_at_multiples_wherever_the_count_begins(every, begin_at, warmup, expected):
+    results = run_ranks(2, sync_steps, every, begin_at, warmup)
     for met, count, _ in results:
         assert met == expected and count == begin_at + 12
     assert torch.equal(results[0][2], results[1][2]) is (count == expected[-1])
@@ -313,9 +313,9 @@ def test_parameters_are_averaged_on_request():
         optimizer.average_parameters()
         return own, flat(params), optimizer.get_num_updates(), optimizer.rounds
 
-    (own, found, count, meetings), (others, same, _, _) = run_ranks(2, average)
+    (own, found, count, rounds), (others, same, _, _) = run_ranks(2, average)
     torch.testing.assert_close(found, (own + others) / 2, rtol=1e-12, atol=1e-12)
-    assert torch.equal(found, same) and (count, meetings) == (1, 0)
+    assert torch.equal(found, same) and (count, rounds) == (1, 0)
     assert not torch.equal(own, others)
 
 
@@ -328,7 +328,7 @@ def test_fairseqs_name_for_averaging_moments_is_an_error():
     assert not hasattr(mh.LocalSGD(SGD(params, lr=0.1)), "average_params")
 
 
-def test_averaging_parameters_takes_no_outer_step_and_leaves_the_common_point():
+def test_averaging_parameters_takes_no_outer_step_and_leaves_the_anchor():
     def average():
         params = parameters()
         optimizer = mh.BMUF(SGD(params, lr=0.1), global_sync_iter=4, block_momentum=0.5, **NOW)
@@ -405,7 +405,7 @@ def test_workers_that_began_differently_have_the_first_ones_parameters_at_once()
 
 
 @pytest.mark.filterwarnings("ignore:in the first block all")  # 2 x 0.5 and 1 x 1.0
-def test_a_gradient_scaler_through_the_warm_up_and_a_meeting():
+def test_a_gradient_scaler_through_the_warm_up_and_a_sync_round():
     def blocks():
         rank, param = dist.get_rank(), nn.Parameter(torch.ones(2))
         optimizer = mh.BMUF(
@@ -422,8 +422,8 @@ def test_a_gradient_scaler_through_the_warm_up_and_a_meeting():
             scaler.update()
         return param.detach(), optimizer.get_num_updates(), optimizer.rounds
 
-    for param, count, meetings in run_ranks(2, blocks):
-        assert (count, meetings) == (4, 1)
+    for param, count, rounds in run_ranks(2, blocks):
+        assert (count, rounds) == (4, 1)
         # the first worker's two steps of .5; then two more of it, and one of 1
         assert param.tolist() == pytest.approx([1 - 2 * 0.5 - (2 * 0.5 + 1.0) / 2] * 2)
 
@@ -475,7 +475,7 @@ def test_other_options_that_were_not_meant_are_an_error():
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("average_sync", [False, True])
 def test_a_resumed_run_goes_on_bit_for_bit(stop, average_sync):
-    """Stopped in the warm-up, at its end, in a block, at a meeting."""
+    """Stopped in the warm-up, at its end, in a block, at a sync round."""
     options = {**LOADED, "average_sync": average_sync}
 
     def run(stop):
@@ -493,8 +493,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(stop, average_sync):
         return flat(params), optimizer.rounds
 
     through, resumed = run_ranks(2, run, None), run_ranks(2, run, stop)
-    for (expected, meetings), (found, again) in zip(through, resumed, strict=True):
-        assert torch.equal(found, expected) and meetings == again == 3
+    for (expected, rounds), (found, again) in zip(through, resumed, strict=True):
+        assert torch.equal(found, expected) and rounds == again == 3
 
 
 # -- its options ---------------------------------------------------------------------------------

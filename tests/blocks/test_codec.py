@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.blocks._codec import CODECS, Integers, codec_of, encode_with
+from manyhands.blocks._codec import CODECS, Integers, encode_with_residual, find_codec
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SIZES = st.integers(0, 700)
@@ -75,7 +75,7 @@ def test_what_rounding_leaves_goes_with_the_next(name):
     differences = torch.randn(50, 300, generator=generator)
     residual, arrived = torch.zeros(300), torch.zeros(300)
     for difference in differences:
-        data, arriving = encode_with(CODECS[name], difference.clone(), residual)
+        data, arriving = encode_with_residual(CODECS[name], difference.clone(), residual)
         assert torch.equal(CODECS[name].decode(data, 300, torch.float32), arriving)
         arrived += arriving
     left = differences.sum(dim=0) - arrived
@@ -85,7 +85,7 @@ def test_what_rounding_leaves_goes_with_the_next(name):
 
 def test_mistakes():
     with pytest.raises(ValueError, match="one of float32, bfloat16, int8, int4, got 'int2'"):
-        codec_of("int2")
+        find_codec("int2")
     with pytest.raises(ValueError, match="4 or 8 bits, in groups of an even size"):
         Integers(4, group=7)
-    assert codec_of("int8") is CODECS["int8"]
+    assert find_codec("int8") is CODECS["int8"]

@@ -71,7 +71,7 @@ def train(crew, log, steps, options, pause, make):
 
 def tell(log, event, optimizer, **more):
     state = hashlib.sha1()
-    for segment in optimizer._sync.point.segments:
+    for segment in optimizer._sync.anchor.buckets:
         for tensor in [segment.anchor, *segment.memories]:
             state.update(tensor.numpy().tobytes())
     seen = optimizer.snapshot()
@@ -92,7 +92,7 @@ def dies_at(place, worker, meeting):
     def harm(number):
         if number != worker:
             return
-        original = getattr(_average._Meeting, place)
+        original = getattr(_average._SyncRound, place)
         calls = []
 
         def fatal(self, *args, **kwargs):
@@ -101,7 +101,7 @@ def dies_at(place, worker, meeting):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(self, *args, **kwargs)
 
-        setattr(_average._Meeting, place, fatal)
+        setattr(_average._SyncRound, place, fatal)
 
     return harm
 
@@ -208,14 +208,14 @@ def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
 def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
     def breaks(number):
         if number == 1:
-            original = _average._Meeting._share
+            original = _average._SyncRound._start_mean
 
-            def share(self, chunk):
+            def start_mean(self, chunk):
                 if self.note.step >= 20:
                     raise TypeError("of worker 1")
                 return original(self, chunk)
 
-            _average._Meeting._share = share
+            _average._SyncRound._start_mean = start_mean
 
     with BlockTeam(store, tmp_path, expected=3, stall=0.6) as team:
         team.start(range(3), 60, {"every": 5}, breaks, pause=0.005)

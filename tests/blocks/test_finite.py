@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam
 
 import manyhands as mh
 from manyhands.blocks._drift import Drift
-from manyhands.blocks.averaging._extras import numbered, rows_of
-from manyhands.blocks.averaging._finite import are_finite, drop_what_is_not_finite, is_finite
+from manyhands.blocks.averaging._extras import by_index, make_payloads
+from manyhands.blocks.averaging._finite import are_finite, drop_nonfinite_state, is_payload_finite
 from ranks import run_ranks
 
 LARGE = [3e19, -3e19, 1e30, 3e38]
@@ -26,7 +26,7 @@ def test_a_number_is_finite_if_it_is_whatever_its_square(dtype, value, finite):
     tensors = [torch.ones(3, dtype=dtype), torch.ones(2, 70_000, dtype=dtype)]
     tensors[1][1, 5] = value
     assert are_finite(tensors) is finite
-    assert all(map(is_finite, rows_of(numbered(tensors)))) is finite
+    assert all(map(is_payload_finite, make_payloads(by_index(tensors)))) is finite
 
 
 def test_optimizer_state_of_large_numbers_is_kept():
@@ -34,7 +34,7 @@ def test_optimizer_state_of_large_numbers_is_kept():
     optimizer = Adam(params)
     for param, value in zip(params, (3e19, math.nan), strict=True):
         optimizer.state[param] = {"step": torch.tensor(1.0), "exp_avg": torch.full((3,), value)}
-    drop_what_is_not_finite(optimizer)
+    drop_nonfinite_state(optimizer)
     assert params[0] in optimizer.state and params[1] not in optimizer.state
 
 

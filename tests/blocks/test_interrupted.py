@@ -82,10 +82,10 @@ def held(model, optimizer):
     state = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
     moments = [entry[name] for entry in state for name in sorted(entry)]
     point = [
-        tensor for segment in sync.point.segments for tensor in (segment.anchor, *segment.memories)
+        tensor for bucket in sync.anchor.buckets for tensor in (bucket.anchor, *bucket.memories)
     ]
     if not sync.pending:  # which write to them meanwhile
-        point += [s.residual for s in sync.point.segments if s.residual is not None]
+        point += [s.residual for s in sync.anchor.buckets if s.residual is not None]
     seen = optimizer.snapshot()
     names = ("step", "rounds", "every", "distance", "spread", "cosine", "left_out", "workers")
     numbers = torch.tensor([float(seen[name]) for name in names], dtype=torch.float64)

@@ -258,8 +258,8 @@ def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
         if number == 1:
             original = _sync.Sync._note
 
-            def note(self, more, brings):
-                said = original(self, more, brings)
+            def note(self, state, status):
+                said = original(self, state, status)
                 return replace(said, step=said.step + (said.step >= 20))
 
             _sync.Sync._note = note
@@ -269,7 +269,7 @@ def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
         ended = {}
         team.until(lambda: ended.update(team.ended()) or ended, 40.0)
         assert ended == {1: 1}, team.story()
-        assert "workers met after different numbers of steps" in team.errors(1)
+        assert "workers came to a sync round after different numbers of steps" in team.errors(1)
         team.finish(60.0)
         assert [team.events(n, "done")[-1]["first"] for n in (0, 2)] == [[-STEPS] * 2] * 2
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocks_oracle import REFERENCE, problem, reference, train
-from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMo
+from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 
 
 def stepping(outer):
@@ -109,14 +109,14 @@ def test_what_fairseq_calls_nesterov_is_a_longer_step_of_plain_momentum(differen
 @given(blocks, st.floats(0.01, 2))
 def test_block_momentum_of_zero_and_slow_momentum_of_zero_average(differences, inner_lr):
     expected = walk(Average(), differences)
-    for outer in (BlockMomentum(1.0, 0.0), SlowMo(inner_lr, momentum=0.0)):
+    for outer in (BlockMomentum(1.0, 0.0), SlowMomentum(inner_lr, momentum=0.0)):
         torch.testing.assert_close(walk(outer, differences), expected, rtol=1e-9, atol=1e-9)
 
 
 @given(blocks, st.floats(0.01, 2), st.floats(0.1, 2), st.floats(0, 0.99))
 def test_slowmo_at_a_constant_rate_is_block_momentum(differences, inner_lr, slow_lr, momentum):
     torch.testing.assert_close(
-        walk(SlowMo(inner_lr, slow_lr, momentum), differences),
+        walk(SlowMomentum(inner_lr, slow_lr, momentum), differences),
         walk(BlockMomentum(slow_lr, momentum), differences),
         rtol=1e-9,
         atol=1e-8,

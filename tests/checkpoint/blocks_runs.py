@@ -141,19 +141,19 @@ class Run:
     @torch.no_grad()
     def outer(self):
         """Anchor and memories, by way of the parameters: `go_back` writes them there."""
-        point = self.blocks._sync.point
+        point = self.blocks._sync.anchor
         if self.blocks.alone:
             return {}
         kept = [(param, param.detach().clone()) for param in self.module.parameters()]
-        anchors = [segment.anchor for segment in point.segments]
+        anchors = [segment.anchor for segment in point.buckets]
         found = {}
         for number in range(-1, point.outer.memories):
-            for segment, anchor in zip(point.segments, anchors, strict=True):
+            for segment, anchor in zip(point.buckets, anchors, strict=True):
                 segment.anchor = anchor if number < 0 else segment.memories[number]
-            point.go_back()
+            point.restore_params()
             what = "anchor" if number < 0 else f"memory {number}"
             found |= {f"{what} of {name}": value for name, value in self.params().items()}
-        for segment, anchor in zip(point.segments, anchors, strict=True):
+        for segment, anchor in zip(point.buckets, anchors, strict=True):
             segment.anchor = anchor
         for param, value in kept:
             param.copy_(value)
@@ -176,8 +176,8 @@ class Run:
         """What rounding has left, on this rank."""
         sync = self.blocks._sync
         for pending in sync.pending:
-            pending.errand.finished()  # it writes to them
-        found = [segment.residual for segment in sync.point.segments]
+            pending.background.finished()  # it writes to them
+        found = [segment.residual for segment in sync.anchor.buckets]
         return {f"residual {i}": r.clone() for i, r in enumerate(found) if r is not None}
 
     def counts(self):

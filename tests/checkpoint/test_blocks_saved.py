@@ -243,8 +243,8 @@ def test_a_parameter_that_has_thawed_begins_where_it_is(tmp_path):
             mh.save(path, model=model, optimizer=optimizer)
             other, twin = build(here)
             mh.load(path, model=other, optimizer=twin)
-            found = {id(e.param): e for e in twin._sync.point.outer_state()}
-            for e in optimizer._sync.point.outer_state():
+            found = {id(e.param): e for e in twin._sync.anchor.outer_state()}
+            for e in optimizer._sync.anchor.outer_state():
                 name = next(n for n, p in model.named_parameters() if p is e.param)
                 mine = found.get(id(dict(other.named_parameters())[name]))
                 if mine is not None:
@@ -289,15 +289,15 @@ def test_parameters_of_other_kinds(tmp_path):
 
     def outer(optimizer):
         """Anchor and memory by way of the parameters, exactly."""
-        point, found = optimizer._sync.point, []
+        point, found = optimizer._sync.anchor, []
         for what in (lambda s: s.anchor, lambda s: s.memories[0]):
-            kept = [segment.anchor for segment in point.segments]
-            for segment in point.segments:
+            kept = [segment.anchor for segment in point.buckets]
+            for segment in point.buckets:
                 segment.anchor = what(segment)
             with torch.no_grad():
-                point.go_back()
+                point.restore_params()
             found.append([p.detach().clone() for p in point.params])
-            for segment, anchor in zip(point.segments, kept, strict=True):
+            for segment, anchor in zip(point.buckets, kept, strict=True):
                 segment.anchor = anchor
         return found
 

@@ -1,18 +1,18 @@
-"""The common point: what all workers agreed on last, and how the next one is made of their mean.
+"""The anchor: the parameters that all workers agreed on last, and how an outer step moves it.
 
 Tensors held, and when (n: elements of the trained parameters, in float32 unless wider)
 
-    anchor      n                   the common point, always
-    memories    n for each          of the outer step (a momentum), always
-    residual    n                   with a codec that rounds: what it has not yet sent
-    held        n / fragments       with overlap, while under way: the differences as sent,
-    arrived     n / fragments       and the mean that came of them
-    stage       n / fragments       in a crew without overlap, during a meeting: the mean
+    anchor      n                   always
+    memories    n for each          the outer step's own (a momentum), always
+    residual    n                   with a codec that rounds: what has not been sent yet
+    held        n / fragments       with overlap, while in flight: the differences as sent,
+    arrived     n / fragments       and their mean
+    stage       n / fragments       in a crew without overlap, during a sync round: the mean
 
-In a process group, without overlap, the outer step is taken part by part as means arrive, and
-nothing is held. A crew may undo a meeting, so nothing is changed before all have agreed that it has
-taken place. With overlap the parameters train on meanwhile, and are then moved by as much as the
-common point has moved from where they were.
+In a process group without overlap, the outer step is taken chunk by chunk as means arrive, and
+nothing is held. A crew may undo a sync round, so nothing changes there until all workers have
+agreed that the round took place. With overlap the parameters train on meanwhile; they are then
+moved by as much as the anchor has moved from where they were.
 """
 
 from __future__ import annotations
@@ -30,31 +30,35 @@ from manyhands._core.norms import accumulation_dtype
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._codec import Codec
 from manyhands.blocks._outer import Outer
-from manyhands.blocks.averaging._payload import LARGEST, Outcome
+from manyhands.blocks.averaging._payload import LARGEST, RoundResult
 
 
 @dataclass
-class Segment:
-    """The common point of the parameters of one type, on one device."""
+class AnchorBucket:
+    """The anchor of all parameters of one type on one device, as one flat tensor.
+
+    `anchor`, the memories and the residual have the shape (span[1] - span[0],).
+    """
 
     params: list[Tensor]
-    anchor: Tensor  # perhaps on the host
+    anchor: Tensor  # on the host with `anchor_on_host`
     memories: list[Tensor]
-    residual: Tensor | None
+    residual: Tensor | None  # on the parameters' device
     device: torch.device  # of the parameters
-    span: tuple[int, int]  # of the parameters, which this worker answers for
+    span: tuple[int, int]  # the slice of all the parameters' elements that this rank owns
 
     @property
     def vector(self) -> FlatTensors:
+        # Made anew each time: `.data` of a parameter may have been replaced since.
         return FlatTensors(self.params)
 
 
 @dataclass(frozen=True)
 class OuterState:
-    """What is kept here for one parameter: views of the anchor and of all that is laid out like it.
+    """One parameter's anchor, memories and residual: views of this rank's elements.
 
-    They are of this rank's elements of the parameter from `start` on, in the order of memory
-    (complex numbers as pairs): all that it holds, or its share in an inner group.
+    The views hold the parameter's elements from `start` on, in the order in which they lie in
+    memory (complex numbers as pairs): all that this rank holds, or its slice in an inner group.
     """
 
     param: Tensor
@@ -64,113 +68,127 @@ class OuterState:
     residual: Tensor | None
 
     def begin(self) -> None:
-        """The parameter, as it is now on every worker, is the anchor."""
+        """Set the anchor to the parameter, which is equal on all workers now."""
         FlatTensors([self.param]).read(self.start, self.anchor)
         for memory in self.memories:
             memory.zero_()
 
 
-def part_of(length: int, index: int, parts: int) -> tuple[int, int]:
-    """Where one of so many equal parts begins and ends."""
-    return length * index // parts, length * (index + 1) // parts
+def even_range(length: int, index: int, count: int) -> tuple[int, int]:
+    """Return begin and end of one of `count` equal ranges of `length` elements."""
+    return length * index // count, length * (index + 1) // count
 
 
-class Difference:
-    """A row: the anchor less the parameters. The outer step is taken as each part arrives."""
+class AnchorDifference:
+    """A payload: anchor minus parameters. The outer step is taken as each chunk arrives."""
 
     first_only = False
 
-    def __init__(self, segment: Segment, start: int, stop: int, codec: Codec, outer: Outer) -> None:
-        self.segment, self.start, self.length = segment, start, stop - start
-        self.dtype, self.device, self.codec = segment.anchor.dtype, segment.device, codec
-        self.residual = None if segment.residual is None else segment.residual[start:stop]
-        self.params = segment.vector
+    def __init__(
+        self, bucket: AnchorBucket, start: int, stop: int, codec: Codec, outer: Outer
+    ) -> None:
+        self.bucket, self.start, self.length = bucket, start, stop - start
+        self.dtype, self.device, self.codec = bucket.anchor.dtype, bucket.device, codec
+        self.residual = None if bucket.residual is None else bucket.residual[start:stop]
+        self.params = bucket.vector
         self.outer = outer
-        self.kind = local(segment.params[0]).real.dtype
+        self.param_dtype = local(bucket.params[0]).real.dtype
 
     @property
     def first(self) -> int:
-        """Where it begins among the parameters."""
-        return self.segment.span[0] + self.start
+        """Where the payload begins among the parameters' elements."""
+        return self.bucket.span[0] + self.start
 
     def read(self, start: int, out: Tensor) -> None:
-        anchor = self.segment.anchor[self.start + start :]
+        anchor = self.bucket.anchor[self.start + start :]
         for part, inner, outer in self.params.ranges(self.first + start, out.numel()):
-            there = self.as_trained(anchor[outer]).to(self.device)
-            torch.sub(there, read_range(part, inner), out=out[outer])
+            before = self.round_like_params(anchor[outer]).to(self.device)
+            torch.sub(before, read_range(part, inner), out=out[outer])
 
-    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
-        self.params.write(self.first + start, self.moved(start, mean, outcome))
+    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
+        self.params.write(self.first + start, self.step_anchor(start, mean, result))
 
-    def as_trained(self, anchor: Tensor) -> Tensor:
-        """Where the parameters were put: with 16 bits, the anchor rounded."""
-        return anchor if self.kind == anchor.dtype else anchor.to(self.kind).to(anchor.dtype)
+    def round_like_params(self, anchor: Tensor) -> Tensor:
+        """Return the anchor as 16-bit parameters hold it.
 
-    def moved(self, start: int, mean: Tensor, outcome: Outcome) -> Tensor:
-        """The anchor from `start` on, after the outer step with this mean.
+        Otherwise the rounding of parameters would count as movement, in every block anew.
+        """
+        if self.param_dtype == anchor.dtype:
+            return anchor
+        return anchor.to(self.param_dtype).to(anchor.dtype)
 
-        If nobody's numbers could be used, it stays.
+    def step_anchor(self, start: int, mean: Tensor, result: RoundResult) -> Tensor:
+        """Take the outer step on the anchor from `start` on, and return that part of it.
+
+        If no worker's values could be used, the anchor stays.
         """
         first = self.start + start
         chosen = slice(first, first + mean.numel())
-        anchor = self.segment.anchor[chosen]
-        if outcome.counted:
-            memories = [memory[chosen] for memory in self.segment.memories]
+        anchor = self.bucket.anchor[chosen]
+        if result.included:
+            memories = [memory[chosen] for memory in self.bucket.memories]
+            # A copy only if the outer step writes to it: `mean` is reused for the next chunk.
             gradient = mean.to(anchor.device, copy=self.outer.overwrites)
-            self.outer.at(outcome.first.lr).step(anchor, gradient, memories)
+            # The learning rate of the first worker, so that all take the same outer step.
+            self.outer.at(result.first_note.lr).step(anchor, gradient, memories)
         return anchor
 
-    def merge(self, outcome: Outcome, counts: bool) -> None:
-        """Take in what has arrived: here it has been."""
+    def merge(self, result: RoundResult, included: bool) -> None:
+        """Do nothing: `write` has taken the outer step."""
 
 
-class StagedDifference(Difference):
-    """The same; the outer step is taken when all of the mean is there, and nobody objects."""
+class StagedDifference(AnchorDifference):
+    """A difference whose mean is kept until all workers agree that the sync round took place."""
 
-    def __init__(self, difference: Difference) -> None:
+    def __init__(self, difference: AnchorDifference) -> None:
         vars(self).update(vars(difference))
         self._stage = torch.empty(self.length, dtype=self.dtype, device=self.device)
 
-    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
+    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
         self._stage[start : start + mean.numel()].copy_(mean)
 
-    def merge(self, outcome: Outcome, counts: bool) -> None:
+    def merge(self, result: RoundResult, included: bool) -> None:
+        """Take the outer step, and put the parameters at the anchor."""
         for start in range(0, self.length, LARGEST):
-            super().write(start, self._stage[start : start + LARGEST], outcome)
+            super().write(start, self._stage[start : start + LARGEST], result)
 
 
-class HeldDifference(Difference):
-    """The difference as it was when it was sent. Parameters keep what they have done since."""
+class OverlappedDifference(AnchorDifference):
+    """A copy of a difference, for a sync round that runs while training goes on."""
 
-    def __init__(self, difference: Difference) -> None:
+    def __init__(self, difference: AnchorDifference) -> None:
         vars(self).update(vars(difference))
         self.held = torch.empty(self.length, dtype=self.dtype, device=self.device)
         self.arrived = torch.empty_like(self.held)
 
     @classmethod
-    def now(cls, difference: Difference) -> HeldDifference:
-        """As the parameters are now."""
-        row = cls(difference)
-        for start in range(0, row.length, LARGEST):
-            difference.read(start, row.held[start : start + LARGEST])
-        return row
+    def copy_now(cls, difference: AnchorDifference) -> OverlappedDifference:
+        """Copy the difference of the parameters as they are now."""
+        payload = cls(difference)
+        for start in range(0, payload.length, LARGEST):
+            difference.read(start, payload.held[start : start + LARGEST])
+        return payload
 
     def read(self, start: int, out: Tensor) -> None:
         out.copy_(self.held[start : start + out.numel()])
 
-    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
+    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
         self.arrived[start : start + mean.numel()].copy_(mean)
 
-    def merge(self, outcome: Outcome, counts: bool) -> None:
-        """The outer step. A worker whose numbers do not count takes the new point as it is."""
-        params, anchors = self.segment.vector, self.segment.anchor[self.start :]
-        keep = counts and bool(outcome.counted)
+    def merge(self, result: RoundResult, included: bool) -> None:
+        """Take the outer step, and keep the steps that were taken since the difference was sent.
+
+        param += (new anchor - old anchor) + held, where old anchor - held is what was sent. A
+        worker that was left out of the mean takes the new anchor as it is.
+        """
+        params, anchors = self.bucket.vector, self.bucket.anchor[self.start :]
+        keep = included and bool(result.included)
         for start in range(0, self.length, LARGEST):
             held = self.held[start : start + LARGEST]
-            before = anchors[start : start + held.numel()].clone()
-            anchor = self.moved(start, self.arrived[start : start + LARGEST], outcome)
+            before = anchors[start : start + held.numel()].clone()  # the step is in place
+            anchor = self.step_anchor(start, self.arrived[start : start + LARGEST], result)
             if keep:
-                now, then = self.as_trained(anchor), self.as_trained(before)
+                now, then = self.round_like_params(anchor), self.round_like_params(before)
                 moved = torch.sub(now, then, out=before).to(self.device)
                 params.add(self.first + start, moved.add_(held))
             else:
@@ -185,16 +203,15 @@ class Anchor:
     codec: Codec
     fragments: int
     on_host: bool
-    inner: RankGroup = field(
-        default_factory=RankGroup
-    )  # who have the same parameters, and share work
-    segments: list[Segment] = field(default_factory=list)
+    # Ranks with the same parameters: each owns a slice of the anchor, as shards do.
+    inner: RankGroup = field(default_factory=RankGroup)
+    buckets: list[AnchorBucket] = field(default_factory=list)
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Take in parameters, whose values are common now."""
+        """Add parameters, whose values are equal on all workers now."""
         for same in group_by_type(params):
             vector, device = FlatTensors(same), same[0].device
-            span = part_of(len(vector), self.inner.rank, self.inner.size)
+            span = even_range(len(vector), self.inner.rank, self.inner.size)
             dtype = accumulation_dtype(local(same[0]).real.dtype)
             where = torch.device("cpu") if self.on_host else device
             anchor = torch.empty(span[1] - span[0], dtype=dtype, device=where)
@@ -203,95 +220,101 @@ class Anchor:
             residual = None
             if self.codec.rounds:
                 residual = torch.zeros(anchor.numel(), dtype=dtype, device=device)
-            self.segments.append(Segment(same, anchor, memories, residual, device, span))
+            self.buckets.append(AnchorBucket(same, anchor, memories, residual, device, span))
 
     def begin(self) -> None:
-        """The parameters, as they are now on every worker, are the common point."""
-        for segment in self.segments:
-            segment.vector.read(segment.span[0], segment.anchor)
-            for tensor in [*segment.memories, segment.residual]:
+        """Set the anchor to the parameters, which are equal on all workers now."""
+        for bucket in self.buckets:
+            bucket.vector.read(bucket.span[0], bucket.anchor)
+            for tensor in [*bucket.memories, bucket.residual]:
                 if tensor is not None:
                     tensor.zero_()
 
-    def share(self, fragments: Sequence[int]) -> None:
-        """Fill in what the others of the inner group answer for in these fragments."""
+    def all_gather_inner(self, fragments: Sequence[int]) -> None:
+        """Copy the other ranks' slices of these fragments within the inner group."""
         if self.inner.size == 1:
             return
-        for segment in self.segments:
+        for bucket in self.buckets:
             for rank in range(self.inner.size):
-                first, end = part_of(len(segment.vector), rank, self.inner.size)
+                first, end = even_range(len(bucket.vector), rank, self.inner.size)
                 for fragment in fragments:
-                    start, stop = part_of(end - first, fragment, self.fragments)
-                    self._bring(segment, rank, first + start, first + stop)
+                    start, stop = even_range(end - first, fragment, self.fragments)
+                    self._broadcast_range(bucket, rank, first + start, first + stop)
 
-    def _bring(self, segment: Segment, owner: int, first: int, end: int) -> None:
-        """Have a range of the parameters as its owner in the inner group has it."""
-        vector = segment.vector
+    def _broadcast_range(self, bucket: AnchorBucket, owner: int, first: int, end: int) -> None:
+        """Set a range of the parameters to its owner's values, on all ranks of the inner group."""
+        vector = bucket.vector
         for start in range(first, end, LARGEST):
             length = min(LARGEST, end - start)
-            part = torch.empty(length, dtype=segment.anchor.dtype, device=segment.device)
+            chunk = torch.empty(length, dtype=bucket.anchor.dtype, device=bucket.device)
             if owner == self.inner.rank:
-                vector.read(start, part)
-            self.inner.broadcast(part, owner, -1)
+                vector.read(start, chunk)
+            self.inner.broadcast(chunk, owner, -1)  # -1: every rank receives
             if owner != self.inner.rank:
-                vector.write(start, part)
+                vector.write(start, chunk)
 
     @property
     def params(self) -> list[Tensor]:
-        """All that it is the common point of."""
-        return [param for segment in self.segments for param in segment.params]
+        """All parameters that have an anchor, bucket by bucket."""
+        return [param for bucket in self.buckets for param in bucket.params]
 
     def outer_state(self) -> Iterator[OuterState]:
-        """Anchor, memories and residual by parameter, for those that this rank has a part of."""
-        for segment in self.segments:
-            begin, end = segment.span
-            for param, (first, last) in zip(segment.params, segment.vector.spans, strict=True):
+        """Yield anchor, memories and residual of each parameter that this rank has elements of."""
+        for bucket in self.buckets:
+            begin, end = bucket.span
+            for param, (first, last) in zip(bucket.params, bucket.vector.spans, strict=True):
                 if max(first, begin) < min(last, end):
                     here = slice(max(first - begin, 0), min(last, end) - begin)
-                    memories = [memory[here] for memory in segment.memories]
-                    residual = None if segment.residual is None else segment.residual[here]
+                    memories = [memory[here] for memory in bucket.memories]
+                    residual = None if bucket.residual is None else bucket.residual[here]
                     start = max(begin - first, 0)
-                    yield OuterState(param, start, segment.anchor[here], memories, residual)
+                    yield OuterState(param, start, bucket.anchor[here], memories, residual)
 
     def layout(self) -> list[Any]:
-        """What has to be the same for a residual to be of use: who rounds and averages what."""
-        lengths = [(len(segment.vector), *segment.span) for segment in self.segments]
+        """Return which elements this rank rounds and averages.
+
+        A residual is of use only to a run with the same layout.
+        """
+        lengths = [(len(bucket.vector), *bucket.span) for bucket in self.buckets]
         return [self.inner.size, self.inner.rank, *lengths]
 
-    def hold_frozen(self) -> None:
-        """Forget how parameters moved that have been frozen: they meet once more, and then rest."""
+    def reset_frozen_memories(self) -> None:
+        """Zero the memories of parameters that were frozen.
+
+        Such a parameter is averaged once more, and then rests, whatever the outer momentum was.
+        """
         if not self.outer.memories or all(param.requires_grad for param in self.params):
             return
-        for segment in self.segments:
-            begin, end = segment.span
-            for param, (first, last) in zip(segment.params, segment.vector.spans, strict=True):
+        for bucket in self.buckets:
+            begin, end = bucket.span
+            for param, (first, last) in zip(bucket.params, bucket.vector.spans, strict=True):
                 if not param.requires_grad and first < end and begin < last:
-                    for memory in segment.memories:
+                    for memory in bucket.memories:
                         memory[max(first - begin, 0) : last - begin].zero_()
 
-    def differences(self, fragment: int) -> list[Difference]:
-        """The rows of a fragment."""
+    def differences(self, fragment: int) -> list[AnchorDifference]:
+        """Return the payloads of a fragment, one for each bucket."""
         return [
-            Difference(
-                segment,
-                *part_of(segment.anchor.numel(), fragment, self.fragments),
+            AnchorDifference(
+                bucket,
+                *even_range(bucket.anchor.numel(), fragment, self.fragments),
                 self.codec,
                 self.outer,
             )
-            for segment in self.segments
+            for bucket in self.buckets
         ]
 
-    def go_back(self) -> None:
-        """Put the parameters at the common point."""
-        for segment in self.segments:
-            segment.vector.write(segment.span[0], segment.anchor)
-        self.share(range(self.fragments))
+    def restore_params(self) -> None:
+        """Set the parameters to the anchor."""
+        for bucket in self.buckets:
+            bucket.vector.write(bucket.span[0], bucket.anchor)
+        self.all_gather_inner(range(self.fragments))
 
-    def forget_residuals(self) -> None:
-        """Slices have other owners now, and what is left of the mean is not theirs.
+    def reset_residuals(self) -> None:
+        """Begin with zero residuals: slices have other owners now, and the old ones mean nothing.
 
-        In new memory: a meeting that was given up may still write to the old.
+        In new memory, because a sync round that was given up may still write to the old.
         """
-        for segment in self.segments:
-            if segment.residual is not None:
-                segment.residual = torch.zeros_like(segment.residual)
+        for bucket in self.buckets:
+            if bucket.residual is not None:
+                bucket.residual = torch.zeros_like(bucket.residual)

@@ -1,7 +1,7 @@
-"""Arguments that are numbers: what is meaningless is an error that says what is needed.
+"""Check arguments that are numbers or flags; an error says which values are possible.
 
-What comes is taken over as Python's own int, float or bool, so that workers of which one was given
-a number of numpy's have the same options.
+The result is Python's own int, float or bool. So workers have equal options even if one of them
+was given a NumPy number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def whole(name: str, value: Any, least: int = 0, why: str = "") -> int:
-    """A count: an integer of any kind, but neither a float nor a bool."""
+    """Return a count as an int: any kind of integer, but neither a float nor a bool."""
     try:
         number = least - 1 if _is_flag(value) else operator.index(value)
     except TypeError:
@@ -34,18 +34,18 @@ def real(
     below: float | None = None,
     why: str = "",
 ) -> float:
-    """A finite number within these bounds."""
+    """Return a finite number within these bounds as a float."""
     number = float(value) if isinstance(value, Real) and not _is_flag(value) else math.nan
     low = (above is None or number > above) and (least is None or number >= least)
     if not (math.isfinite(number) and low and (below is None or number < below)):
         bounds = [("above", above), ("at least", least), ("below", below)]
-        said = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
-        raise ValueError(f"{name} must be a finite number {said}, got {value!r}.{_spaced(why)}")
+        limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        raise ValueError(f"{name} must be a finite number {limits}, got {value!r}.{_spaced(why)}")
     return number
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False; 1 and 0 as well, but no other thing that Python takes for true."""
+    """Return True or False. 1 and 0 are accepted too, but no other value that Python calls true."""
     if isinstance(value, Real | bool) and value in (0, 1):
         return bool(value)
     if _is_flag(value):
@@ -54,7 +54,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # and numpy's
+    return isinstance(value, bool) or type(value).__name__ in (
+        "bool_",
+        "bool",
+    )  # the names of NumPy's bools, without importing NumPy
 
 
 def _spaced(why: str) -> str:

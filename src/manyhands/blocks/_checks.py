@@ -1,4 +1,7 @@
-"""What is looked at before training begins: the arguments, and whether workers have the same."""
+"""Checks before training begins: arguments that exclude each other, and workers that disagree.
+
+All of them come before the first tensor is sent, and raise on every worker.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from manyhands.blocks._outer import Outer
 from manyhands.blocks._schedule import Every
 
 
-def checked_optimizer(who: str, optimizer: Any, blocks: type[Optimizer]) -> Optimizer:
-    """The optimizer, if it can be wrapped."""
+def check_optimizer(class_name: str, optimizer: Any, blocks: type[Optimizer]) -> Optimizer:
+    """Return the optimizer if it can be wrapped, or raise."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"{who} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
-            f"{who}(SGD(parameters, lr=...))."
+            f"{class_name} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
+            f"{class_name}(SGD(parameters, lr=...))."
         )
     if any(isinstance(each, blocks) for each in unwrap(optimizer)):
-        raise TypeError(f"{who} got an optimizer that is in blocks already: wrap it once.")
+        raise TypeError(f"{class_name} got an optimizer that is in blocks already: wrap it once.")
     return optimizer
 
 
@@ -34,7 +37,7 @@ def check_outer(outer: Any) -> None:
     if not isinstance(outer, Outer):
         raise TypeError(
             f"outer must be an outer step (a subclass of manyhands.Outer), got {outer!r}. "
-            "LocalSGD, BMUF, SlowMo and DiLoCo bring theirs along."
+            "LocalSGD, BMUF, SlowMo and DiLoCo have one already."
         )
 
 
@@ -43,35 +46,37 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def check_counts(overlap: int, fragments: int, every: Every) -> None:
+def check_overlap_and_fragments(overlap: int, fragments: int, every: Every) -> None:
     if overlap >= every.least:
         raise ValueError(
-            f"overlap must be less than the steps between two meetings ({every.least}), got "
-            f"{overlap}. It is for how many steps a mean may be on its way."
+            f"overlap must be less than the steps between two sync rounds ({every.least}), got "
+            f"{overlap}. It is the number of steps for which a mean may be in flight."
         )
     if fragments > every.least:
         raise ValueError(
             f"{fragments} fragments need at least as many steps in a block, and every={every} "
-            f"may have {every.least}. Each fragment meets once in a block."
+            f"may have {every.least}. Each fragment is synchronized once in a block."
         )
 
 
-def check_groups(who: str, crew: Any, process_group: Any, inner: RankGroup, every: Every) -> None:
+def check_groups(
+    class_name: str, crew: Any, process_group: Any, inner: RankGroup, every: Every
+) -> None:
     if crew is not None and process_group is not None:
         raise ValueError(
-            f"{who} meets the workers of a process group or a crew's, and got both. A crew "
-            "makes a group of its own: leave process_group out."
+            f"{class_name} takes a process_group or a crew, and got both. A crew makes its "
+            "own group: leave process_group out."
         )
-    parts = inner.size if crew is None else crew.inner.size
-    if inner.size > 1 and inner.size != parts:
+    ranks_per_worker = inner.size if crew is None else crew.inner.size
+    if inner.size > 1 and inner.size != ranks_per_worker:
         raise ValueError(
-            f"inner_group has {inner.size} processes, and a worker of the crew {parts}. Give the "
-            "crew the same group, with which it begins: Crew(inner_group=...)."
+            f"inner_group has {inner.size} processes, and a worker of the crew {ranks_per_worker}. "
+            "Give the crew the same group when it is made: Crew(inner_group=...)."
         )
-    if parts > 1 and type(every) is not Every:
+    if ranks_per_worker > 1 and type(every) is not Every:
         raise ValueError(
-            f"every={every} is chosen by what workers see in their meetings, and those of "
-            "an inner_group meet apart. Give a number of steps."
+            f"every={every} follows from each sync round's result, and the ranks of an inner_group "
+            "have separate sync rounds. Give a number of steps."
         )
 
 
@@ -80,8 +85,8 @@ def check_shared_memory(wanted: bool | None, codec: str, crew: Any, optimizer: O
         return
     if codec != "float32":
         raise ValueError(
-            f"codec={codec!r} has nothing to shorten with shared_memory=True: nothing is sent. "
-            "Leave one of them out."
+            f"codec={codec!r} has no effect with shared_memory=True: nothing is sent. "
+            "Give only one of the two."
         )
     if crew is not None:
         raise ValueError(
@@ -93,12 +98,12 @@ def check_shared_memory(wanted: bool | None, codec: str, crew: Any, optimizer: O
 
 
 def fingerprint(options: Any) -> float:
-    """A number that is another one for other options."""
+    """Return a checksum of the options as a float, which all collectives can carry exactly."""
     return float(zlib.crc32(repr(options).encode()))
 
 
 def check_agreement(
-    who: str,
+    class_name: str,
     workers: RankGroup,
     inner: RankGroup,
     options: dict[str, Any],
@@ -106,35 +111,35 @@ def check_agreement(
     buffers: Sequence[Tensor],
     modules: Sequence[nn.Module],
 ) -> None:
-    """Raise, on every worker, where their options or models differ, before anything is sent."""
+    """Raise on every worker if their options or models differ, before anything is sent."""
     device = workers.any_device
-    mine = {
+    own = {
         "options": fingerprint(options),
-        "shards (process_group= must be of those who hold the same)": _shards(params),
+        "shards (process_group= must be of ranks with the same shard)": _shards(params),
         "size of inner_group": float(inner.size),
-        "place in inner_group (process_group= must be of those with the same)": float(inner.rank),
+        "rank in inner_group (process_group= must be of ranks with the same)": float(inner.rank),
     }
     try:
-        workers.check_equal(f"{who} and model", mine, device)
+        workers.check_equal(f"{class_name} and model", own, device)
     except ValueError as error:
-        told = workers.all_gather_text(repr(options), device)
-        if len(set(told)) == 1:
+        everyone = workers.all_gather_text(repr(options), device)
+        if len(set(everyone)) == 1:  # equal options: the error is about shards or groups
             raise
-        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told[:8]))
+        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(everyone[:8]))
         raise ValueError(f"workers were given different options:\n{listed}") from error
     kinds = {"parameter": params, "buffer": buffers}
     names = {kind: names_in(modules, tensors) for kind, tensors in kinds.items()}
-    check_same_tensors(who, workers, kinds, names, frozen=True)
+    check_same_tensors(class_name, workers, kinds, names, frozen=True)
 
 
 def memory_order(params: Sequence[Tensor]) -> float:
-    """A number for how they lie in memory, which is the order in which they are averaged."""
+    """Return a checksum of the strides: elements are averaged in the order of memory."""
     parts = [local(param) for param in params]
     return fingerprint([(i, p.stride()) for i, p in enumerate(parts) if not p.is_contiguous()])
 
 
 def _shards(params: Sequence[Tensor]) -> float:
-    """A number for which parts of DTensors are here."""
+    """Return a checksum of which shards of DTensors are on this rank."""
     places = [
         (tuple(p.placements), p.device_mesh.get_coordinate())  # type: ignore[attr-defined]
         for p in params

@@ -1,12 +1,12 @@
-"""How a difference travels: as it is, in half precision, or as small integers with shared scales.
+"""How a difference is encoded: as it is, in half precision, or as integers with shared scales.
 
-    float32, bfloat16    the values; float64 as such with "float32", too: nothing is lost with it
-    int8, int4           a group of neighbours shares a scale, the largest of them over the largest
-                         integer; then the integers, of 4 bits two in a byte:
-                         one of the first half of the values, one of the second
+    float32, bfloat16    the values; with "float32", float64 stays float64: nothing is rounded
+    int8, int4           a group of neighbours shares a scale: the largest absolute value over the
+                         largest integer. Two integers of 4 bits share a byte: one of the first
+                         half of the values, one of the second
 
-What is encoded is one flat tensor, and what travels one tensor of bytes, scales first. What is
-lost in rounding is not lost for good: `encode_with` keeps it and adds it to the next difference.
+One flat tensor becomes one tensor of bytes, with the scales first. What rounding cuts off is kept
+in a residual, and added to the next difference (`encode_with_residual`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch.nn import functional as F
 
 
 class Codec:
-    """Flat values to bytes and back; the same bytes give the same values everywhere."""
+    """Flat values to bytes and back. Equal bytes give equal values on all workers."""
 
-    rounds = True  # whether values come back changed
+    rounds = True  # whether decode(encode(values)) may differ from the values
 
     def size(self, elements: int, dtype: torch.dtype) -> int:
-        """Bytes of so many values, encoded."""
+        """Return how many bytes this many values become."""
         raise NotImplementedError
 
     def encode(self, values: Tensor) -> Tensor:
-        """The bytes of finite values."""
+        """Return finite values as bytes (a uint8 tensor)."""
         raise NotImplementedError
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """The values again, rounded."""
+        """Return the values again, rounded."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class AsTheyAre(Codec):
+class Uncompressed(Codec):
     """The values in their own type."""
 
     rounds = False
@@ -53,7 +53,7 @@ class AsTheyAre(Codec):
 
 
 @dataclass(frozen=True)
-class Half(Codec):
+class HalfPrecision(Codec):
     """The values in a type of 16 bits."""
 
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class Half(Codec):
 
 @dataclass(frozen=True)
 class Integers(Codec):
-    """Integers of so many bits, with a scale (a bfloat16) for each group of neighbours."""
+    """Integers of `bits` bits, with a scale (a bfloat16) for each group of neighbours."""
 
     bits: int
     group: int
@@ -96,9 +96,10 @@ class Integers(Codec):
         groups = self._groups(values.numel())
         missing = groups * self.group - values.numel()
         padded = (F.pad(values, (0, missing)) if missing else values).view(groups, self.group)
-        # (in two reads: the absolute values would be written and read again)
+        # Two reads: values.abs() would write a second tensor and read it again.
         largest = torch.maximum(padded.amax(dim=1, keepdim=True), -padded.amin(dim=1, keepdim=True))
         scales = (largest / self.largest).to(torch.bfloat16)
+        # A group of zeros has scale 0: divide by the smallest normal number instead.
         steps = padded / scales.to(padded.dtype).clamp(min=torch.finfo(torch.bfloat16).tiny)
         codes = steps.round_().clamp_(-self.largest, self.largest).to(torch.int8)
         if self.bits == 4:
@@ -111,30 +112,32 @@ class Integers(Codec):
         scales = data[: 2 * groups].view(torch.bfloat16).to(dtype)
         codes = data[2 * groups :].view(torch.int8)
         if self.bits == 4:
-            codes = torch.cat([(codes << 4) >> 4, codes >> 4])  # the sign is carried along
+            codes = torch.cat([(codes << 4) >> 4, codes >> 4])  # an arithmetic shift keeps the sign
         values = codes.view(groups, self.group).to(dtype).mul_(scales.unsqueeze(1))
         return values.flatten()[:elements]
 
 
 CODECS: dict[str, Codec] = {
-    "float32": AsTheyAre(),
-    "bfloat16": Half(torch.bfloat16),
+    "float32": Uncompressed(),
+    "bfloat16": HalfPrecision(torch.bfloat16),
     "int8": Integers(8, 256),
     "int4": Integers(4, 64),
 }
 
 
-def codec_of(name: str) -> Codec:
-    """The codec of this name."""
+def find_codec(name: str) -> Codec:
+    """Return the codec of this name, or raise."""
     if name not in CODECS:
         raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {name!r}.")
     return CODECS[name]
 
 
-def encode_with(codec: Codec, values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The bytes of values and what rounding has left of those before, and what will arrive.
+def encode_with_residual(
+    codec: Codec, values: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Encode values plus residual; return the bytes, and the values that will be decoded from them.
 
-    `residual` becomes what is left now. Without one, nothing is kept. `values` may be overwritten.
+    `residual` is set to what rounding cuts off now (None: it is lost). `values` may be overwritten.
     """
     if residual is not None:
         values.add_(residual)

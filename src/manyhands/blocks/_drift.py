@@ -7,7 +7,8 @@ as < >,
     cosine      mean of d_i . d_j over all pairs, in units of <|d_i|^2>
                 =  (n |D|^2 - <|d_i|^2>) / ((n - 1) <|d_i|^2>)
 
-The cosine is 1 where all went the same way and 0 where each went its own. All here are floats.
+The cosine is 1 if all workers moved the same way, and 0 if their ways are unrelated. All numbers
+here are floats: no tensors, no process groups.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Drift:
-    """What one meeting has found."""
+    """What one sync round has measured."""
 
     distance: float = math.nan  # of the mean from the anchor
     spread: float = math.nan  # of the workers around their mean
@@ -27,7 +28,7 @@ class Drift:
 
     @classmethod
     def of(cls, squares: Sequence[float], square_of_mean: float) -> Drift:
-        """From each worker's squared distance, and that of the mean.
+        """Return the drift from each worker's squared distance and the mean's.
 
         >>> Drift.of([25.0, 25.0], 16.0)  # (4, 3) and (4, -3)
         Drift(distance=4.0, spread=3.0, cosine=0.28)
@@ -36,10 +37,11 @@ class Drift:
         if n == 0:
             return cls()
         mean = sum(squares) / n
-        if not math.isfinite(mean + square_of_mean):  # numbers near 1e19, whose squares overflow
+        if not math.isfinite(mean + square_of_mean):  # the square of 1e20 overflows a float32
             return cls()
         spread = math.sqrt(max(mean - square_of_mean, 0.0))
         if n == 1 or mean == 0.0:
             return cls(math.sqrt(square_of_mean), spread)
+        # Rounding may lead slightly out of [-1, 1].
         cosine = (n * square_of_mean - mean) / ((n - 1) * mean)
         return cls(math.sqrt(square_of_mean), spread, max(-1.0, min(1.0, cosine)))

@@ -1,4 +1,4 @@
-"""The methods by their names: one engine, each with its outer step."""
+"""The methods by the names of their papers: `Blocks`, each with its own outer step."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from torch.optim import Optimizer
 
 from manyhands.blocks._arguments import flag, real, whole
 from manyhands.blocks._optimizer import Blocks
-from manyhands.blocks._outer import Average, BlockMomentum, Outer
-from manyhands.blocks._outer import SlowMo as SlowMomentum
+from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._schedule import Every
-from manyhands.blocks.averaging._extras import trained
+from manyhands.blocks.averaging._extras import trainable_params
 
 
 def _momentum(name: str, value: Any) -> float:
-    why = "With 1 and more, what one block has done would never fade."
+    why = "With 1 or more, the effect of one block would never fade."
     return real(name, value, least=0, below=1, why=why)
 
 
 class LocalSGD(Blocks):
-    """Blocks whose next common point is the plain mean of the workers.
+    """Blocks whose next anchor is the plain mean of the workers.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=8)
 
-    See `Blocks` for `**options` and for what all of these have in common.
+    See `Blocks` for `**options`, and for what all methods have in common.
     """
 
     def __init__(self, optimizer: Optimizer, *, every: int | Every = 16, **options: Any) -> None:
@@ -43,8 +42,8 @@ class DiLoCo(Blocks):
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     >>> optimizer = mh.DiLoCo(optimizer, every=100, codec="int4", overlap=10, fragments=4)
 
-    `lr` and `momentum` are the outer optimizer's; those of the paper (Douillard et al., 2023) are
-    the defaults. `lr` in `param_groups` is the inner one's. See `Blocks` for `**options`.
+    `lr` and `momentum` are the outer optimizer's, with the defaults of the paper (Douillard et al.,
+    2023). `lr` in `param_groups` is the inner optimizer's. See `Blocks` for `**options`.
     """
 
     _names: ClassVar[Mapping[str, str]] = {
@@ -73,8 +72,8 @@ class SlowMo(Blocks):
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.SlowMo(torch.optim.SGD(model.parameters(), lr=0.1), slow_momentum=0.5)
 
-    The inner learning rate is that of the first parameter group at the meeting, unless `inner_lr`
-    is given. See `Blocks` for `**options`.
+    Without `inner_lr`, the inner learning rate is that of the first parameter group at the time
+    of the sync round. See `Blocks` for `**options`.
     """
 
     _names: ClassVar[Mapping[str, str]] = {
@@ -107,26 +106,27 @@ class BMUF(Blocks):
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> optimizer = mh.BMUF(optimizer, block_momentum=0.875, global_sync_iter=50)
 
-    Surprises. With `block_momentum=0` the workers' mean is taken as it is, whatever
-    `block_lr` says. The first `warmup_iterations` steps are taken without the others, from the
-    same parameters; then worker 0's are everyone's. `use_nbm` is fairseq's form of a Nesterov
-    momentum, which equals plain momentum with a step of `block_lr * (1 + block_momentum)`;
-    `nesterov=True` is Nesterov's. A meeting is held after each step whose number is a multiple
-    of `global_sync_iter`. See `Blocks` for `**options`.
+    Four surprises, which are fairseq's. With `block_momentum=0` the next anchor is the workers'
+    mean, whatever `block_lr` is. In the first `warmup_iterations` steps each worker trains alone;
+    then all take worker 0's parameters. `use_nbm` is not Nesterov's momentum: it equals plain
+    momentum with `block_lr * (1 + block_momentum)`; `nesterov=True` is Nesterov's. A sync round
+    follows each step whose number is a multiple of `global_sync_iter`. See `Blocks` for
+    `**options`.
 
     Args:
-        block_lr: how much of the workers' mean difference a block takes.
-        block_momentum: how much of the last block's movement it repeats; 1 - 1/N is a good
-            value for N workers.
-        global_sync_iter: steps from one meeting to the next.
+        block_lr: the factor of the workers' mean difference.
+        block_momentum: the factor of the last block's movement; 1 - 1/N is a good value for N
+            workers.
+        global_sync_iter: steps from one sync round to the next.
         warmup_iterations: steps before the first block.
         use_nbm: fairseq's form of a look-ahead.
-        average_sync: average Adam's moments at each meeting and at the end of the warm-up, where
-            all optimizer state is reset otherwise. `state="average"` averages any optimizer's.
+        average_sync: average Adam's moments at each sync round and at the end of the warm-up,
+            where all optimizer state is reset otherwise. `state="average"` averages the state of
+            any optimizer.
         nesterov: Nesterov's momentum, which is DiLoCo's outer step.
-        local_warmup: False has all workers step together in the warm-up, along the mean of their
-            gradients, as the other presets do.
-        process_group: who meet; all, by default.
+        local_warmup: False: in the warm-up all workers step along the mean of their gradients, as
+            with the other methods.
+        process_group: the workers; by default all ranks.
     """
 
     _names: ClassVar[Mapping[str, str]] = {
@@ -153,6 +153,7 @@ class BMUF(Blocks):
         process_group: Any = None,
         **options: Any,
     ) -> None:
+        # Saved with all its settings, also where momentum 0 makes it a plain average.
         self._described = BlockMomentum(
             real("block_lr", block_lr, above=0),
             _momentum("block_momentum", block_momentum),
@@ -165,11 +166,11 @@ class BMUF(Blocks):
             if state not in ("average_moments", "average"):
                 raise ValueError(
                     f"average_sync=True averages Adam's moments, and state={state!r} does not: "
-                    "leave one of them out."
+                    "give only one of the two."
                 )
-        for theirs, ours in (("every", "global_sync_iter"), ("warmup", "warmup_iterations")):
-            if theirs in options:
-                raise TypeError(f"BMUF has fairseq's names: write {ours}= for {theirs}=.")
+        for engine_name, name in (("every", "global_sync_iter"), ("warmup", "warmup_iterations")):
+            if engine_name in options:
+                raise TypeError(f"BMUF has fairseq's names: write {name}= for {engine_name}=.")
         warmup_iterations = whole("warmup_iterations", warmup_iterations)
         if not isinstance(global_sync_iter, Every):
             global_sync_iter = Every(global_sync_iter, "global_sync_iter")
@@ -183,22 +184,22 @@ class BMUF(Blocks):
             **options,
         )
 
-    def _with_engine_values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(overrides)
-        if "average_sync" in given:
-            averaged = flag("average_sync", given.pop("average_sync"))
-            given["state"] = "average_moments" if averaged else "keep"
-        return given
+    def _to_engine_values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        values = dict(overrides)
+        if "average_sync" in values:
+            averaged = flag("average_sync", values.pop("average_sync"))
+            values["state"] = "average_moments" if averaged else "keep"
+        return values
 
-    # -- as fairseq's ----------------------------------------------------------------------------
+    # -- fairseq's methods -------------------------------------------------------------------------
 
     @property
     def optimizer_config(self) -> dict[str, Any]:
-        """The inner optimizer's options, as its first parameter group has them now."""
+        """The options of the inner optimizer's first parameter group, as they are now."""
         return {name: value for name, value in self.param_groups[0].items() if name != "params"}
 
     def get_lr(self) -> float:
-        """The learning rate of the first parameter group."""
+        """Return the learning rate of the first parameter group."""
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
@@ -211,39 +212,41 @@ class BMUF(Blocks):
                 group["lr"] = lr
 
     def get_num_updates(self) -> int:
-        """Steps taken."""
+        """Return the number of steps taken."""
         return self.steps
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Say how many steps have been taken, on every worker: meetings are at multiples."""
-        self._sync.count_from(whole("num_updates", num_updates))
+        """Set the number of steps taken; call it on every worker. Sync rounds are at multiples."""
+        self._sync.set_steps(whole("num_updates", num_updates))
 
     @torch.no_grad()
     def multiply_grads(self, c: float) -> None:
         """Multiply all gradients by a number."""
-        for param in self._with_gradient():
+        for param in self._params_with_grad():
             assert param.grad is not None
             param.grad.mul_(c)
 
     def average_params(self) -> NoReturn:
-        """An error: fairseq's averages Adam's moments, and its name says parameters."""
+        """Raise: fairseq's method averages Adam's moments, and its name says parameters."""
         raise RuntimeError(
             "fairseq's average_params() averages Adam's moments, and leaves the parameters. Write "
-            "BMUF(..., average_sync=True) for the moments: they are averaged at every meeting. "
+            "BMUF(..., average_sync=True) for the moments: they are averaged at every sync round. "
             "average_parameters() sets the parameters to their mean."
         )
 
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[Any], Any] | None = None
     ) -> torch.Tensor:
-        """Scale this worker's gradients down to a norm of at most `max_norm`; their norm before.
+        """Scale this worker's gradients to a norm of at most `max_norm`; return the norm before.
 
-        With `max_norm=0` they are left as they are. `aggregate_norm_fn` turns this worker's norm
-        into that of a model whose parts are on several workers.
+        With `max_norm=0` the gradients stay as they are. `aggregate_norm_fn` turns this worker's
+        norm into the norm of a model that is sharded over several workers.
         """
         if not max_norm >= 0:
-            raise ValueError(f"max_norm must be at least 0, got {max_norm}. 0 only measures.")
-        params = self._with_gradient()
+            raise ValueError(
+                f"max_norm must be at least 0, got {max_norm}. With 0 the norm is only returned."
+            )
+        params = self._params_with_grad()
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         if aggregate_norm_fn is not None:
             norm = aggregate_norm_fn(norm)
@@ -251,5 +254,5 @@ class BMUF(Blocks):
             torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
-    def _with_gradient(self) -> list[torch.Tensor]:
-        return [param for param in trained(self) if param.grad is not None]
+    def _params_with_grad(self) -> list[torch.Tensor]:
+        return [param for param in trainable_params(self) if param.grad is not None]

@@ -1,10 +1,10 @@
-"""Is something else averaging what blocks are to average?
+"""Does something else average the workers' gradients already?
 
-In blocks each worker follows its own gradients. A model that is left in `DistributedDataParallel`,
-as trainers leave it, or in `ShardedDataParallel`, has the mean gradient on every worker, so that
-all take the same steps and each sync round finds what everybody has. Nothing fails, nothing is
-saved, and DDP's traffic stays. What can be known of it is said when the optimizer is made, and the
-rest after the first block: workers that have gone exactly the same way.
+In blocks each worker follows its own gradients. If a trainer leaves the model in
+`DistributedDataParallel` or `ShardedDataParallel`, all workers have the mean gradient, take the
+same steps, and a sync round changes nothing. Nothing fails, and DDP's traffic stays. So there is an
+error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise a
+warning after the first block, if all workers moved exactly the same way.
 """
 
 from __future__ import annotations
@@ -19,88 +19,87 @@ from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
 from manyhands._core.wrapper import unwrap
-from manyhands.blocks.averaging._extras import alive
-from manyhands.blocks.averaging._payload import Outcome
+from manyhands.blocks.averaging._extras import live_modules
+from manyhands.blocks.averaging._payload import RoundResult
 from manyhands.sharding.zero._oss import OSS
 
-SAME = 1e-6  # squared lengths that differ by less, relatively, are of the same steps
+SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 
 
 def check_not_averaged(
-    who: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
+    class_name: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
 ) -> None:
-    """Raise, or warn where it is not certain, if the workers that meet share their gradients."""
+    """Raise if the workers of the blocks share their gradients; warn if it is not certain."""
     if workers.size == 1:
         return
     advice = (
-        f"{who} has to go without: each worker follows its own gradients from one meeting to the "
-        "next. Workers that are to train as one are inner_group=, and process_group= those that "
-        "meet."
+        f"{class_name} needs a model without it: each worker follows its own gradients from one "
+        "sync round to the next. Pass ranks that train as one worker as inner_group=, and one "
+        "rank of each worker as process_group=."
     )
     inner = unwrap(optimizer)[-1]
     if isinstance(inner, OSS) and _overlap(inner.group, workers):
-        raise ValueError(f"OSS updates its shards for the same workers that are to meet. {advice}")
+        raise ValueError(f"OSS shards its updates over the same workers as the blocks. {advice}")
     if model is not None and _averages(model) and _overlap(model.process_group, workers):
         raise ValueError(
             f"model= is in {type(model).__name__}, which averages gradients over the same workers "
-            f"that are to meet. {advice}"
+            f"as the blocks. {advice}"
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _found(params, workers):
-        gc.collect()  # it may be one that nobody holds any more
+        gc.collect()  # a wrapper that nothing holds any more must not cause a warning
         for kind in sorted(_found(params, workers)):
             warnings.warn(
                 f"the parameters are in a {kind} that averages gradients over the same workers "
-                f"that are to meet. {advice}",
+                f"as the blocks. {advice}",
                 RuntimeWarning,
                 stacklevel=5,
             )
 
 
-def moved_alike(outcome: Outcome, cosine: float, rounded: bool) -> bool:
-    """Whether all workers have taken the same steps.
+def moved_identically(result: RoundResult, cosine: float, rounded: bool) -> bool:
+    """Return whether all workers have taken the same steps.
 
     Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
-    The cosine is of the mean that arrived, which a codec has `rounded`.
+    With a codec (`rounded`) the cosine is that of rounded values, and need not be as close to 1.
     """
-    squares = [outcome.squares[rank] for rank in outcome.counted]
+    squares = [result.squares[rank] for rank in result.included]
     low, high = min(squares, default=0.0), max(squares, default=0.0)
     alike = cosine > (0.95 if rounded else 0.999)
     return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and alike
 
 
-def warn_that_workers_move_alike(workers: int) -> None:
+def warn_identical_moves(workers: int) -> None:
     warnings.warn(
         f"in the first block all {workers} workers have taken the same steps (cosine 1, spread "
-        "0), so that meetings change nothing. Their gradients are averaged already, if the model "
-        "is in DistributedDataParallel or ShardedDataParallel, as a trainer may leave it: take it "
-        "out, and use the model itself. Or all workers draw the same samples: give each its own.",
+        "0), so that sync rounds change nothing. Either the model is in DistributedDataParallel or "
+        "ShardedDataParallel, as a trainer may leave it: unwrap it, and use the model itself. Or "
+        "all workers draw the same samples: give each worker its own.",
         RuntimeWarning,
         stacklevel=6,
     )
 
 
 def _found(params: Iterable[Tensor], workers: RankGroup) -> set[str]:
-    """The kinds of modules that average the gradients of these parameters over these workers."""
-    ours = {id(param) for param in params}
+    """Return the class names of modules that average these gradients over these workers."""
+    wanted = {id(param) for param in params}
     return {
         type(module).__name__
-        for module in alive()
+        for module in live_modules()
         if _averages(module)
-        and any(id(param) in ours for param in module.parameters())
+        and any(id(param) in wanted for param in module.parameters())
         and _overlap(module.process_group, workers)
     }
 
 
 def _averages(module: nn.Module) -> bool:
-    """Whether it is a DDP, by what all of them have."""
+    # Two attributes that torch's DDP, its subclasses and ShardedDataParallel have in common.
     return "require_backward_grad_sync" in vars(module) and "process_group" in vars(module)
 
 
 def _overlap(group: object, workers: RankGroup) -> bool:
-    """Whether two of the workers are in this process group."""
+    """Return whether two or more of the workers are in this process group."""
     if not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    ours = workers.ranks
-    return len(set(ranks) & set(ours)) > 1
+    return len(set(ranks) & set(workers.ranks)) > 1

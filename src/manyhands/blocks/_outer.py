@@ -1,8 +1,8 @@
-"""The outer steps: from the last common point and the workers' mean to the next one.
+"""The outer steps: from the anchor and the workers' mean to the next anchor.
 
-All of them see the *anchor* (the last common point) and the *gradient* (the anchor less the mean of
-the workers' parameters: where a block of inner steps has led, turned around), and change the
-anchor in place. In units of these:
+An outer step gets the *anchor* and the *gradient* (the anchor minus the mean of the workers'
+parameters: the movement of a block with its sign turned, as an optimizer expects), and changes the
+anchor in place:
 
     Average          anchor -= gradient                  McDonald et al., 2010: the mean itself
     BlockMomentum    s = η s + ζ gradient
@@ -10,11 +10,11 @@ anchor in place. In units of these:
       nesterov       anchor -= ζ gradient + η s          Chen & Huo, 2016; as DiLoCo (Douillard et
                                                          al., 2023), outer lr ζ and momentum η
       use_nbm        anchor -= s + η s                   fairseq's, which is not Nesterov's
-    SlowMo           u = β u + gradient / γ              Wang et al., 2020, with inner
+    SlowMomentum     u = β u + gradient / γ              Wang et al., 2020, with inner
                      anchor -= α γ u                     learning rate γ
 
-A step of your own is a subclass: how many tensors of the anchor's size it remembers, and what it
-does with them.
+A subclass of `Outer` is an outer step of your own. It says how many tensors of the anchor's size it
+keeps (`memories`), and how it moves the anchor (`step`).
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from torch import Tensor
 
 
 class Outer:
-    """What becomes of the common point once the workers' mean is known."""
+    """How the anchor moves once the workers' mean is known. Subclass it for a step of your own."""
 
-    memories: ClassVar[int] = 0  # tensors like the anchor that are kept from block to block
+    memories: ClassVar[int] = 0  # tensors like the anchor, kept from block to block
     overwrites: ClassVar[bool] = True  # whether `step` may change `gradient`; False saves a copy
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
         """Move `anchor` in place. Memories begin as zeros.
 
-        It is called with parts of the whole, one after the other.
+        All tensors have one shape (elements,). It is called with one slice of the model after
+        another, so it has to work element by element.
         """
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        """By which workers see whether all have the same, and a resumed run, too."""
+        """Describe all settings: workers, and a resumed run, are compared by this text."""
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
         return f"{type(self).__name__}({settings})"
 
     def at(self, lr: float) -> Outer:
-        """This step where the inner learning rate is `lr`."""
+        """Return this outer step for the inner learning rate `lr`."""
         return self
 
 
 @dataclass(frozen=True)
 class Average(Outer):
-    """The workers' mean is the next common point."""
+    """The workers' mean is the next anchor."""
 
     overwrites: ClassVar[bool] = False
 
@@ -61,7 +62,7 @@ class Average(Outer):
 
 @dataclass(frozen=True)
 class BlockMomentum(Outer):
-    """A momentum of blocks: `lr` is the documented block_lr, `momentum` the block_momentum."""
+    """A momentum of blocks: `lr` is fairseq's block_lr, `momentum` its block_momentum."""
 
     lr: float = 1.0
     momentum: float = 0.875
@@ -75,7 +76,7 @@ class BlockMomentum(Outer):
         if self.nesterov and self.use_nbm:
             raise ValueError(
                 "nesterov=True and use_nbm=True exclude each other: use_nbm is fairseq's form, "
-                "which equals a longer step of plain momentum."
+                "which equals plain momentum with a larger step."
             )
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
@@ -88,10 +89,10 @@ class BlockMomentum(Outer):
 
 
 @dataclass(frozen=True)
-class SlowMo(Outer):
+class SlowMomentum(Outer):
     """A slow momentum, in units of the inner learning rate."""
 
-    inner_lr: float | None = None  # None: as the inner optimizer's first group has it
+    inner_lr: float | None = None  # None: that of the inner optimizer's first group
     slow_lr: float = 1.0
     momentum: float = 0.7
 
@@ -105,4 +106,6 @@ class SlowMo(Outer):
         anchor.sub_(slow, alpha=self.slow_lr * self.inner_lr)
 
     def at(self, lr: float) -> Outer:
-        return self if self.inner_lr is not None else replace(self, inner_lr=max(lr, 1e-12))
+        return (
+            self if self.inner_lr is not None else replace(self, inner_lr=max(lr, 1e-12))
+        )  # a schedule may end at 0

@@ -1,8 +1,8 @@
-"""When to send what, and when the answer is due: integers only.
+"""After which step a fragment is sent, and after which its mean is merged: integers only.
 
 A block of `length` steps begins after step `start`. A model of F fragments sends fragment f
-(f+1)/F of the way through it, so that the link is used evenly; what was sent is merged `overlap`
-steps later.
+(f+1)/F of the way through it, so that the link is used evenly. Its mean is merged `overlap` steps
+later.
 
     length 6, 2 fragments, overlap 1     step  1  2  3  4  5  6  7  8  9 10 11 12 13
                                          send        0        1        0        1
@@ -20,7 +20,7 @@ from manyhands.blocks._drift import Drift
 
 @dataclass
 class Schedule:
-    """Where in its block a worker is."""
+    """The current block: its start, its length, and its fragments."""
 
     length: int
     fragments: int = 1
@@ -28,37 +28,41 @@ class Schedule:
     start: int = 0
 
     def due(self, step: int) -> list[int]:
-        """The fragments to send after this step."""
-        into, parts = step - self.start, self.fragments
-        return [f for f in range(parts) if self.length * (f + 1) // parts == into]
+        """Return the fragments to send after this step."""
+        into, count = step - self.start, self.fragments
+        return [f for f in range(count) if self.length * (f + 1) // count == into]
 
     def ends(self, step: int) -> bool:
-        """Whether the block ends with this step."""
+        """Return whether the block ends with this step."""
         return step - self.start >= self.length
 
     def begin(self, step: int, length: int) -> None:
-        """A block of this length begins after a step."""
+        """Begin a block of this length after a step."""
         self.start, self.length = step, length
 
 
 class Every:
-    """How long the next block is to be. Base of the rules, and the rule for a fixed number."""
+    """A fixed length for every block; base class of `Seconds` and `ByDrift`."""
 
     def __init__(self, steps: int, name: str = "every") -> None:
         self.first = self.least = whole(
             name,
             steps,
             1,
-            "It is how many steps each worker takes on its own from one meeting to the next; "
-            "Seconds(...) and ByDrift(...) choose it as they go.",
+            "It is the number of local steps from one sync round to the next; Seconds(...) and "
+            "ByDrift(...) choose it during training.",
         )
 
     def first_start(self, step: int) -> int:
-        """Where the block began that this step is in: blocks begin at multiples."""
+        """Return where the block of this step began: fixed blocks begin at multiples."""
         return step // self.first * self.first
 
     def next(self, length: int, seconds: float, drift: Drift) -> int:
-        """From the last block's length, what a step takes on the slowest worker, and the drift."""
+        """Return the next block's length.
+
+        From the last block's length, the seconds of a step on the slowest worker, and the drift:
+        numbers that are equal on all workers, so that all choose the same length.
+        """
         return self.first
 
     def __repr__(self) -> str:
@@ -66,13 +70,13 @@ class Every:
 
 
 class Seconds(Every):
-    """Meet about every so many seconds, by the time that the slowest worker takes for a step.
+    """Synchronize about every `seconds`, measured by the slowest worker's time for a step.
 
     >>> import manyhands as mh
     >>> mh.Seconds(60, first=100)
     Seconds(60, first=100, least=1)
 
-    `first` is the number of steps of the first block, when nothing is known of their time.
+    `first` is the number of steps of the first block, when no step has been timed yet.
     """
 
     def __init__(self, seconds: float, *, first: int = 10, least: int = 1) -> None:
@@ -92,14 +96,14 @@ class Seconds(Every):
 
 
 class ByDrift(Every):
-    """Meet more often where workers go different ways, and less where they agree.
+    """Synchronize more often if workers move different ways, and less often if they agree.
 
     >>> import manyhands as mh
     >>> mh.ByDrift(cosine=0.3, least=8, most=256)
     ByDrift(cosine=0.3, least=8, most=256)
 
-    After each block its length is multiplied by the cosine between the workers' differences over
-    the one that is wanted, by 2 at most and by 1/2 at least.
+    After each block the length is multiplied by measured cosine / wanted cosine, but by 2 at most
+    and by 1/2 at least.
     """
 
     def __init__(self, cosine: float = 0.3, *, least: int = 8, most: int = 256) -> None:
@@ -108,8 +112,7 @@ class ByDrift(Every):
             cosine,
             above=0,
             below=1,
-            why="Workers that all go the same way have 1, and workers that know nothing of each "
-            "other 0.",
+            why="It is 1 if all workers move the same way, and 0 if their ways are unrelated.",
         )
         self.least, self.most = whole("least", least, 1), whole("most", most, 1)
         if self.least > self.most:

@@ -1,8 +1,13 @@
-"""What a worker saves of the synchronisation, and how it is taken up again.
+"""What a worker saves of its blocks, under which names, and how a run continues from it.
 
-`saved` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle of a
-block. `counters` and `go_on` are for checkpoints that all workers share: numbers only, since
-`checkpoint/_blocks_state.py` saves anchor and memories by parameter.
+`save_worker` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle
+of a block. `save_counters` and `load_counters` are for checkpoints that all workers share: numbers
+only, because `checkpoint/_blocks_state.py` saves anchor and memories by parameter.
+
+Options are saved under the engine's names ("every", "outer.momentum"), which all methods have in
+common, so that a run may continue under another name of the same method. Users see and give the
+names of their class: for `BMUF` these two are `global_sync_iter` and `block_momentum`. `names`
+below leads from the engine's names to the class's.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from manyhands.blocks._sync import Sync
 Names = Mapping[str, str]
 
 
-def settings_of(outer: Outer) -> dict[str, Any]:
-    """An outer step by its kind and settings; by what it says of itself, if it does so."""
+def describe_outer(outer: Outer) -> dict[str, Any]:
+    """Return an outer step's class and settings; its own `__repr__` if it defines one."""
     if type(outer).__repr__ is not Outer.__repr__ and not is_dataclass(outer):
         return {"outer": repr(outer)}
     plain = {
@@ -31,35 +36,38 @@ def settings_of(outer: Outer) -> dict[str, Any]:
     return {"outer": type(outer).__name__, **{f"outer.{name}": v for name, v in plain.items()}}
 
 
-def as_named(options: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Options by the names of the class."""
+def rename_options(options: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return the options under the names of the class."""
     return {names.get(name, name): value for name, value in options.items()}
 
 
-def sorted_out(
-    who: str,
+def split_overrides(
+    class_name: str,
     overrides: Mapping[str, Any],
     options: Mapping[str, Any],
     names: Names,
     groups: Iterable[Mapping[str, Any]],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Which overrides are of the blocks, by the engine's names, and which of parameter groups.
+    """Split overrides into options of the blocks (engine's names) and of parameter groups.
 
-    `groups` are those that are here and those that were saved: what no group has is a mistake.
+    `groups` are the parameter groups here and in the saved state. A name that is in none of them,
+    and is no option of the blocks either, is an error.
     """
-    ours = {name: name for name in options} | {names.get(name, name): name for name in options}
+    engine_names = {name: name for name in options} | {
+        names.get(name, name): name for name in options
+    }
     known = {name for group in groups for name in group} - {"params", "param_names"}
     for_blocks, for_groups = {}, {}
     for name, value in overrides.items():
-        if name in ours:
-            for_blocks[ours[name]] = value
+        if name in engine_names:
+            for_blocks[engine_names[name]] = value
         elif name in known:
             for_groups[name] = value
         else:
             raise ValueError(
                 f"optimizer_overrides has {name}={value!r}, which is an option neither of the "
-                f"parameter groups ({', '.join(sorted(known))}) nor of {who} "
-                f"({', '.join(as_named(options, names))})."
+                f"parameter groups ({', '.join(sorted(known))}) nor of {class_name} "
+                f"({', '.join(rename_options(options, names))})."
             )
     return for_blocks, for_groups
 
@@ -67,12 +75,12 @@ def sorted_out(
 def check_options(
     saved: Mapping[str, Any], options: Mapping[str, Any], changed: Mapping[str, Any], names: Names
 ) -> None:
-    """Raise where the saved run had other options, unless they were `changed` on purpose."""
+    """Raise if the saved run had other options, except those `changed` on purpose."""
     meant = set(changed)
     for name, value in changed.items():
         here = options[name]
         if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
-            value, here = settings_of(value), _outer_in(options)
+            value, here = describe_outer(value), _outer_in(options)
             meant |= here.keys()
         if value != here and str(value) != str(here):
             raise ValueError(
@@ -96,41 +104,41 @@ def _outer_in(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 KEY = "blocks"
-FORMAT = 2
+FORMAT = 3
 
 
-def saved(sync: Sync) -> dict[str, Any]:
-    """Everything a bitwise continuation needs; waits for what is under way to arrive."""
-    workers = sync.team.workers
+def save_worker(sync: Sync) -> dict[str, Any]:
+    """Return everything a bitwise continuation needs. Wait for what is in flight to arrive."""
+    workers = sync.members.workers
     return {
-        **common(sync),
+        **save_common(sync),
         "workers": [workers.size, workers.rank],
-        "apart": sync.apart,
-        "residual": [segment.residual for segment in sync.point.segments],
-        "fresh": sync.fresh,
-        "last": [sync.news.workers, *sync.news.left_out],
+        "diverged": sync.diverged,
+        "residual": [bucket.residual for bucket in sync.anchor.buckets],
+        "initial_state": sync.initial_state,
+        "last_round": [sync.stats.workers, *sync.stats.left_out],
         "clock": sync.clock(),
-        # (in a crew they are sent again when they are due, and nobody is waited for)
-        "pending": [] if sync.team.elastic else [pending.saved() for pending in sync.pending],
+        # A crew sends its differences again when they are due: saving must not wait for a member.
+        "pending": [] if sync.members.elastic else [pending.saved() for pending in sync.pending],
     }
 
 
-def common(sync: Sync) -> dict[str, Any]:
-    """What any worker can go on from."""
+def save_common(sync: Sync) -> dict[str, Any]:
+    """Return what any worker can continue from."""
     return {
         "format": FORMAT,
-        "workers": [0, 0],  # nobody's in particular
+        "workers": [0, 0],  # no worker has this size and rank, so none restores a residual
         **sync.common_state(),
-        "apart": False,
+        "diverged": False,
         "residual": [],
         "pending": [],
-        "counts": [sync.news.left_out_ever, sync.news.undone],
+        "totals": [sync.stats.left_out_ever, sync.stats.undone],
     }
 
 
-def check_together(sync: Sync) -> None:
+def check_not_diverged(sync: Sync) -> None:
     """Raise inside a block, where each worker has parameters of its own."""
-    if sync.apart and not sync.alone:
+    if sync.diverged and not sync.alone:
         raise RuntimeError(
             "a checkpoint for all workers has one model, and inside a block each worker has "
             "its own. Call optimizer.synchronize() on every worker first, or save each worker's "
@@ -138,77 +146,81 @@ def check_together(sync: Sync) -> None:
         )
 
 
-def check_whole(sync: Sync) -> None:
-    """Raise where a rank has not all of the anchor."""
-    if sync.point.inner.size > 1 or any(is_dtensor(param) for param in sync.point.params):
+def check_unsharded(sync: Sync) -> None:
+    """Raise if a rank has only a slice of the anchor."""
+    if sync.anchor.inner.size > 1 or any(is_dtensor(param) for param in sync.anchor.params):
         raise ValueError(
-            "with an inner_group, or sharded parameters, each rank has a part of the anchor. Save "
-            "with mh.save, which takes the parts together, or state_dict() on every rank, to load "
-            "it on the same."
+            "with an inner_group, or sharded parameters, each rank has a slice of the anchor only. "
+            "Save with mh.save, which puts the slices together, or call state_dict() on every rank "
+            "and load each file on the rank that saved it."
         )
 
 
-def counters(sync: Sync, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain numbers that any worker can go on from."""
-    check_together(sync)
+def save_counters(sync: Sync, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain numbers that any worker can continue from, without tensors."""
+    check_not_diverged(sync)
     return {
         "format": FORMAT,
         "options": dict(options),
         **sync.counters(),
         "alone": sync.alone,
-        "counts": [sync.news.left_out_ever, sync.news.undone],
+        "totals": [sync.stats.left_out_ever, sync.stats.undone],
     }
 
 
-def go_on(ours: Mapping[str, Any], sync: Sync, unsaved: Sequence[OuterState]) -> None:
-    """Go on from these counters, where anchor and memories have been filled.
+def load_counters(saved: Mapping[str, Any], sync: Sync, unsaved: Sequence[OuterState]) -> None:
+    """Continue from these numbers, after anchor and memories have been filled.
 
-    `unsaved` are those that were not: of parameters that were not trained, or by one worker.
+    `unsaved` are the parameters without an anchor in the checkpoint: they were frozen, or one
+    worker trained alone.
     """
     _drop_pending(sync)
-    sync.load_counters(dict(ours))
-    sync.news.left_out_ever, sync.news.undone = ours["counts"]
-    for each in unsaved:
-        each.begin()
-    if ours["alone"]:  # its steps were not in blocks
+    sync.load_counters(dict(saved))
+    sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
+    for state in unsaved:
+        state.begin()
+    if saved["alone"]:  # its steps were not in blocks
         sync.begin_block()
-    sync.agreed = sync.steps >= sync.warmup or not sync.local_warmup
-    sync.apart = False
+    sync.has_anchor = sync.steps >= sync.warmup or not sync.local_warmup
+    sync.diverged = False
     sync.restart_clock()
 
 
-def checked(
-    ours: Any,
+def check_saved(
+    saved: Any,
     options: Mapping[str, Any],
     changed: Mapping[str, Any],
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | None:
-    """Our part of a state dict (None: it was of the bare optimizer)."""
-    if ours is None:
+    """Return the blocks' part of a state dict if it fits these options, or raise.
+
+    None stays None: the state dict is of the bare optimizer.
+    """
+    if saved is None:
         return None
-    if not isinstance(ours, dict) or ours.get("format") != FORMAT:
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise ValueError(
-            'the "blocks" part of this state dict is not one that this version of manyhands has '
-            "written. Load it with the version that saved it."
+            'the "blocks" part of this state dict was not written by this version of manyhands. '
+            "Load it with the version that saved it."
         )
-    check_options(ours["options"], options, changed, names or {})
-    # (with other options it is cut otherwise; their differences are sent when due)
-    return {**ours, "pending": []} if changed else ours
+    check_options(saved["options"], options, changed, names or {})
+    # Other options may cut fragments differently; the differences are sent again when due.
+    return {**saved, "pending": []} if changed else saved
 
 
-def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
-    """Raise where the saved anchor is not of the parameters here."""
-    if sync.alone or not ours["anchor"]:  # of one worker, there or here: it has none
+def check_fits(saved: Mapping[str, Any], sync: Sync) -> None:
+    """Raise if the saved anchor does not belong to these parameters."""
+    if sync.alone or not saved["anchor"]:  # a single worker, there or here, has no anchor
         return
-    sizes = [anchor.numel() for anchor in ours["anchor"]]
-    here = [segment.anchor.numel() for segment in sync.point.segments]
-    memories = {len(memories) for memories in ours["memories"]}
-    if memories - {sync.point.outer.memories}:
+    sizes = [anchor.numel() for anchor in saved["anchor"]]
+    here = [bucket.anchor.numel() for bucket in sync.anchor.buckets]
+    memories = {len(memories) for memories in saved["memories"]}
+    if memories - {sync.anchor.outer.memories}:
         raise ValueError(
-            f"this state dict has {max(memories)} memories of its outer step, and the one here has "
-            f"{sync.point.outer.memories}. Continue with an outer step of the same kind."
+            f"this state dict has {max(memories)} memories of its outer step, and the outer step "
+            f"here has {sync.anchor.outer.memories}. Continue with an outer step of the same kind."
         )
-    if ours["order"] != memory_order(sync.point.params):
+    if saved["order"] != memory_order(sync.anchor.params):
         raise ValueError(
             "this state dict is of parameters that lay in memory in another order. Convert the "
             "model as it was, such as by model.to(memory_format=torch.channels_last), and make the "
@@ -217,64 +229,67 @@ def check_fits(ours: Mapping[str, Any], sync: Sync) -> None:
     if sizes != here:
         raise ValueError(
             f"this state dict is of {sum(sizes):,} elements in {len(sizes)} types of parameters, "
-            f"and the optimizer has {sum(here):,} in {len(here)}. Load it into one made for the "
+            f"and the optimizer has {sum(here):,} in {len(here)}. Load it into an optimizer of the "
             "same model (and the same size of inner_group), to which parameters were added, or "
-            "thawed, in the same order."
+            "unfrozen, in the same order."
         )
 
 
-def load(ours: Mapping[str, Any] | None, sync: Sync) -> None:
-    """Go on from there; from the parameters as they are, if nothing was saved."""
+def load_saved(saved: Mapping[str, Any] | None, sync: Sync) -> None:
+    """Continue from the saved state; if it is None, from the parameters as they are."""
     _drop_pending(sync)
-    if ours is None:
-        sync.point.begin()
+    if saved is None:
+        sync.anchor.begin()
         sync.restart_clock()
     else:
-        _take_over(ours, sync)
+        _load_worker(saved, sync)
 
 
 def _drop_pending(sync: Sync) -> None:
     for pending in sync.pending:
-        pending.errand.finished()  # it may write to what is loaded now
+        pending.background.finished()  # its thread may write to the tensors that are loaded now
     sync.pending.clear()
-    sync.is_new = False
+    sync.just_joined = False
 
 
-def _take_over(ours: Mapping[str, Any], sync: Sync) -> None:
+def _load_worker(saved: Mapping[str, Any], sync: Sync) -> None:
     if sync.alone:
-        sync.load_counters(dict(ours))
+        sync.load_counters(dict(saved))
         sync.restart_clock()
-    elif ours["anchor"]:
-        sync.load_common(dict(ours))
-        _take_own(ours, sync)
+    elif saved["anchor"]:
+        sync.load_common(dict(saved))
+        _load_residuals(saved, sync)
     else:
-        _grow(ours, sync)
-    sync.agreed = ours["steps"] >= sync.warmup or not sync.local_warmup
-    sync.apart = ours["apart"] and bool(ours["anchor"])
-    sync.news.left_out_ever, sync.news.undone = ours["counts"]
-    sync.news.workers, *sync.news.left_out = ours.get("last", [0])
-    if ours.get("fresh") is not None:
-        sync.fresh = ours["fresh"]
-    for pending in ours["pending"] if sync.point.segments else []:
-        sync.take_up(pending)
+        _continue_from_one_worker(saved, sync)
+    sync.has_anchor = saved["steps"] >= sync.warmup or not sync.local_warmup
+    sync.diverged = saved["diverged"] and bool(saved["anchor"])
+    sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
+    sync.stats.workers, *sync.stats.left_out = saved.get("last_round", [0])
+    if saved.get("initial_state") is not None:
+        sync.initial_state = saved["initial_state"]
+    for pending in saved["pending"] if sync.anchor.buckets else []:
+        sync.restore_pending(pending)
 
 
-def _grow(ours: Mapping[str, Any], sync: Sync) -> None:
-    """Go on from what one worker has saved: its steps count, and were in no blocks."""
-    sync.load_counters(dict(ours))
-    sync.point.begin()
+def _continue_from_one_worker(saved: Mapping[str, Any], sync: Sync) -> None:
+    """Count the steps that a single worker took; they were not in blocks."""
+    sync.load_counters(dict(saved))
+    sync.anchor.begin()
     sync.begin_block()
     sync.restart_clock()
 
 
-def _take_own(ours: Mapping[str, Any], sync: Sync) -> None:
-    """What this rank alone had. What rounding has left is of slices that no other rank has."""
-    workers = sync.team.workers
-    if list(ours["workers"]) != [workers.size, workers.rank]:
-        sync.point.forget_residuals()
+def _load_residuals(saved: Mapping[str, Any], sync: Sync) -> None:
+    """Restore residuals and clock if this rank saved them itself.
+
+    A residual belongs to the slices that a rank rounds, which depend on rank and size.
+    """
+    workers = sync.members.workers
+    if list(saved["workers"]) != [workers.size, workers.rank]:
+        sync.anchor.reset_residuals()
         sync.restart_clock()
         return
-    for segment, residual in zip(sync.point.segments, ours["residual"], strict=True):
-        if segment.residual is not None and residual is not None:
-            segment.residual.copy_(residual)
-    sync.restart_clock(*ours["clock"])
+    for bucket, residual in zip(sync.anchor.buckets, saved["residual"], strict=True):
+        if bucket.residual is not None and residual is not None:
+            bucket.residual.copy_(residual)
+    sync.restart_clock(*saved["clock"])

@@ -44,11 +44,11 @@ def saved_blocks(
 ) -> tuple[Any, dict[str, Any]]:
     """What all replicas have alike, as JSON, and this rank's parts of tensors by key."""
     sync = blocks._sync
-    counters = _state.counters(sync, blocks._options)
-    told = {**counters, "memories": sync.point.outer.memories, "layouts": replica.layouts}
+    counters = _state.save_counters(sync, blocks._options)
+    told = {**counters, "memories": sync.anchor.outer.memories, "layouts": replica.layouts}
     tensors = {
         path: TensorParts.cut(values, each.param, each.start)
-        for each in sync.point.outer_state()
+        for each in sync.anchor.outer_state()
         for path, values in _parts(each, names[id(each.param)], key, replica).items()
     }
     return encoded(told, f"{key}/blocks", lambda path, _: path), tensors
@@ -75,18 +75,18 @@ class BlocksLoading:
         self.targets: dict[str, Any] = {}
         self._blocks = blocks
         self._unsaved: list[OuterState] = []
-        self._told = _state.checked(decoded(told, get), blocks._options, {})
+        self._told = _state.check_saved(decoded(told, get), blocks._options, {})
         if self._told is None:
             return
-        point = blocks._sync.point
+        anchor = blocks._sync.anchor
         memories = self._told["memories"]
-        if memories != point.outer.memories:
+        if memories != anchor.outer.memories:
             raise ValueError(
                 f"the checkpoint has {memories} memories of its outer step, and the one here has "
-                f"{point.outer.memories}. Continue with an outer step of the same kind."
+                f"{anchor.outer.memories}. Continue with an outer step of the same kind."
             )
         self._residuals = self._told["layouts"] == replica.layouts
-        for each in point.outer_state():
+        for each in anchor.outer_state():
             name = saved_names[id(each.param)]
             found = _parts(each, name, key, saved_replica)
             if f"{key}/blocks.anchor/{name}" not in tensors:
@@ -115,5 +115,5 @@ class BlocksLoading:
             self._blocks.load_common_state(None)
             return
         if not self._residuals:
-            sync.point.forget_residuals()
-        _state.go_on(self._told, sync, self._unsaved)
+            sync.anchor.reset_residuals()
+        _state.load_counters(self._told, sync, self._unsaved)

@@ -63,8 +63,8 @@ def _place(parts: Parts) -> tuple[int, Any]:
     if parts.blocks is None:
         return 0, None
     sync = parts.blocks._sync
-    workers = sync.team.workers
-    return workers.rank, [workers.size, workers.rank, *sync.point.layout()]
+    workers = sync.members.workers
+    return workers.rank, [workers.size, workers.rank, *sync.anchor.layout()]
 
 
 def joined(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

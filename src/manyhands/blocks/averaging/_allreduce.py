@@ -1,8 +1,12 @@
-"""A chunk whose values travel as they are: an all-reduce adds them up on the way.
+"""A chunk whose values travel as they are: one all_reduce adds them up on the way.
 
-The notes travel behind the values. Each worker has a place there, which is zero on all the
-others, so that adding them up brings every worker everyone's. A number of a note is in as many
-parts as its type needs to be exact.
+Everyone's notes travel behind the values, in the same tensor:
+
+    [ values: length | notes: workers × NOTE × PARTS ]
+
+A worker fills in its own note and leaves the others' at zero, so the sum is everyone's notes. The
+tensor has the payload's type, and a note holds float64: each number is split into PARTS float32
+whose sum is exact.
 """
 
 from __future__ import annotations
@@ -13,65 +17,64 @@ import torch
 from torch import Tensor
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.averaging._payload import NOTE, Note, Outcome, Row, square_of
+from manyhands.blocks.averaging._payload import NOTE, Note, Payload, RoundResult, square_of
 
-PARTS = 3  # a float64 is the sum of three float32
+PARTS = 3  # 3 × 24 bits of a float32's mantissa hold the 53 of a float64
 
 
-class SummedChunk:
-    """A range of a row, and everyone's note."""
+class AllReduceChunk:
+    """A range of a payload, and everyone's note."""
 
-    counts = False
-    shared = True
+    measured = False
+    has_mean = True
 
     def __init__(
-        self, row: Row, start: int, stop: int, workers: RankGroup, spare: list[Tensor]
+        self, payload: Payload, start: int, stop: int, workers: RankGroup, spare: list[Tensor]
     ) -> None:
-        self.row, self.start, self.length, self.workers = row, start, stop - start, workers
+        self.payload, self.start, self.length = payload, start, stop - start
+        self.workers, self._spare = workers, spare
         self._work: Any = None
-        self._spare = spare
 
-    def send(self, note: Note) -> None:
+    def send_values(self, note: Note) -> None:
         tail = self.workers.size * NOTE * PARTS
-        sent = self._memory(self.length + tail)
-        self._sent = sent
-        self._values, notes = sent[: self.length], sent[self.length :]
-        if note.counts:
-            self.row.read(self.start, self._values)
+        self._sent = self._allocate(self.length + tail)
+        self._values, notes = self._sent[: self.length], self._sent[self.length :]
+        if note.included:
+            self.payload.read(self.start, self._values)
         else:
-            self._values.zero_()
-        square = square_of(self._values) if self.counts else 0.0
+            self._values.zero_()  # all_reduce adds every rank: a NaN would reach all of them
+        square = square_of(self._values) if self.measured else 0.0
         self._notes = notes.zero_().view(self.workers.size, NOTE, PARTS)
-        self._notes[self.workers.rank] = _in_parts([*note.numbers(), square]).to(notes)
-        self._work = self.workers.start_all_reduce(sent)
+        self._notes[self.workers.rank] = _split_exactly([*note.numbers(), square]).to(notes)
+        self._work = self.workers.start_all_reduce(self._sent)
 
-    def receive(self) -> list[list[float]]:
+    def receive_notes(self) -> list[list[float]]:
         self._work.wait()
         return self._notes.double().sum(dim=2).tolist()
 
-    def share(self, outcome: Outcome) -> None:
-        """Everybody has it already."""
+    def send_mean(self, result: RoundResult) -> None:
+        """Do nothing: the all_reduce has brought every worker the sum."""
 
-    def land(self, outcome: Outcome) -> float:
-        if len(outcome.counted) > 1:
-            self._values.mul_(1 / len(outcome.counted))
-        square = square_of(self._values) if self.counts else 0.0
+    def write_mean(self, result: RoundResult) -> float:
+        if len(result.included) > 1:
+            self._values.mul_(1 / len(result.included))
+        square = square_of(self._values) if self.measured else 0.0
         if self.length:
-            self.row.write(self.start, self._values, outcome)
+            self.payload.write(self.start, self._values, result)
         self._spare.append(self._sent)
         return square
 
-    def _memory(self, size: int) -> Tensor:
-        """Of a chunk that has landed, or new."""
-        row = self.row
-        for at, there in enumerate(self._spare):
-            if (there.numel(), there.dtype, there.device) == (size, row.dtype, row.device):
-                return self._spare.pop(at)
-        return torch.empty(size, dtype=row.dtype, device=row.device)
+    def _allocate(self, size: int) -> Tensor:
+        """Return memory for `size` elements: a finished chunk's if there is one, or new."""
+        payload = self.payload
+        for index, spare in enumerate(self._spare):
+            if (spare.numel(), spare.dtype, spare.device) == (size, payload.dtype, payload.device):
+                return self._spare.pop(index)
+        return torch.empty(size, dtype=payload.dtype, device=payload.device)
 
 
-def _in_parts(numbers: list[float]) -> torch.Tensor:
-    """Each number as a sum of float32."""
+def _split_exactly(numbers: list[float]) -> Tensor:
+    """Return each number as PARTS float32 that add up to it: shape (len(numbers), PARTS)."""
     left = torch.tensor(numbers, dtype=torch.float64)
     parts = []
     for _ in range(PARTS):

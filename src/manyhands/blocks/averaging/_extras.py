@@ -1,11 +1,11 @@
-"""What besides parameters may be averaged: buffers, optimizer state, and, at first, gradients.
+"""What is averaged besides parameters: buffers, optimizer state and, in a warm-up, gradients.
 
-These are averaged as they are, not as differences from an anchor, and in full precision.
+They are averaged as they are, not as differences from the anchor, and in full precision.
 
-Each tensor has a *key*, which is the same on all workers and in a later run: the number of a buffer
-in its model, the number of a parameter and the name of its state. A mean that arrives while
-training goes on (`HeldValues`) is of keys, not of tensors: it is written to what stands there by
-then, which may be another tensor, or belong to a run that has been resumed in the meantime.
+Each tensor has a *key* that is equal on all workers and in a later run: the index of a buffer in
+its model, or the index of a parameter and the name of its state. With an overlap the mean arrives
+while training goes on. It is then written to the tensors that have these keys by that time: they
+may have been replaced meanwhile, or belong to a run that was resumed from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from manyhands._core.dtensor import local
 from manyhands._core.flat import FlatTensors, group_by_type
 from manyhands._core.norms import accumulation_dtype
 from manyhands.blocks._codec import CODECS, Codec
-from manyhands.blocks.averaging._payload import Outcome
+from manyhands.blocks.averaging._payload import RoundResult
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # which fairseq averages: Adam's
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages
 
 
-class Values:
-    """A row: tensors of one type on one device, as they are."""
+class TensorPayload:
+    """Tensors of one type on one device, read and written in place."""
 
     residual: Tensor | None = None
     codec: Codec = CODECS["float32"]
@@ -39,31 +39,31 @@ class Values:
         self.tensors = tensors
         self._vector = FlatTensors(list(tensors.values()))
         self.length, self.device = len(self._vector), first.device
-        self.dtype = accumulation_dtype(first.real.dtype)
+        self.dtype = accumulation_dtype(first.real.dtype)  # 16-bit tensors are summed in float32
         self.first_only = first_only
 
     @property
     def sizes(self) -> list[int]:
-        """How many numbers each tensor has."""
+        """Elements of each tensor."""
         return [stop - start for start, stop in self._vector.spans]
 
     def read(self, start: int, out: Tensor) -> None:
         self._vector.read(start, out)
 
-    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
-        if outcome.counted:  # of nobody's numbers there is no mean
+    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
+        if result.included:  # with no finite worker there is no mean: keep what is here
             self._vector.write(start, mean)
 
 
-class ArrivedValues:
-    """The mean of `Values`, kept apart from the tensors until `put`."""
+class ArrivedMean:
+    """The mean of a `TensorPayload`, kept apart from the tensors until `copy_to`."""
 
     def __init__(self, keys: Sequence[str], sizes: Sequence[int], mean: Tensor) -> None:
-        self.keys, self.sizes, self.mean = list(keys), list(sizes), mean
+        self.keys, self.sizes, self.mean = list(keys), list(sizes), mean  # mean: (sum(sizes),)
 
-    def put(self, outcome: Outcome, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors of these keys to the mean; what is not there any more is left out."""
-        if not outcome.counted:
+    def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
+        """Set the tensors with these keys to the mean; skip keys that are gone."""
+        if not result.included:
             return
         for key, mean in zip(self.keys, self.mean.split(self.sizes), strict=True):
             vector = FlatTensors([tensors[key]] if key in tensors else [])
@@ -74,40 +74,47 @@ class ArrivedValues:
         return {"keys": self.keys, "sizes": self.sizes, "mean": self.mean}
 
 
-class HeldValues(ArrivedValues):
-    """A row: values as they were when they were sent. Their mean takes their place."""
+class SnapshotPayload(ArrivedMean):
+    """A copy of a `TensorPayload`, made when it is sent; the mean overwrites the copy.
+
+    Needed where the tensors change while the copy travels (overlap), or where the sync round may
+    be undone (elastic members).
+    """
 
     residual: Tensor | None = None
 
-    def __init__(self, values: Values) -> None:
-        held = torch.empty(values.length, dtype=values.dtype, device=values.device)
-        values.read(0, held)
-        super().__init__(list(values.tensors), values.sizes, held)
-        self.length, self.dtype, self.device = values.length, values.dtype, values.device
-        self.codec, self.first_only = values.codec, values.first_only
+    def __init__(self, payload: TensorPayload) -> None:
+        copy = torch.empty(payload.length, dtype=payload.dtype, device=payload.device)
+        payload.read(0, copy)
+        super().__init__(list(payload.tensors), payload.sizes, copy)
+        self.length, self.dtype, self.device = payload.length, payload.dtype, payload.device
+        self.codec, self.first_only = payload.codec, payload.first_only
 
     def read(self, start: int, out: Tensor) -> None:
         out.copy_(self.mean[start : start + out.numel()])
 
-    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
+    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
         self.mean[start : start + mean.numel()].copy_(mean)
 
 
-def rows_of(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[Values]:
-    """Tensors of any types; those that hold no real numbers are left out."""
-    numbers = {k: t for k, t in tensors.items() if t.is_floating_point() or t.is_complex()}
-    names = {id(tensor): key for key, tensor in numbers.items()}
-    rows = [{names[id(t)]: t for t in same} for same in group_by_type(list(numbers.values()))]
-    return [Values(same, first_only) for same in rows]
+def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[TensorPayload]:
+    """Return one payload for each type and device. Integer and bool tensors are left out."""
+    numeric = {k: t for k, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    keys = {id(tensor): key for key, tensor in numeric.items()}
+    groups = [{keys[id(t)]: t for t in same} for same in group_by_type(list(numeric.values()))]
+    return [TensorPayload(group, first_only) for group in groups]
 
 
-def numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Tensors by their place."""
+def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with their index as key."""
     return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
-def state_of(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """The optimizer's tensors that are like their parameter, in an order all workers have."""
+def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Return the state tensors that have their parameter's shape, in one order on all workers.
+
+    Steps and other scalars are not averaged: they are equal, or each worker's own.
+    """
     found = {}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):
@@ -121,53 +128,58 @@ def state_of(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[st
     return found
 
 
-def trained(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that are trained."""
+def trainable_params(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that are not frozen."""
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
 
 class Buffers:
     """The buffers of the model that an optimizer trains.
 
-    An optimizer does not know its model. Unless it is given, the garbage collector is asked for
-    the smallest module that has all of the parameters, or for those that have some.
+    An optimizer does not know its model. Without `model`, the garbage collector is searched for
+    the smallest module that has all of the parameters, or for those that have some of them.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
         params = [p for g in optimizer.param_groups for p in g["params"]]
-        modules = [model] if model is not None else _modules_of(params)
+        modules = [model] if model is not None else _find_modules(params)
+        # Weak references: an optimizer must not keep the model's memory alive.
         self._modules = [weakref.ref(module) for module in modules]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that they are of."""
+        """The modules that the buffers belong to, as far as they still exist."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def tensors(self) -> list[Tensor]:
+        """Return all buffers, each once."""
         found: dict[int, Tensor] = {}
         for module in self.modules:
             found.update((id(buffer), buffer) for buffer in module.buffers())
         return list(found.values())
 
 
-def _modules_of(params: Sequence[Tensor]) -> list[nn.Module]:
+def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:
+    """Return the smallest module with all parameters, or the outermost ones with some of them."""
     order = {id(param): i for i, param in enumerate(params)}
-    having: list[tuple[nn.Module, set[int]]] = []
-    for module in alive():
-        mine = {id(p) for p in module.parameters()} & order.keys()
-        if mine:
-            having.append((module, mine))
-    whole = [module for module, mine in having if len(mine) == len(order)]
-    if whole:
-        return [min(whole, key=lambda module: sum(1 for _ in module.modules()))]
-    inside = {id(child) for module, _ in having for child in module.children()}
-    roots = [(module, mine) for module, mine in having if id(module) not in inside]
+    candidates: list[tuple[nn.Module, set[int]]] = []
+    for module in live_modules():
+        found = {id(p) for p in module.parameters()} & order.keys()
+        if found:
+            candidates.append((module, found))
+    complete = [module for module, found in candidates if len(found) == len(order)]
+    if complete:
+        return [min(complete, key=lambda module: sum(1 for _ in module.modules()))]
+    children = {id(child) for module, _ in candidates for child in module.children()}
+    roots = [(module, found) for module, found in candidates if id(module) not in children]
+    # The collector's order differs between workers; the parameters' order does not.
     roots.sort(key=lambda pair: min(order[i] for i in pair[1]))
     return [module for module, _ in roots]
 
 
-def alive() -> Iterator[nn.Module]:
-    """Every module there is. (By type: an instance check may run a proxy's code.)"""
+def live_modules() -> Iterator[nn.Module]:
+    """Yield every module that the garbage collector knows."""
     for thing in gc.get_objects():
+        # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.
         if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing):
             yield thing

@@ -1,12 +1,16 @@
-"""A chunk that is encoded, in two messages between each two workers.
+"""A chunk that is encoded: two messages between each pair of workers.
 
-It is cut into one slice for each worker, its owner:
+The chunk is cut into one slice per worker, its owner:
 
-    send      my slice of the chunk for you to average, encoded
-    share     the mean of the slice that I own, encoded
+    values    send every other worker its slice of my values, encoded
+    mean      send everybody the mean of the slice that I own, encoded
 
-so that 2 (N-1)/N of the encoded row leaves each worker, as in a ring. A ring itself adds up on the
-way, and would have to decode and encode at every stop.
+So 2 (N-1)/N of the encoded payload leaves each worker, as in a ring all_reduce. A ring itself adds
+up on the way, and would have to decode and encode again at every hop.
+
+A message is
+
+    [ note: NOTE float64 | the slice, encoded | padding to 8 bytes ]
 """
 
 from __future__ import annotations
@@ -19,135 +23,143 @@ import torch
 from torch import Tensor
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks._codec import encode_with
-from manyhands.blocks.averaging._payload import NOTE, Note, Outcome, Row, square_of
+from manyhands.blocks._codec import encode_with_residual
+from manyhands.blocks.averaging._payload import NOTE, Note, Payload, RoundResult, square_of
 
-SEND, SHARE = 28_101, 28_102  # tags of the two messages
-HEAD = 8 * NOTE  # bytes, in float64
-ALIGNED = 256  # elements: no group of a codec, and no type, is cut by a slice
+VALUES_TAG, MEAN_TAG = 28_101, 28_102  # far from the tags that users choose
+HEAD = 8 * NOTE  # bytes of the note, in float64
+ALIGNED = 256  # elements: a multiple of each codec's group, so that no slice cuts a group
 
 
-class EncodedChunk:
-    """A range of a row on its way.
+class PairwiseChunk:
+    """A range of a payload, cut into a slice for each worker.
 
-    A message is a note and a slice, encoded. With a codec that leaves values as they are, they
-    are read into the message, and the mean of the slice that we own is made in ours.
+    With a codec that leaves values as they are, values are read right into their message, and the
+    mean of the own slice is computed in the own message.
     """
 
-    counts = False
-    shared = False
+    measured = False
+    has_mean = False
 
-    def __init__(self, row: Row, start: int, stop: int, workers: RankGroup) -> None:
-        self.row, self.start, self.workers = row, start, workers
+    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
+        self.payload, self.start, self.workers = payload, start, workers
         step = -(-(stop - start) // workers.size)
         step = -(-step // ALIGNED) * ALIGNED
         self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
         self._lengths = [b - a for a, b in pairwise(self.cuts)]
-        self._sizes = [self._bytes(length) for length in self._lengths]
+        self._sizes = [self._message_bytes(length) for length in self._lengths]
         self._works: list[Any] = []
-        self._outgoing: list[Tensor] = []  # kept until it has gone
+        self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
         self._incoming: list[Tensor] = []
         self._notes: list[list[float]] = []
 
-    def _bytes(self, elements: int) -> int:
-        size = HEAD + self.row.codec.size(elements, self.row.dtype)
-        return -(-size // 8) * 8  # whole numbers of the widest type
+    def _message_bytes(self, elements: int) -> int:
+        size = HEAD + self.payload.codec.size(elements, self.payload.dtype)
+        return -(-size // 8) * 8  # view(float64) needs a multiple of 8
 
     def _residual(self, rank: int) -> Tensor | None:
-        """Of a slice: what rounding has left of ours, or, of the slice that we own, of the mean."""
-        if self.row.residual is None:
+        """Return the residual of a slice.
+
+        Of another worker's slice it is what rounding our values has cut off; of the slice that we
+        own, what rounding the mean has cut off. The two never overlap.
+        """
+        if self.payload.residual is None:
             return None
-        return self.row.residual[self.start + self.cuts[rank] : self.start + self.cuts[rank + 1]]
+        first, last = self.start + self.cuts[rank], self.start + self.cuts[rank + 1]
+        return self.payload.residual[first:last]
 
-    def send(self, note: Note) -> None:
-        """Every slice to its owner."""
-        row, messages, square = self.row, [], 0.0
-        for rank, length in enumerate(self._lengths):
-            message = torch.empty(self._sizes[rank], dtype=torch.uint8, device=row.device)
+    def send_values(self, note: Note) -> None:
+        """Send every slice to its owner."""
+        payload, rank, size = self.payload, self.workers.rank, self.workers.size
+        messages, square = [], 0.0
+        for owner, length in enumerate(self._lengths):
+            message = torch.empty(self._sizes[owner], dtype=torch.uint8, device=payload.device)
             values = self._values_in(message, length)
-            row.read(self.start + self.cuts[rank], values)
-            if not note.counts:
-                values.zero_()  # codecs take finite numbers only, and nobody adds them
-            if self.counts:
+            payload.read(self.start + self.cuts[owner], values)
+            if not note.included:
+                values.zero_()  # codecs take finite numbers only, and nobody adds these
+            if self.measured:
                 square += square_of(values)
-            if rank == self.workers.rank:
-                self._own = values
-            elif row.codec.rounds:
-                residual = self._residual(rank) if note.counts else None
-                _put(encode_with(row.codec, values, residual)[0], message)
+            if owner == rank:
+                self._own = values  # stays in full precision
+            elif payload.codec.rounds:
+                residual = self._residual(owner) if note.included else None
+                _write_data(encode_with_residual(payload.codec, values, residual)[0], message)
             messages.append(message)
-        self._message = messages[self.workers.rank]
-        mine = [*note.numbers(), square]
+        self._message = messages[rank]
+        own_note = [*note.numbers(), square]
         for message in messages:
-            _put_note(mine, message)
-        self._notes = [mine] * self.workers.size
-        messages[self.workers.rank] = messages[self.workers.rank][:0]
-        sizes = [self._sizes[self.workers.rank]] * self.workers.size
-        sizes[self.workers.rank] = 0
-        self._exchange(messages, sizes, SEND)
+            _write_note(own_note, message)
+        self._notes = [own_note] * size
+        messages[rank] = messages[rank][:0]  # nothing to ourselves
+        sizes = [self._sizes[rank]] * size
+        sizes[rank] = 0
+        self._exchange(messages, sizes, VALUES_TAG)
 
-    def receive(self) -> list[list[float]]:
-        """Wait for everyone's slice; everyone's note."""
+    def receive_notes(self) -> list[list[float]]:
         self._wait()
         for rank, message in enumerate(self._incoming):
             if rank != self.workers.rank:
-                self._notes[rank] = _note_in(message)
+                self._notes[rank] = _read_note(message)
         return self._notes
 
-    def share(self, outcome: Outcome) -> None:
-        """The mean of our slice to everybody."""
-        self._average(outcome.counted)
-        if self.row.codec.rounds:
-            residual = self._residual(self.workers.rank) if outcome.counted else None
-            data, self._own = encode_with(self.row.codec, self._own, residual)
-            _put(data, self._message)
-        square = square_of(self._own) if self.counts else 0.0
-        _put_note([square], self._message)
-        self._notes = [[square]] * self.workers.size
-        messages = [self._message] * self.workers.size
-        messages[self.workers.rank] = self._message[:0]
+    def send_mean(self, result: RoundResult) -> None:
+        """Send the mean of the own slice to everybody."""
+        self._average(result.included)
+        rank, size = self.workers.rank, self.workers.size
+        if self.payload.codec.rounds:
+            residual = self._residual(rank) if result.included else None
+            # We keep the decoded mean too, so that all workers write the same rounded values.
+            data, self._own = encode_with_residual(self.payload.codec, self._own, residual)
+            _write_data(data, self._message)
+        square = square_of(self._own) if self.measured else 0.0
+        _write_note([square], self._message)
+        self._notes = [[square]] * size
+        messages = [self._message] * size
+        messages[rank] = self._message[:0]
         sizes = list(self._sizes)
-        sizes[self.workers.rank] = 0
-        self._exchange(messages, sizes, SHARE)
+        sizes[rank] = 0
+        self._exchange(messages, sizes, MEAN_TAG)
 
-    def land(self, outcome: Outcome) -> float:
-        """Wait for the means and write them; the squared length of all of them."""
+    def write_mean(self, result: RoundResult) -> float:
         self._wait()
         square = 0.0
         for rank, length in enumerate(self._lengths):
-            mine = rank == self.workers.rank
-            square += (self._notes[rank] if mine else _note_in(self._incoming[rank]))[0]
+            own = rank == self.workers.rank
+            square += (self._notes[rank] if own else _read_note(self._incoming[rank]))[0]
             if length:
-                part = self._own if mine else self._decoded(rank, length)
-                self.row.write(self.start + self.cuts[rank], part, outcome)
+                mean = self._own if own else self._decode(rank, length)
+                self.payload.write(self.start + self.cuts[rank], mean, result)
         return square
 
-    def _average(self, counted: Sequence[int]) -> None:
-        """Of our slice, over those who are finite."""
-        counted = counted[:1] if self.row.first_only else counted
-        if self.workers.rank not in counted:
+    def _average(self, included: Sequence[int]) -> None:
+        """Average the own slice in place over the included ranks, in rank order."""
+        included = included[:1] if self.payload.first_only else included
+        if self.workers.rank not in included:
             self._own.zero_()
-        for rank in counted:
+        for rank in included:
             if rank != self.workers.rank:
-                self._own.add_(self._decoded(rank, self._own.numel()))
-        if len(counted) > 1:
-            self._own.div_(len(counted))
+                self._own.add_(self._decode(rank, self._own.numel()))
+        if len(included) > 1:
+            self._own.div_(len(included))
 
     def _values_in(self, message: Tensor, elements: int) -> Tensor:
-        """Memory for a slice's values: in its message, if they travel as they are."""
-        dtype = self.row.dtype
-        if self.row.codec.rounds:
-            return torch.empty(elements, dtype=dtype, device=self.row.device)
+        """Return memory for a slice's values: inside the message if they travel as they are."""
+        dtype = self.payload.dtype
+        if self.payload.codec.rounds:
+            return torch.empty(elements, dtype=dtype, device=self.payload.device)
         return message[HEAD : HEAD + elements * dtype.itemsize].view(dtype)
 
-    def _decoded(self, rank: int, elements: int) -> Tensor:
-        size = self.row.codec.size(elements, self.row.dtype)
-        data = self._incoming[rank][HEAD : HEAD + size].to(self.row.device)
-        return self.row.codec.decode(data, elements, self.row.dtype)
+    def _decode(self, rank: int, elements: int) -> Tensor:
+        """Return the values of the message that came from `rank`."""
+        codec, dtype = self.payload.codec, self.payload.dtype
+        size = codec.size(elements, dtype)
+        data = self._incoming[rank][HEAD : HEAD + size].to(self.payload.device)
+        return codec.decode(data, elements, dtype)
 
     def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
         if self.workers.size > 1:
-            self._outgoing = [_wire(message, self.workers) for message in messages]
+            self._outgoing = [_to_sendable(message, self.workers) for message in messages]
             self._incoming, self._works = self.workers.all_to_all(self._outgoing, sizes, tag)
 
     def _wait(self) -> None:
@@ -156,19 +168,19 @@ class EncodedChunk:
         self._works, self._outgoing = [], []
 
 
-def _wire(data: Tensor, workers: RankGroup) -> Tensor:
-    """Where the group can send it from: gloo sends from the host."""
+def _to_sendable(data: Tensor, workers: RankGroup) -> Tensor:
+    """Return the data where the group can send it from: gloo sends from the host only."""
     on_host = workers.size > 1 and not workers.has_backend(data.device)
     return data.cpu() if on_host else data
 
 
-def _put(data: Tensor, message: Tensor) -> None:
+def _write_data(data: Tensor, message: Tensor) -> None:
     message[HEAD : HEAD + data.numel()] = data
 
 
-def _put_note(numbers: list[float], message: Tensor) -> None:
+def _write_note(numbers: list[float], message: Tensor) -> None:
     message[: 8 * len(numbers)] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
 
 
-def _note_in(message: Tensor) -> list[float]:
+def _read_note(message: Tensor) -> list[float]:
     return message[:HEAD].cpu().view(torch.float64).tolist()

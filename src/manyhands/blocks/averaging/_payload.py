@@ -1,4 +1,10 @@
-"""What goes into a meeting and what comes out of it."""
+"""The vocabulary of a sync round: what a worker contributes, and what all workers learn.
+
+Payload        tensors of one type that a worker contributes, read and written in ranges
+Note           a few numbers about the worker itself, sent with every chunk
+PayloadChunk   a range of a payload in flight
+RoundResult    everyone's notes and the squared lengths; equal on all workers
+"""
 
 from __future__ import annotations
 
@@ -10,97 +16,104 @@ from torch import Tensor
 
 from manyhands.blocks._codec import Codec
 
-LARGEST = 1 << 20  # elements that are handled at once
-NOT_FINITE = 0.0
-NOTHING_YET = -1.0  # of a worker that has just come
+LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the cache
+
+# Values of `Note.status` other than 1.
+NOT_FINITE = 0.0  # a NaN or an infinity: leave this worker out, and report it
+NOTHING_YET = -1.0  # a worker that has just joined has nothing to contribute
 
 
 @dataclass(frozen=True)
 class Note:
-    """What each worker says of itself. Where workers disagree it is a mistake, or left out."""
+    """What a worker says of itself.
 
-    step: float = 0.0
-    brings: float = 1.0  # 1: numbers; NOT_FINITE and NOTHING_YET: leave mine out
-    options: float = 0.0  # a fingerprint
-    more: float = 0.0  # elements of what is averaged if all have it
-    seconds: float = 0.0  # of a step
+    All fields are floats, because a note travels as float64 in the same message as the values.
+    """
+
+    step: float = 0.0  # has to be equal on all workers
+    status: float = 1.0  # 1: in the mean; NOT_FINITE or NOTHING_YET: left out of it
+    options: float = 0.0  # a checksum; has to be equal on all workers
+    state_elements: float = 0.0  # of optimizer state, averaged only if every worker has some
+    seconds: float = 0.0  # a step takes on this worker
     lr: float = 0.0
-    length: float = 0.0  # steps of the block that follows; the first worker's holds
+    length: float = 0.0  # steps of the next block; the first worker's number holds for all
 
     @property
-    def counts(self) -> bool:
-        """Whether its numbers are in the mean."""
-        return self.brings > 0
+    def included(self) -> bool:
+        """Whether this worker's values are in the mean."""
+        return self.status > 0
 
     def numbers(self) -> list[float]:
         return [getattr(self, f.name) for f in fields(self)]
 
 
-NOTE = len(fields(Note)) + 1  # numbers that go with a chunk: a note, and a squared length
+NOTE = len(fields(Note)) + 1  # numbers that travel with a chunk: a note and a squared length
 
 
-class Row(Protocol):
-    """What a worker brings."""
+class Payload(Protocol):
+    """Tensors of one type on one device, as one flat sequence of `length` elements."""
 
     length: int
     dtype: torch.dtype
     device: torch.device
     codec: Codec
-    residual: Tensor | None  # what rounding has left, as long as the row
-    first_only: bool  # take the first worker's for the mean
+    residual: Tensor | None  # (length,): what rounding has cut off so far; None without rounding
+    first_only: bool  # broadcast the first worker's values instead of averaging
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` with the numbers from `start` on."""
+        """Fill `out` with the elements from `start` on."""
 
-    def write(self, start: int, mean: Tensor, outcome: Outcome) -> None:
-        """Take in the mean of the numbers from `start` on, which are read no more. It is not ours.
+    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
+        """Take in the mean of the elements from `start` on. They are not read again.
 
-        Of the outcome the notes are there.
+        `mean` belongs to the caller and is reused: copy what has to stay. `result.notes` is
+        complete; the squared lengths are not yet.
         """
 
 
 @dataclass
-class Outcome:
-    """What all workers know after a meeting."""
+class RoundResult:
+    """What all workers know after a sync round. Equal on all of them, bit for bit."""
 
-    notes: list[Note] = field(default_factory=list)
-    squares: list[float] = field(default_factory=list)  # |numbers of the first rows|², by worker
+    notes: list[Note] = field(default_factory=list)  # by rank
+    squares: list[float] = field(default_factory=list)  # |difference|² by rank, finite ones only
     square_of_mean: float = 0.0
 
     @property
-    def counted(self) -> list[int]:
-        """The ranks whose numbers are in the mean."""
-        return [rank for rank, note in enumerate(self.notes) if note.counts]
+    def included(self) -> list[int]:
+        """The ranks whose values are in the mean."""
+        return [rank for rank, note in enumerate(self.notes) if note.included]
 
     @property
-    def first(self) -> Note:
-        """The note of the first of them: what it says of the learning rate holds for all."""
-        return self.notes[(self.counted or [0])[0]]
+    def first_note(self) -> Note:
+        """The note of the first included rank. Its learning rate and block length hold for all."""
+        return self.notes[(self.included or [0])[0]]
 
     @property
-    def more(self) -> bool:
-        """Whether everybody had some of what is averaged only then."""
-        return min(note.more for note in self.notes) > 0
+    def averages_state(self) -> bool:
+        """Whether every worker had optimizer state to average."""
+        return min(note.state_elements for note in self.notes) > 0
 
 
-class Chunk(Protocol):
-    """A range of a row on its way. Its three waits come in this order."""
+class PayloadChunk(Protocol):
+    """A range of a payload in flight. The four methods are called in this order."""
 
-    counts: bool  # whether its length is that of what the meeting is about
-    shared: bool  # whether everybody has the mean before `share`
+    measured: bool  # whether its squared length is part of the drift: differences only
+    has_mean: bool  # whether `send_mean` has nothing to send: an all_reduce brought the sum
 
-    def send(self, note: Note) -> None:
-        """Read the numbers, and begin to bring them together."""
+    def send_values(self, note: Note) -> None:
+        """Read the payload and start to send its values and the note."""
 
-    def receive(self) -> list[list[float]]:
-        """Wait for everyone's note, and the squared length that goes with it."""
+    def receive_notes(self) -> list[list[float]]:
+        """Wait for all workers' values; return each one's note and squared length."""
 
-    def share(self, outcome: Outcome) -> None:
-        """With the notes known: begin to bring everybody the mean."""
+    def send_mean(self, result: RoundResult) -> None:
+        """Average what this worker owns and start to send the mean. The notes are known."""
 
-    def land(self, outcome: Outcome) -> float:
-        """Wait for the mean and write it; its squared length."""
+    def write_mean(self, result: RoundResult) -> float:
+        """Wait for the mean, write it to the payload, and return its squared length."""
 
 
 def square_of(values: Tensor) -> float:
-    return float(torch.dot(values, values))  # the fastest way to read a slice
+    # A dot product reads the slice once, and is faster than norm().square().
+    return float(torch.dot(values, values))

@@ -1,12 +1,13 @@
-"""A chunk among workers of one host, who read each other's memory: nothing is sent.
+"""A chunk among workers of one host, which read each other's memory: nothing is sent.
 
-Each worker reads its numbers into a place that all can see, averages the slice that it owns there,
-and takes the other slices from their owners' places. Collectives of one number say when: one says
-that a chunk has been read, and that the second before it has been averaged.
+Each worker reads its values into a *place* that all workers can see, averages the slice that it
+owns there, and copies the other slices from their owners' places. One-element all-reduces are the
+barriers: each one says that the newest chunk has been read, and that the second before it has been
+averaged.
 
-A place is used again for the sixth chunk after (`PLACES`). By then everybody has done with it: who
-says that a chunk is read has landed the fourth before it, and nobody reads the second after it
-before he has heard that.
+Places are reused after PLACES = 6 chunks. By then no worker still reads them: a worker reaches the
+barrier of a chunk only after it has written the mean of the fourth before it, and nobody reads the
+second before it until that barrier is passed.
 """
 
 from __future__ import annotations
@@ -17,75 +18,83 @@ import torch
 from torch import Tensor
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.averaging._payload import NOTE, Note, Outcome, Row, square_of
+from manyhands.blocks.averaging._payload import NOTE, Note, Payload, RoundResult, square_of
 
 HEAD = 8 * (NOTE + 1)  # bytes: a note, and the squared length of the mean
 PLACES = 6
 
 
-def make_room(workers: RankGroup, rows: list[tuple[Row, int]]) -> None:
-    """Places for chunks of these rows, of so many elements. On every worker, in one order."""
+def make_room(workers: RankGroup, payloads: list[tuple[Payload, int]]) -> None:
+    """Make places for chunks of these payloads, each with its elements per chunk.
+
+    Collective: call it on every worker with the same payloads.
+    """
     assert workers.shared_memory is not None
-    largest = max((HEAD + min(n, row.length) * row.dtype.itemsize for row, n in rows), default=0)
+    largest = max((HEAD + min(n, p.length) * p.dtype.itemsize for p, n in payloads), default=0)
     workers.shared_memory.make_ring(largest, PLACES // 2)
 
 
-class SharedChunk:
-    """A range of a row."""
+class SharedMemoryChunk:
+    """A range of a payload, with one slice for each worker to average."""
 
-    counts = False
-    shared = False
+    measured = False
+    has_mean = False
 
-    def __init__(self, row: Row, start: int, stop: int, workers: RankGroup) -> None:
-        self.row, self.start, self.length, self.workers = row, start, stop - start, workers
+    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
+        self.payload, self.start, self.length = payload, start, stop - start
+        self.workers = workers
         self._cuts = [self.length * rank // workers.size for rank in range(workers.size + 1)]
-        self._told: Any = None
+        self._barrier: Any = None
 
-    def send(self, note: Note) -> None:
+    def send_values(self, note: Note) -> None:
         host = self.workers.shared_memory
         assert host is not None
-        size = HEAD + self.length * self.row.dtype.itemsize
-        places = host.next_buffers(size)
+        size = HEAD + self.length * self.payload.dtype.itemsize
+        places = host.next_buffers(size)  # one place per worker; ours is places[rank]
         self._notes = [place[:HEAD].view(torch.float64) for place in places]
-        self._values = [place[HEAD:].view(self.row.dtype) for place in places]
+        self._values = [place[HEAD:].view(self.payload.dtype) for place in places]
         values = self._values[self.workers.rank]
-        if note.counts:
-            self.row.read(self.start, values)
+        if note.included:
+            self.payload.read(self.start, values)
         else:
             values.zero_()
-        square = square_of(values) if self.counts else 0.0
-        mine = torch.tensor([*note.numbers(), square], dtype=torch.float64)
-        self._notes[self.workers.rank][:NOTE] = mine
-        self._told = host.barrier()
+        square = square_of(values) if self.measured else 0.0
+        own_note = torch.tensor([*note.numbers(), square], dtype=torch.float64)
+        self._notes[self.workers.rank][:NOTE] = own_note
+        # The barrier comes last: whoever passes it may read the note and the values.
+        self._barrier = host.barrier()
 
-    def receive(self) -> list[list[float]]:
-        self._told.wait()
+    def receive_notes(self) -> list[list[float]]:
+        self._barrier.wait()
         return [numbers[:NOTE].tolist() for numbers in self._notes]
 
-    def share(self, outcome: Outcome) -> None:
-        """Average the slice that we own, where it is."""
+    def send_mean(self, result: RoundResult) -> None:
+        """Average the own slice, in the place where it was read."""
         rank, host = self.workers.rank, self.workers.shared_memory
         assert host is not None
-        counted = outcome.counted[:1] if self.row.first_only else outcome.counted
-        own, *others = [self._slice(r, rank) for r in (rank, *(c for c in counted if c != rank))]
-        if rank not in counted:
+        included = result.included[:1] if self.payload.first_only else result.included
+        others = [self._slice(other, rank) for other in included if other != rank]
+        own = self._slice(rank, rank)
+        if rank not in included:
             own.zero_()
-        if len(counted) == 2 and len(others) == 1:
-            own.lerp_(others[0], 0.5)  # once through the memory, not twice
+        if len(included) == 2 and len(others) == 1:
+            own.lerp_(others[0], 0.5)  # reads the memory once instead of twice
         else:
             for other in others:
                 own.add_(other)
-            if len(counted) > 1:
-                own.mul_(1 / len(counted))
-        self._notes[rank][NOTE] = square_of(own) if self.counts else 0.0
-        self._told = host.deferred_barrier()  # with the chunk that is read next
+            if len(included) > 1:
+                own.mul_(1 / len(included))
+        self._notes[rank][NOTE] = square_of(own) if self.measured else 0.0
+        # No message of its own: the barrier of the chunk that is read next says it.
+        self._barrier = host.deferred_barrier()
 
-    def land(self, outcome: Outcome) -> float:
-        self._told.wait()
+    def write_mean(self, result: RoundResult) -> float:
+        self._barrier.wait()
         for owner, first in enumerate(self._cuts[:-1]):
             if first < self._cuts[owner + 1]:
-                self.row.write(self.start + first, self._slice(owner, owner), outcome)
+                self.payload.write(self.start + first, self._slice(owner, owner), result)
         return sum(float(numbers[NOTE]) for numbers in self._notes)
 
     def _slice(self, worker: int, owner: int) -> Tensor:
+        """Return the slice that `owner` averages, in the place of `worker`."""
         return self._values[worker][self._cuts[owner] : self._cuts[owner + 1]]

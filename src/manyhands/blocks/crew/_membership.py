@@ -1,8 +1,8 @@
-"""Who meets: the workers of a process group, which is fixed, or a crew, whose members come and go.
+"""Membership: fixed (a process group) or elastic (a crew, where workers come and go).
 
-A meeting may run in a thread of its own (an *errand*), so that training goes on meanwhile and so
-that a worker that is gone can be noticed while others wait for its messages. Errands of a group
-follow each other: their messages must not mix.
+A sync round may run in a thread of its own (`BackgroundSync`): so that training goes on meanwhile,
+and so that a lost worker is noticed while others still wait for its messages. Rounds of one group
+run one after the other, because their messages must not mix.
 """
 
 from __future__ import annotations
@@ -13,78 +13,80 @@ from traceback import clear_frames
 from typing import Any, Protocol
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.averaging._payload import Outcome
+from manyhands.blocks.averaging._payload import RoundResult
 from manyhands.blocks.crew._terms import Terms
 from manyhands.errors import RanksDisagree
 
-PERSISTENT = 5  # failures without anybody's coming or going: it is not for want of a worker
+PERSISTENT = 5  # failures among the same members: the cause is not a lost worker
 
-Meeting = Callable[[RankGroup], Outcome]
+SyncRound = Callable[[RankGroup], RoundResult]
 
 
 class BackgroundSync(threading.Thread):
-    """A meeting on its way."""
+    """A sync round in a thread of its own. `run` instead of `start` holds it at once."""
 
-    def __init__(self, meeting: Meeting, workers: RankGroup, before: BackgroundSync | None) -> None:
-        super().__init__(name="manyhands meeting", daemon=True)
-        self._meeting, self._workers, self._before = meeting, workers, before
+    def __init__(
+        self, sync_round: SyncRound, workers: RankGroup, before: BackgroundSync | None
+    ) -> None:
+        super().__init__(name="manyhands sync round", daemon=True)
+        self._sync_round, self._workers, self._before = sync_round, workers, before
         self._done = threading.Event()
-        self.outcome: Outcome | None = None
+        self.result: RoundResult | None = None
         self.error: BaseException | None = None
 
     @classmethod
-    def come_back(cls, outcome: Outcome) -> BackgroundSync:
-        """One that is over, with this outcome."""
-        errand = cls(lambda _: outcome, RankGroup(), None)
-        errand.run()
-        return errand
+    def already_done(cls, result: RoundResult) -> BackgroundSync:
+        """Return one that has ended with this result."""
+        background = cls(lambda _: result, RankGroup(), None)
+        background.run()
+        return background
 
     def run(self) -> None:
         before, self._before = self._before, None
         try:
-            if before is not None:
+            if before is not None:  # an earlier round of the same group, which may have failed
                 before.finished()
                 if before.error is not None:
                     raise before.error
-            self.outcome = self._meeting(self._workers)
+            self.result = self._sync_round(self._workers)
         except BaseException as error:
-            clear_frames(error.__traceback__)  # which hold the workers' group
+            clear_frames(error.__traceback__)  # frames hold the process group, which has to end
             self.error = error
         finally:
-            del self._meeting, self._workers
+            del self._sync_round, self._workers
             self._done.set()
 
     def finished(self, seconds: float | None = None) -> bool:
-        """Wait (up to so many seconds) for its end; whether it is over."""
+        """Wait for the end, for `seconds` at most; return whether it has ended."""
         return self._done.wait(seconds)
 
 
-class Team(Protocol):
-    """What the synchronisation needs of those who meet."""
+class Membership(Protocol):
+    """What `Sync` needs to know of the workers."""
 
     workers: RankGroup
-    inner: RankGroup  # the processes that are one of them, as far as the team knows
+    inner: RankGroup  # the ranks that make up this worker in a crew; one rank otherwise
     elastic: bool
 
     @property
     def numbers(self) -> Sequence[int]:
-        """By which users know the workers, in rank order."""
+        """The numbers by which users know the workers, in rank order."""
 
     @property
     def regroup_due(self) -> bool:
-        """Whether the workers have to find together again before they go on."""
+        """Whether membership changes before training continues."""
 
-    def settle(self, errand: BackgroundSync, sync_round: bool = True) -> Outcome | None:
-        """Wait for a meeting, and agree that it has taken place; None: it has not, on anybody.
+    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        """Wait for a sync round, and agree that it took place. None: it is undone, on every worker.
 
-        `sync_round` is whether it moves the common point, and does not only bring joiners there.
+        `moves_anchor` is False for a state transfer, which only brings joiners to the anchor.
         """
 
     def close(self, steps: int) -> bool:
-        """Whether all others are done after as many steps, so that there is a last meeting."""
+        """Return whether all others are done after as many steps: then a last round is held."""
 
     def regroup(self, version: int) -> None:
-        """Find together again. Afterwards the workers may be others."""
+        """Agree on the next members. `workers` may be others afterwards."""
 
 
 class FixedMembers:
@@ -101,11 +103,11 @@ class FixedMembers:
     def numbers(self) -> Sequence[int]:
         return range(self.workers.size)
 
-    def settle(self, errand: BackgroundSync, sync_round: bool = True) -> Outcome | None:
-        errand.finished()
-        if errand.error is not None:
-            raise errand.error
-        return errand.outcome
+    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        background.finished()
+        if background.error is not None:
+            raise background.error
+        return background.result
 
     def close(self, steps: int) -> bool:
         return True
@@ -123,7 +125,7 @@ class ElasticMembers:
         self.crew = crew
         self.inner: RankGroup = crew.inner
         self.workers = RankGroup()
-        self._failures = 0  # meetings undone one after the other among the same members
+        self._failures = 0  # rounds undone in a row among the same members
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -133,32 +135,36 @@ class ElasticMembers:
     def regroup_due(self) -> bool:
         return self.crew.regroup_due
 
-    def settle(self, errand: BackgroundSync, sync_round: bool = True) -> Outcome | None:
+    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
         try:
-            self.crew.wait(errand.finished)
-        except RuntimeError:  # somebody is lost: WorkerLost, or a lost store, which settle repeats
+            self.crew.wait(background.finished)
+        except RuntimeError:  # WorkerLost, or a lost store: `settle` raises it again
             self.crew.abort()
-        if isinstance(errand.error, RanksDisagree) and self.workers.rank in errand.error.odd:
-            self.crew.drop_out()  # alone: the others meet again without us
-            raise errand.error
-        arrived = errand.finished(0) and errand.error is None
-        kept = self.crew.settle(arrived, sync_round)
+        if (
+            isinstance(background.error, RanksDisagree)
+            and self.workers.rank in background.error.odd
+        ):
+            self.crew.drop_out()  # only this worker differs: the others repeat the round
+            raise background.error
+        arrived = background.finished(0) and background.error is None
+        kept = self.crew.settle(arrived, moves_anchor)
         self._failures = 0 if kept else self._failures + 1
-        if errand.error is not None and self._is_ours(errand.error):
-            raise errand.error
-        return errand.outcome if kept else None
+        if background.error is not None and self._is_ours(background.error):
+            raise background.error
+        return background.result if kept else None
 
     def _is_ours(self, error: BaseException) -> bool:
-        """Whether a failure is this worker's own, and would only repeat itself."""
-        others = isinstance(error, RuntimeError | RanksDisagree) and self.crew.size > 1
-        return not others or self._failures >= PERSISTENT
+        """Return whether a failure is this worker's own, so that repeating the round is no use."""
+        # torch.distributed raises RuntimeError when another worker's connection breaks.
+        of_others = isinstance(error, RuntimeError | RanksDisagree) and self.crew.size > 1
+        return not of_others or self._failures >= PERSISTENT
 
     def close(self, steps: int) -> bool:
         return bool(self.crew.close(steps))
 
     def join(self, version: int, terms: Terms) -> None:
         self.crew.join(version, terms)
-        self._take_workers()
+        self._adopt_crew_group()
 
     def regroup(self, version: int) -> None:
         before = self.crew.members
@@ -166,12 +172,12 @@ class ElasticMembers:
         self.crew.regroup(version)
         if self.crew.members != before:
             self._failures = 0
-        self._take_workers()
+        self._adopt_crew_group()
 
     def leave(self) -> None:
         self.crew.leave()
         self.workers = RankGroup()
 
-    def _take_workers(self) -> None:
+    def _adopt_crew_group(self) -> None:
         crew = self.crew
         self.workers = RankGroup(crew.size, crew.rank, crew.group, own_group=True)
