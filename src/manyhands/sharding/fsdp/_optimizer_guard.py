@@ -43,10 +43,10 @@ def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
     for param in after:
         setattr(param, SHARDED, True)
     if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_check_optimizer))
+        _hook.append(register_optimizer_step_pre_hook(_check_at_step))
 
 
-def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
+def _check_at_step(optimizer: Optimizer, *_: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _checked.get(optimizer) == len(params):
         return
