@@ -172,7 +172,8 @@ def takes_options(
         __init__.__signature__ = own.replace(parameters=[*first, *listed])  # type: ignore[attr-defined]
         __init__.__qualname__ = init.__qualname__
         __init__.__module__ = init.__module__
-        return __init__
+        # `module` may be passed by name as well, which Concatenate cannot express.
+        return __init__  # type: ignore[return-value]
 
     return decorate
 

@@ -134,6 +134,7 @@ class RootState:
         self._engines[0].recover()
 
 
+@eager
 def become_root(wrap: Any) -> None:
     """Make a wrap the root of all wraps inside. The first wrap that runs is the root.
 
