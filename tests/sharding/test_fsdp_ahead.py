@@ -1,4 +1,4 @@
-"""Gathering ahead: who follows whom, and nothing that was gathered too early is used."""
+"""Gathering order: who follows whom, and nothing that was gathered too early is used."""
 
 import pytest
 import torch
@@ -13,44 +13,44 @@ from sharding_oracle import assert_same, copied
 from test_fsdp import compare, steps  # isort: skip
 
 
-def after(ahead, *wraps):
+def after(order, *wraps):
     for wrap in wraps:
-        ahead.run(wrap)
-    return ahead.end()
+        order.run(wrap)
+    return order.end()
 
 
 def test_the_order_is_that_of_the_last_forward():
-    ahead = PrefetchOrder()
-    assert after(ahead, 0, 1, 2) and ahead.next == {0: 1, 1: 2} and ahead.begun == []
-    assert not after(ahead, 0, 1, 2) and ahead.begun == []
-    assert after(ahead, 0, 2) and ahead.next == {0: 2}
-    assert ahead.begun == [1]  # after 0, where it would have come
+    order = PrefetchOrder()
+    assert after(order, 0, 1, 2) and order.next == {0: 1, 1: 2} and order.not_run == []
+    assert not after(order, 0, 1, 2) and order.not_run == []
+    assert after(order, 0, 2) and order.next == {0: 2}
+    assert order.not_run == [1]  # after 0, where it would have come
 
 
 def test_what_ran_before_it_was_begun_has_been_begun_again():
-    ahead = PrefetchOrder()
-    after(ahead, 0, 1, 2)
-    after(ahead, 1, 0, 2)
-    assert ahead.begun == [1]
-    assert ahead.next == {1: 0, 0: 2}
+    order = PrefetchOrder()
+    after(order, 0, 1, 2)
+    after(order, 1, 0, 2)
+    assert order.not_run == [1]
+    assert order.next == {1: 0, 0: 2}
 
 
 def test_a_wrap_that_runs_several_times_is_followed_by_no_certain_one():
-    ahead = PrefetchOrder()
-    after(ahead, 0, 1, 2, 1, 3)
-    assert ahead.next == {0: 1, 2: 1}
-    assert not after(ahead, 0, 1, 2, 1, 3)
-    assert ahead.begun == []
+    order = PrefetchOrder()
+    after(order, 0, 1, 2, 1, 3)
+    assert order.next == {0: 1, 2: 1}
+    assert not after(order, 0, 1, 2, 1, 3)
+    assert order.not_run == []
 
 
 def test_a_forward_that_failed_is_not_an_order():
-    ahead = PrefetchOrder()
-    ahead.run(2)
-    ahead.run(0)
-    assert ahead.going_on
-    ahead.forget()
-    after(ahead, 0, 1)
-    assert ahead.next == {0: 1}
+    order = PrefetchOrder()
+    order.run(2)
+    order.run(0)
+    assert order.in_forward
+    order.forget()
+    after(order, 0, 1)
+    assert order.next == {0: 1}
 
 
 class Ways(nn.Module):
@@ -140,7 +140,7 @@ def test_whose_parameters_are_there_or_coming_while_one_computes(overlap, in_for
         for _ in range(2):
             wrapped(torch.ones(1, 4)).sum().backward()
             wrapped.zero_grad()  # what is added to gradients is waited for at once
-        flying = wrapped._team.averaging._flying
+        flying = wrapped._root_state.reduce_queue._in_flight
 
         def look(kind):
             groups = [layer.module._get_fsdp_state()._fsdp_param_groups[0] for layer in model]

@@ -234,7 +234,7 @@ def test_a_stand_in_of_one_worker_needs_no_launcher():
     assert isinstance(layer, mh.FullyShardedDataParallel) and layer.flatten_parameters
     assert isinstance(layer.module, nn.Linear) and layer.world_size == 1
     assert not dist.is_initialized()
-    with pytest.raises(ValueError, match="of 2 workers cannot send"):
+    with pytest.raises(ValueError, match="of 2 ranks cannot send"):
         mh.FSDP(nn.Linear(5, 5), process_group=Group(2))
 
 

@@ -1,10 +1,10 @@
-"""What a wrap is made of: where its parameters are, and what is checked before they are sharded."""
+"""Checks of a wrap before anything is sharded or sent: modules, parameters, groups, agreement."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,60 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands._core.dtensor import is_dtensor
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._optimizer_guard import REPLACED
-from manyhands.sharding.fsdp._transparent import plain
-from manyhands.sharding.fsdp._used_params import Place
+from manyhands.sharding.fsdp._places import Places, named_params
+from manyhands.sharding.fsdp._transparent import plain_name
 from manyhands.sharding.zero._ddp import ShardedDataParallel
-
-Places = Mapping[str, Place]
-
-
-def places_of(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]:
-    """Where parameters are that no wrap inside has, by name; a tied one has several."""
-    if isinstance(module, wrapper):
-        return {}
-    places = {
-        name: (module, name) for name, param in module._parameters.items() if param is not None
-    }
-    for name, child in _children(module):
-        places.update({f"{name}.{n}": place for n, place in places_of(child, wrapper).items()})
-    return places
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """One that has two names under both, as in a state dict."""
-    for name, child in module._modules.items():
-        if child is not None:
-            yield name, child
-
-
-def held(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters at these places, by the plain model's names."""
-    for name, (module, attribute) in places.items():
-        param = module._parameters[attribute]
-        if param is not None:
-            yield plain(name), param
-
-
-def own_buffers(
-    module: nn.Module, wrapper: type[nn.Module], prefix: str = ""
-) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that no wrap inside has, by name."""
-    if isinstance(module, wrapper):
-        return
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield prefix + name, buffer
-    for name, child in _children(module):
-        yield from own_buffers(child, wrapper, f"{prefix}{name}.")
-
-
-def distinct(places: Places) -> list[nn.Parameter]:
-    """The parameters at these places, a tied one once."""
-    return list({id(param): param for _, param in held(places)}.values())
 
 
 def check_module(module: Any, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()) -> None:
-    """Raise where a module cannot be wrapped. `wrapped` are those that are in a wrap already."""
+    """Raise a TypeError if a module cannot be wrapped. `wrapped` are modules in a wrap already."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"FullyShardedDataParallel needs a torch.nn.Module, got {type(module).__name__}."
@@ -84,113 +37,95 @@ def check_module(module: Any, wrapper: type[nn.Module], wrapped: Container[nn.Mo
     if module in wrapped:
         raise TypeError(
             f"this {type(module).__name__} is in a FullyShardedDataParallel already, and is "
-            "sharded in place: a second wrap around it would not shard it anew. Use the first one, "
-            "wrap a larger module around that, or build the module again."
+            "sharded in place: a second wrap around it would not shard it again. Use the first "
+            "wrap, wrap a larger module around that, or build the module again."
         )
-    if type(module).forward is nn.Module.forward:  # as a ModuleList's
+    # The engine gathers in a hook of forward, and a container such as ModuleList has none.
+    if type(module).forward is nn.Module.forward:
         raise TypeError(
             f"a {type(module).__name__} has no forward in which its parameters could be gathered. "
             "Wrap its members, or the module that runs them."
         )
 
 
-def check_parameters(places: Places, workers: RankGroup) -> None:
-    """Raise where parameters cannot be sharded together."""
-    trained: dict[torch.dtype, str] = {}
-    for name, param in held(places):
+def check_parameters(places: Places, ranks: RankGroup) -> None:
+    """Raise a ValueError if the parameters at these places cannot be sharded together."""
+    trained: dict[torch.dtype, str] = {}  # the first trained parameter of each type
+    for name, param in named_params(places):
         if is_dtensor(param):
             raise ValueError(
                 f"parameter {name} is sharded already (a DTensor, as fully_shard or tensor "
                 "parallelism makes them). Wrap the plain module."
             )
+        # An inner wrap has marked the plain parameter that it replaced by a sharded one.
         if getattr(param, REPLACED, False):
             raise ValueError(
                 f"parameter {name} is tied to one that a wrap inside has sharded already, and the "
-                "two would go different ways. Wrap the modules that share it together: not each by "
-                "itself, but one around them."
+                "two would be trained apart. Put one wrap around all modules that share the "
+                "parameter, instead of wrapping each."
             )
-        if workers.size > 1 and (param.dim() == 0 or param.numel() == 0):
+        if ranks.size > 1 and (param.dim() == 0 or param.numel() == 0):
             raise ValueError(
-                f"parameter {name} has the shape {tuple(param.shape)}, of which there is nothing "
-                "to share out. Give it one element in one dimension "
-                "(torch.nn.Parameter(p.view(1))), or leave out what is empty."
+                f"parameter {name} has the shape {tuple(param.shape)}, which cannot be divided "
+                "among ranks. Make a scalar a vector of one element "
+                "(torch.nn.Parameter(p.view(1))), and remove empty parameters."
             )
         if param.requires_grad:
             trained.setdefault(param.dtype, name)
+    # The engine reduces a wrap's gradients in one buffer, which has one type.
     if len(trained) > 1:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in trained.items())
         raise ValueError(
             f"the parameters of one wrap must be of one type, and {listed}. Wrap the modules of "
-            "one type by themselves, or convert the module; mixed_precision=True computes in a "
+            "one type separately, or convert the module; mixed_precision=True computes in a "
             "smaller type and keeps the parameters."
         )
 
 
-def begin_alike(modules: Iterable[nn.Module], workers: RankGroup, device: torch.device) -> None:
-    """Take rank 0's values of what these modules have and is not sharded yet."""
-    found = [t for m in modules for t in [*m._parameters.values(), *m._buffers.values()]]
-    tensors = list({id(t): t for t in found if t is not None}.values())
-    if any(tensor.is_meta for tensor in tensors):
-        return
-    moved = [(t, t.detach().to(device)) for t in tensors if not is_dtensor(t)]
-    workers.broadcast_from_first([there for _, there in moved])
-    with torch.no_grad():
-        for tensor, there in moved:
-            if there.device != tensor.device:
-                tensor.copy_(there)
-
-
-def check_inside(workers: RankGroup, inside: Sequence[RankGroup]) -> None:
-    """Raise where wraps inside another have other workers, and not only each its own."""
-    mine = _ranks(workers)
-    for each in inside:
-        if each.size > 1 and _ranks(each) != mine:
+def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
+    """Raise a ValueError if an inner wrap has other ranks, unless each rank is in its own group."""
+    own = _members(ranks)
+    for inner in inside:
+        if inner.size > 1 and _members(inner) != own:
             raise ValueError(
-                f"a wrap inside has {_named(each)}, and the one around it {_named(workers)}. "
+                f"a wrap inside has {_describe(inner)}, and the one around it {_describe(ranks)}. "
                 "Give all wraps of a model the same process_group; only a group of one may be "
-                "inside another, for what each worker has for itself."
+                "inside another, for parameters that each rank trains by itself."
             )
 
 
-def _ranks(workers: RankGroup) -> list[int] | None:
-    if workers.size == 1:
-        return None
-    return workers.ranks
+def _members(ranks: RankGroup) -> list[int] | None:
+    # A group of one, or a stand-in for it, has no rank numbers to compare.
+    return None if ranks.size == 1 else ranks.ranks
 
 
-def _named(workers: RankGroup) -> str:
-    ranks = _ranks(workers)
-    return "one worker" if ranks is None else f"the workers {ranks}"
+def _describe(ranks: RankGroup) -> str:
+    members = _members(ranks)
+    return "one rank" if members is None else f"the ranks {members}"
 
 
-def check_root(workers: RankGroup, have_run: Sequence[bool | None]) -> None:
-    """Raise where one of the wraps inside has run as a root."""
-    if any(have_run) and workers.size > 1:
+def check_root(ranks: RankGroup, were_roots: Sequence[bool | None]) -> None:
+    """Raise a RuntimeError if a wrap inside has run as a root before."""
+    # The engine fixes its root in the first forward, and has no way to change it.
+    if any(were_roots) and ranks.size > 1:
         raise RuntimeError(
             "a wrap inside this one has run by itself before, as the outermost. Run the outermost "
-            "wrap's forward first; afterwards those inside may run by themselves, too."
+            "wrap's forward first; afterwards inner wraps may run by themselves, too."
         )
 
 
-def contiguous(places: Places) -> None:
-    """Lay parameters out in the order of their elements, as the engine needs them."""
-    for _, param in held(places):
-        if not param.is_contiguous():
-            param.data = param.data.contiguous()
-
-
 def check_same_model(
-    workers: RankGroup,
-    facts: Sequence[tuple[Places, Mapping[str, Any]]],
+    ranks: RankGroup,
+    wraps: Sequence[tuple[Places, Mapping[str, Any]]],
     device: torch.device,
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> None:
-    """Raise on every worker where models or options are not the same; `facts` are each wrap's.
+    """Raise a ValueError on every rank if ranks have different models or options.
 
-    The buffers of `modules` must be the same, too.
+    `wraps` are the places and options of each wrap. The buffers of `modules` are compared, too.
     """
     buffers = {
-        plain(f"{path}.{name}" if path else name): buffer
+        plain_name(f"{path}.{name}" if path else name): buffer
         for path, module in modules.items()
         for name, buffer in module._buffers.items()
         if buffer is not None
@@ -199,40 +134,48 @@ def check_same_model(
         [
             [
                 {
-                    name: f"{tuple(t.shape)} {t.dtype}{_kind_of(t)}"
-                    for name, t in [*held(places), *buffers.items()]
+                    name: f"{tuple(t.shape)} {t.dtype}{_describe_kind(t)}"
+                    for name, t in [*named_params(places), *buffers.items()]
                 },
                 {
+                    # Each rank may have its own GPU, so only the kind of device is compared.
                     name: value.type if isinstance(value, torch.device) else str(value)
                     for name, value in options.items()
                 },
             ]
-            for places, options in facts
+            for places, options in wraps
         ]
     )
-    sums = workers.all_gather([float(zlib.crc32(text.encode()))], device)
-    if len({total[0] for total in sums}) == 1:
+    # One number is enough if all ranks agree; only a mistake pays for gathering the texts.
+    checksums = ranks.all_gather([float(zlib.crc32(text.encode()))], device)
+    if len({checksum[0] for checksum in checksums}) == 1:
         return
-    texts = [json.loads(one) for one in workers.all_gather_text(text, device)]
-    for number, each in enumerate(zip(*texts, strict=False)):
-        for part, what in enumerate(("parameters", "options")):
-            values = [facts_of_rank[part] for facts_of_rank in each]
+    texts = [json.loads(each) for each in ranks.all_gather_text(text, device)]
+    raise ValueError(_find_difference(texts))
+
+
+def _find_difference(texts: Sequence[Any]) -> str:
+    """Return the error message for the first difference between the models of the ranks."""
+    for number, wrap in enumerate(zip(*texts, strict=False)):
+        for index, kind in enumerate(("parameters", "options")):
+            values = [of_rank[index] for of_rank in wrap]
             for name in dict.fromkeys(name for value in values for name in value):
                 if any(value.get(name) != values[0].get(name) for value in values):
-                    here = [value.get(name, "absent") for value in values[:8]]
-                    listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(here))
-                    raise ValueError(
-                        f"workers have different {what} in wrap {number}: {name} is {listed}. "
-                        "Build the same model with the same options on every worker."
+                    # Eight ranks show the pattern; a list of thousands would hide it.
+                    shown = [value.get(name, "absent") for value in values[:8]]
+                    listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(shown))
+                    return (
+                        f"ranks have different {kind} in wrap {number}: {name} is {listed}. "
+                        "Build the same model with the same options on every rank."
                     )
-    raise ValueError(
-        "workers have different models: "
+    return (
+        "ranks have different models: "
         + ", ".join(f"rank {r}: {len(t)} wraps" for r, t in enumerate(texts[:8]))
-        + ". Build the same model with the same options on every worker."
+        + ". Build the same model with the same options on every rank."
     )
 
 
-def _kind_of(tensor: Tensor) -> str:
+def _describe_kind(tensor: Tensor) -> str:
     meta = " without memory" if tensor.is_meta else ""
     frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
     return meta + frozen

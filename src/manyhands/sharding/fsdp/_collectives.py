@@ -1,15 +1,14 @@
-"""How torch's `fully_shard` is made to send: what one wrap's gathering and averaging call.
+"""The two collectives of one wrap that replace those of `fully_shard` on gloo.
 
-`fully_shard` lets its two collectives be replaced. gloo's reduce-scatter moves twice the bytes
-that are needed, and gloo's collectives run while everything else waits. Here
+gloo's reduce_scatter moves twice the bytes that are needed, and its collectives block. Here
 
-    gathering     one broadcast for each worker's slice, awaited when the parameters are needed
-    averaging     each worker's slice straight to it (`RankGroup.exchange`), awaited when the next
-                  wrap's gradients are ready or the backward pass is over
+    all_gather       one broadcast for each rank's slice, awaited when the parameters are needed
+    reduce_scatter   each slice is sent straight to its rank (`RankGroup.reduce_scatter_slices`),
+                     and awaited when the next wrap's gradients are ready or the pass is over
 
-The engine takes the mean to be there when the call returns, and then only makes views of it,
-unless it has to convert it or to add it to gradients that are there already. Then the call waits.
-With NCCL the engine's own collectives are used, on the streams that it has for them.
+The engine assumes that the mean is complete when the call returns. In most cases it only makes
+views of it, so the mean may arrive later. If the engine has to convert the mean, or to add it to
+existing gradients, the call waits. With NCCL the engine's own collectives are used, on its streams.
 """
 
 from __future__ import annotations
@@ -28,32 +27,33 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.shared_memory import SharedMemoryReduceScatter
 from manyhands._core.slices import PendingReduceScatter
 
-IN_FLIGHT = 1  # wraps' gradients under way while the next wrap's are computed
+IN_FLIGHT = 1  # wraps whose gradients are sent while the next wrap's are computed
 
 
-class _Allocate:
-    """Where the engine puts what is sent and what comes."""
+class _Allocator:
+    """Allocates the buffers to send from and to receive into. The engine calls `allocate`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(_Allocate):
-    """Fills a buffer with every worker's slice."""
+class AllGather(_Allocator):
+    """Fills a buffer with the slices of all ranks, for one wrap."""
 
-    def __init__(self, workers: RankGroup) -> None:
-        self._workers = workers
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work:
         size = input_tensor.numel()
-        cuts = range(0, size * (self._workers.size + 1), size) if size else [0, 0]
-        return _Works(self._workers.all_gather_slices(output_tensor, cuts))
+        # A range needs a step, so a wrap whose slices are empty gets one empty slice.
+        cuts = range(0, size * (self._ranks.size + 1), size) if size else [0, 0]
+        return _Works(self._ranks.all_gather_slices(output_tensor, cuts))
 
 
 class _Works(dist.Work):
-    """Several to be awaited as one."""
+    """Several works that are awaited as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -66,82 +66,86 @@ class _Works(dist.Work):
 
 
 class ReduceQueue:
-    """The gradients of one backward pass, over all wraps of a root.
+    """The reduce_scatters in flight of one backward pass, over all wraps of a root.
 
-    `begin` is called before the first gradients of a pass are sent, `end` when all have come.
+    `begin` is called before the first gradients of a pass are sent, `end` when all have arrived.
     """
 
     def __init__(
-        self, workers: RankGroup, begin: Callable[[], None], end: Callable[[], None]
+        self, ranks: RankGroup, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        self.workers = workers
+        self.ranks = ranks
         self._end = end
-        self._flying: deque[
+        # For each: what is in flight, the tensor for this rank's slice of the mean, the divisor.
+        self._in_flight: deque[
             tuple[PendingReduceScatter | SharedMemoryReduceScatter, Tensor, float]
         ] = deque()
-        me = weakref.proxy(self)
-        # The engine has queued its own end before, and we come before whoever measures the mean.
-        self._passes = BackwardPasses(begin, lambda: me._finish(), early=True)
+        proxy = weakref.proxy(self)  # the passes are ours: a strong reference would be a cycle
+        # At the end of a pass the engine comes first. We come next (`early`), before a scaling
+        # rule measures the mean.
+        self._passes = BackwardPasses(begin, lambda: proxy._end_pass(), early=True)
 
     def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
-        """Begin to fill `total` with our slice of the workers' summed `grads` / `divisor`.
+        """Begin to fill `total` with this rank's slice of the sum of `grads`, over `divisor`.
 
-        The memory of `grads` is let go afterwards.
+        `total` has 1/N of the elements of `grads`. The memory of `grads` is freed afterwards.
         """
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
+        # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
         into = total if total.dtype == grads.dtype else None
-        exchange = self.workers.reduce_scatter_slices(grads, cuts, into)
-        self._flying.append((exchange, total, divisor))
+        pending = self.ranks.reduce_scatter_slices(grads, cuts, into)
+        self._in_flight.append((pending, total, divisor))
         if wait:
-            self._land_all()
+            self._complete_all()
 
     def memory(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Where to lay out the next gradients: if it fits, where those were that have gone.
+        """Return memory for the next gradients to send: that of gradients sent before, if it fits.
 
-        (New memory costs a page fault for every 4 KiB.)
+        New memory would cost a page fault for every 4 KiB.
         """
-        while len(self._flying) >= IN_FLIGHT:
-            memory = self._land()
+        while len(self._in_flight) >= IN_FLIGHT:
+            memory = self._complete_first()
             if memory.nbytes() == size * dtype.itemsize and memory.device == device:
                 return torch.empty(0, dtype=dtype, device=device).set_(memory)
             memory.resize_(0)
         return torch.empty(size, dtype=dtype, device=device)
 
     def enter(self) -> None:
-        """Gradients are about to be sent."""
+        """Note that gradients are about to be sent. Call it inside a backward."""
         task = current_task()
         if task != self._passes.task:
             self._passes.enter(task)
 
     def forget(self) -> None:
-        """A pass that has raised an error will never end: wait for what is under way."""
+        """Forget a pass that raised an error and will never end, and wait for what it sent."""
         if self._passes.open and current_task() == -1:
             self._passes.forget()
-            self._land_all()
+            self._complete_all()
 
-    def _finish(self) -> None:
-        self._land_all()
+    def _end_pass(self) -> None:
+        self._complete_all()
         self._end()
 
-    def _land_all(self) -> None:
-        while self._flying:
-            self._land().resize_(0)  # the engine keeps the tensor for a while
+    def _complete_all(self) -> None:
+        while self._in_flight:
+            # The engine keeps the tensor for a while, so its memory is freed under it.
+            self._complete_first().resize_(0)
 
-    def _land(self) -> torch.UntypedStorage:
-        """Have the first mean there; returns the memory of what was sent for it."""
-        exchange, total, divisor = self._flying.popleft()
-        mean = exchange.mean(divisor, total.dtype)
-        if mean is not total:  # into which the first row may have come
+    def _complete_first(self) -> torch.UntypedStorage:
+        """Wait for the first mean in flight, and return the memory its gradients were sent from."""
+        pending, total, divisor = self._in_flight.popleft()
+        mean = pending.mean(divisor, total.dtype)
+        if mean is not total:  # `mean` may have been computed in `total`
             total.copy_(mean)
-        return exchange.sent.untyped_storage()
+        return pending.sent.untyped_storage()
 
 
-class ReduceScatter(_Allocate):
-    """Gives every worker the mean of its slice of all workers' gradients, for one wrap."""
+class ReduceScatter(_Allocator):
+    """Gives every rank its slice of the ranks' mean gradient, for one wrap."""
 
     def __init__(
         self,
-        averaging: ReduceQueue,
+        queue: ReduceQueue,
         params: Callable[[], Sequence[Tensor]],
         *,
         divide: Callable[[], tuple[float, float] | None],
@@ -149,20 +153,21 @@ class ReduceScatter(_Allocate):
         overlap: bool,
     ) -> None:
         self._overlap = overlap
-        self._sent = 0  # elements that are laid out
-        self._averaging = averaging
+        self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
+        self._queue = queue
         self._params = params
         self._divide = divide
         self._on_gloo = on_gloo
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Asked first for what is sent, then for our share of it."""
+        """Allocate a buffer. The engine asks first for the one to send, then for its slice."""
         (elements,) = size
-        if elements * self._averaging.workers.size == self._sent or not self._on_gloo:
-            self._sent = 0
+        # The slice becomes the gradient and must stay, so only the buffer to send is reused.
+        if elements * self._queue.ranks.size == self._to_send or not self._on_gloo:
+            self._to_send = 0
             return super().allocate(size, dtype=dtype, device=device)
-        self._sent = elements
-        return self._averaging.memory(elements, dtype, device)
+        self._to_send = elements
+        return self._queue.memory(elements, dtype, device)
 
     def __call__(
         self,
@@ -172,26 +177,30 @@ class ReduceScatter(_Allocate):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._averaging.enter()
-        workers = self._averaging.workers
-        meant = op == dist.ReduceOp.AVG  # else the engine divides, before and after
+        self._queue.enter()
+        ranks = self._queue.ranks
+        # With another operation (SUM, for half precision) the engine divides, before and after.
+        we_divide = op == dist.ReduceOp.AVG
         divide = self._divide()
-        before, after = divide or (1.0, float(workers.size))
-        if divide is not None and not meant:
-            after, meant = after / workers.size, True
+        before, after = divide or (1.0, float(ranks.size))
+        if divide is not None and not we_divide:
+            # The user's divisors replace the world size, by which the engine divides as well.
+            after, we_divide = after / ranks.size, True
         if before != 1:
             input_tensor.div_(before)
         if self._on_gloo:
+            # The engine's own division would read the mean at once.
             wait = not self._overlap or op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
-            self._averaging.send(output_tensor, input_tensor, after if meant else 1.0, wait=wait)
+            divisor = after if we_divide else 1.0
+            self._queue.send(output_tensor, input_tensor, divisor, wait=wait)
         elif divide is None:
-            workers.reduce_scatter(output_tensor, input_tensor, op)
+            ranks.reduce_scatter(output_tensor, input_tensor, op)
         else:
-            workers.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
+            ranks.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
             output_tensor.div_(after)
 
     def _used_at_once(self, total: Tensor) -> bool:
-        """Whether the engine converts the mean, adds it to something, or shows it to a hook."""
+        """Whether the engine converts the mean, adds it to a gradient, or passes it to a hook."""
         return any(
             param.dtype != total.dtype
             or param.grad is not None

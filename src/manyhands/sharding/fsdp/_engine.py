@@ -1,4 +1,9 @@
-"""One wrap's share of torch's `fully_shard`: the one file that calls it."""
+"""The engine of one wrap: the only file that calls torch's `fully_shard`.
+
+The engine has few public switches, so some methods here read or set its private state. Each of
+them says for which versions of torch. They are kept in this file, so that a new torch means
+changes in one place.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhands._core.backward import current_task
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.fsdp._collectives import Gather, ReduceQueue, ReduceScatter
+from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._options import Precision
 from manyhands.sharding.fsdp._outputs import (
     flatten_inputs,
@@ -20,21 +25,31 @@ from manyhands.sharding.fsdp._outputs import (
     nest_inputs,
     nest_output,
 )
-from manyhands.sharding.fsdp._used_params import Place, UsedParameters
+from manyhands.sharding.fsdp._places import Place
+from manyhands.sharding.fsdp._used_params import UsedParameters
 
-eager: Any = torch._compile._disable_dynamo  # what sends is not to be compiled
+# For functions that send, which torch.compile must leave alone.
+eager: Any = torch._compile._disable_dynamo
 
+# One mesh for each group and kind of device, shared by all wraps. Weak, so that a group is freed
+# with its last user.
 _meshes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class Engine:
-    """Shards the parameters at these places (each once) of a module, in place."""
+    """Shards the parameters at these places (each once) of a module, in place.
+
+    Attributes:
+        params: the sharded parameters, DTensors with this rank's slice, in the order of `places`.
+        divide: divisors of gradients before and after the sum; None is the number of ranks, after.
+        on_gloo: whether our own collectives replace the engine's.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         places: Sequence[Place],
-        workers: RankGroup,
+        ranks: RankGroup,
         device: torch.device,
         precision: Precision,
         *,
@@ -50,13 +65,15 @@ class Engine:
             fully_shard,
         )
 
-        # The engine's hooks come between these: its own goes before all others.
+        # The order of registration matters: fully_shard puts its pre-hook before those that are
+        # there and its forward hook after them, so the engine's hooks come between ours.
         module.register_forward_pre_hook(eager(nest_inputs), prepend=True, with_kwargs=True)
         module.register_forward_hook(eager(flatten_output))
+        # Copies to a GPU overlap with computing only from pinned memory, which needs a GPU.
         pinned = offload and torch.accelerator.is_available()
         self.module: Any = fully_shard(
             module,
-            mesh=_mesh(workers, device),
+            mesh=_find_mesh(ranks, device),
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(precision.compute, precision.reduce),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
@@ -67,136 +84,147 @@ class Engine:
         module.register_forward_hook(eager(nest_output))
         self.overlap = overlap
         if not overlap:
-            # The engine gathers whom it is told to, else the next; itself it has gathered already.
+            # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
+            # which is gathered already, switches that off.
             self.module.set_modules_to_backward_prefetch([self.module])
-        self.workers = workers
+        self.ranks = ranks
         self.places = list(places)
-        self.on_gloo = workers.on_gloo(device)
+        self.on_gloo = ranks.on_gloo(device)
         self.divide: tuple[float, float] | None = None
-        if hasattr(self.module, "set_reduce_scatter_unused_params"):  # not in every torch
+        # Ranks may use different parameters of a wrap: without this (not in every torch) their
+        # reduce_scatters would have different sizes.
+        if hasattr(self.module, "set_reduce_scatter_unused_params"):
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
-        self.remember()
+        self.find_params()
 
-    def remember(self) -> None:
+    def find_params(self) -> None:
         """Look up the sharded parameters, after they were made or replaced."""
-        self.params: list[Tensor] = [_held(place) for place in self.places]
+        self.params: list[Tensor] = [_param_at(place) for place in self.places]
 
-    def kept_whole(self) -> dict[int, Tensor]:
-        """The sharded parameter of each whole one that its module has now, by the latter's id."""
-        now = [_held(place) for place in self.places]
+    def sharded_by_full(self) -> dict[int, Tensor]:
+        """Return the sharded parameter of each full one that a module has now, by the id of that.
+
+        Empty while the modules have the sharded ones.
+        """
+        now = [_param_at(place) for place in self.places]
+        # A wrap's parameters are gathered and freed together, so the first one tells.
         if not now or now[0] is self.params[0]:
             return {}
-        return {id(whole): sharded for whole, sharded in zip(now, self.params, strict=True)}
+        return {id(full): sharded for full, sharded in zip(now, self.params, strict=True)}
 
     def connect(
-        self, averaging: ReduceQueue, used: UsedParameters, first: int, run: Callable[[], None]
+        self, queue: ReduceQueue, used: UsedParameters, first: int, run: Callable[[], None]
     ) -> None:
-        """Send through `averaging`; our parameters are numbered from `first` in `used`.
+        """Send through `queue`, and report used parameters, numbered from `first`, to `used`.
 
-        `run` is called in each forward, with the parameters there.
+        `run` is called in each forward, when the parameters are gathered.
         """
-        me = weakref.ref(self)
+        # The engine keeps what is registered here, so a strong reference would be a cycle.
+        reference = weakref.ref(self)
         if self.on_gloo:
-            self.module.set_custom_all_gather(Gather(self.workers))
-        average = ReduceScatter(
-            averaging,
-            lambda: of(me).params,
-            divide=lambda: of(me).divide,
+            self.module.set_custom_all_gather(AllGather(self.ranks))
+        reduce_scatter = ReduceScatter(
+            queue,
+            lambda: dereference(reference).params,
+            divide=lambda: dereference(reference).divide,
             on_gloo=self.on_gloo,
             overlap=self.overlap,
         )
-        self.module.set_custom_reduce_scatter(average)
+        self.module.set_custom_reduce_scatter(reduce_scatter)
         places = self.places
 
         @eager
         def watch(_: nn.Module, __: Any) -> None:
             if torch.is_grad_enabled():
                 used.watch(first, places)
-            if current_task() == -1:  # not recomputed in a backward
+            # A recomputation in a backward says nothing about the order of the next forward.
+            if current_task() == -1:
                 run()
 
-        self.module.register_forward_pre_hook(watch)  # after the engine's own
+        # Registered last, so that it runs after the engine's own hook has gathered.
+        self.module.register_forward_pre_hook(watch)
 
-    def synchronise(self, on: bool) -> None:
-        """Whether backward passes average gradients."""
+    def set_gradient_sync(self, on: bool) -> None:
+        """Set whether backward passes average gradients."""
         self.module.set_requires_gradient_sync(on, recurse=False)
 
     def gather(self) -> None:
-        """Have the whole parameters there."""
+        """Gather the full parameters, and wait for them."""
         self.module.unshard()
 
     def reshard(self) -> None:
-        """Let the whole parameters go, if they are there."""
+        """Free the full parameters, if they are gathered."""
         self.module.reshard()
 
     def clear_unaveraged(self) -> None:
-        """Drop the whole gradients that passes without averaging have left."""
+        """Drop the full gradients left by passes that did not average them."""
         for each in self._engine_params():
-            if "unsharded_accumulated_grad" in vars(each):  # no more in torch 2.15
+            if "unsharded_accumulated_grad" in vars(each):  # until torch 2.14
                 each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
 
     def check_all_reduced(self) -> None:
-        """Raise where a backward pass that reduces gradients has left one behind."""
+        """Raise a RuntimeError if a backward pass that reduces gradients left one unreduced."""
         if not all(group.reduce_grads for group in _groups(self.module)):
             return  # in no_sync()
         for each in self._engine_params():
-            whole = getattr(each, "_unsharded_param", None)
+            full = getattr(each, "_unsharded_param", None)
             if each.unsharded_accumulated_grad is not None or (
-                whole is not None and whole.grad is not None
+                full is not None and full.grad is not None
             ):
                 raise RuntimeError(
                     f"the backward pass has left a gradient of {each._param_fqn} unreduced: its "
                     "wrap ran several times under reentrant checkpoints, and this torch's "
-                    "fully_shard does not follow. The step would be wrong. Pass "
+                    "fully_shard does not support that. The step would be wrong. Pass "
                     "use_reentrant=False to torch.utils.checkpoint.checkpoint (for "
                     "checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)."
                 )
 
     def _engine_params(self) -> Iterator[Any]:
-        """The engine's own record of each parameter."""
+        """Yield the engine's own record of each parameter."""
         for group in _groups(self.module):
             yield from group.fsdp_params
 
     @property
     def state(self) -> str:
-        """What the engine is doing with this wrap, in its own words."""
+        """The engine's name for what it is doing with this wrap."""
         groups = _groups(self.module) or [self.module._get_fsdp_state()]
         name: str = groups[0]._training_state.name
         return name
 
     @property
     def in_backward(self) -> bool:
-        """Whether the engine takes a backward pass for running. (On a root.)"""
+        """Whether the engine believes that a backward pass is running. Call it on a root."""
         return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
 
     def recover(self) -> None:
-        """Begin anew after an error in a forward or backward. (On a root.)"""
-        if hasattr(self.module, "reset_iter_state"):  # torch 2.13
+        """Start afresh after an error in a forward or backward. Call it on a root."""
+        if hasattr(self.module, "reset_iter_state"):  # from torch 2.13 on
             self.module.reset_iter_state()
 
 
 @eager
 def _begin_another_run(module: Any, _: Any) -> None:
-    """Let a wrap that runs anew in a backward be gathered and reduced anew.
+    """Let a wrap that runs again in a backward be gathered and reduced again.
 
-    A wrap that runs in a backward is recomputed by a checkpoint. The engine takes it for recomputed
-    in the middle of its own backward, whose hooks will reduce the gradients, and adds none. That
-    holds under checkpoints that are not reentrant. A reentrant one recomputes each run of a wrap
-    before that run's backward: the second finds the engine where the first run's backward has
-    left it, reduced already, and its gradients would stay unreduced until the next step.
+    A wrap that runs in a backward is being recomputed by a checkpoint. The engine assumes that
+    this happens in the middle of the wrap's own backward, whose hooks will reduce the gradients,
+    and adds no hooks. That holds for checkpoints that are not reentrant. A reentrant checkpoint
+    recomputes each run of a wrap before that run's backward. At the second run the engine is in
+    the state in which the first run's backward left it, "reduced already", and the gradients of
+    the second run would stay unreduced until the next step.
     """
     if current_task() == -1:
         return
     groups = _groups(module)
     if groups and all(group._training_state.name == "POST_BACKWARD" for group in groups):
         state = module._get_fsdp_state()
-        state._training_state = type(state._training_state).IDLE
+        state._training_state = type(state._training_state).IDLE  # as before a first forward
 
 
 def _groups(module: Any) -> list[Any]:
-    """What the engine reduces together of one wrap: one group, or none without parameters."""
+    """Return the engine's parameter groups of one wrap: one, or none without parameters."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.13 has at most one
@@ -204,25 +232,25 @@ def _groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def of(reference: Callable[[], Engine | None]) -> Engine:
-    """The engine that is referred to."""
+def dereference(reference: Callable[[], Engine | None]) -> Engine:
+    """Return the engine of a weak reference."""
     engine = reference()
     assert engine is not None
     return engine
 
 
-def _held(place: Place) -> Tensor:
+def _param_at(place: Place) -> Tensor:
     module, name = place
     param = module._parameters[name]
     assert param is not None
     return param
 
 
-def _mesh(workers: RankGroup, device: torch.device) -> Any:
-    """The workers as the engine wants them, made once for each group and kind of device."""
+def _find_mesh(ranks: RankGroup, device: torch.device) -> Any:
+    """Return the ranks as a DeviceMesh, made once for each group and kind of device."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    group = workers.group or dist.group.WORLD
+    group = ranks.group or dist.group.WORLD
     assert group is not None
     known = _meshes.setdefault(group, {})
     if device.type not in known:

@@ -1,10 +1,10 @@
 """What `param.grad` is after a sharded backward: a DTensor that torch's clipping understands.
 
 `torch.nn.utils.clip_grad_norm_` takes the norm of each gradient, stacks the norms, and takes the
-norm of these. With DTensors that is right, but one reduction for each parameter, and what comes
-out is a DTensor, which cannot be formatted as a number. Here the norm of a gradient is a `Length`,
-this worker's part of it, and only the norm of all of them is summed over the workers: one small
-collective, and a plain tensor. Everything else is done as to any DTensor.
+norm of these. With plain DTensors that is right, but costs one all_reduce for each parameter, and
+the result is a DTensor, which cannot be formatted as a number. Here the norm of one gradient is a
+`LocalNorm`, the norm of this rank's slice. Only the norm of all of them is reduced over the ranks:
+one small all_reduce, and a plain tensor. All other functions treat the gradient as a DTensor.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from torch.distributed.tensor import DTensor
 
 from manyhands._core.norms import norm
 
-KEEPING = {torch.stack, Tensor.to, Tensor.device.__get__, Tensor.dtype.__get__}  # type: ignore[attr-defined]
+# Functions of a LocalNorm whose result is still the norm of this rank's slices.
+KEEP_LOCAL = {torch.stack, Tensor.to, Tensor.device.__get__, Tensor.dtype.__get__}  # type: ignore[attr-defined]
 
 
 class DTensorGradient(DTensor):
-    """A gradient of which each worker holds a slice."""
+    """A gradient of which each rank holds a slice."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # With further arguments (dim, dtype) these are other functions, left to DTensor.
         if func is torch.linalg.vector_norm and len(args) <= 2 and not kwargs:
-            return _length(args[0], *args[1:])
+            return _norm_of_slice(args[0], *args[1:])
         if func is torch._foreach_norm and len(args) <= 2 and not kwargs:
-            return [_length(grad, *args[1:]) for grad in args[0]]
+            return [_norm_of_slice(grad, *args[1:]) for grad in args[0]]
+        # Clipping multiplies by one number, the same on all ranks, so the slice is enough.
         if func is Tensor.mul_ and _is_number(*args[1:]):
             args[0]._local_tensor.mul_(args[1])
             return args[0]
@@ -43,7 +46,7 @@ class DTensorGradient(DTensor):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = self.detach().clone()
+        copied = self.detach().clone()  # a DTensor: detach() loses the subclass
         copied.__class__ = DTensorGradient
         return memo.setdefault(id(self), copied)
 
@@ -51,8 +54,8 @@ class DTensorGradient(DTensor):
         return self.detach().__reduce_ex__(protocol)  # as torch's class, which torch.load knows
 
 
-class Length(Tensor):
-    """This worker's part of the norms of some gradients, which are not yet summed over workers."""
+class LocalNorm(Tensor):
+    """Norms of this rank's slices of some gradients, not yet reduced over the ranks."""
 
     power: float
     group: Any
@@ -62,71 +65,78 @@ class Length(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        lengths = list(args[0]) if func is torch.stack else [args[0]] if args else []
-        if _alike(lengths):
+        norms = list(args[0]) if func is torch.stack else [args[0]] if args else []
+        if _can_combine(norms):
             with torch._C.DisableTorchFunctionSubclass():
-                if func in KEEPING:
+                if func in KEEP_LOCAL:
                     result = func(*args, **kwargs)
-                    return _as_length(result, lengths[0]) if isinstance(result, Tensor) else result
-                if func is torch.linalg.vector_norm and _power(*args[1:]) == lengths[0].power:
+                    return (
+                        _as_local_norm(result, norms[0]) if isinstance(result, Tensor) else result
+                    )
+                if func is torch.linalg.vector_norm and _power(*args[1:]) == norms[0].power:
+                    # The norm of norms of one kind is the norm of all their elements.
                     here = torch.linalg.vector_norm(*args, **kwargs)
-                    return lengths[0].summed(here)
+                    return norms[0].reduce(here)
+        # Any other function needs the values, so they are reduced over the ranks first.
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = _summed(args), _summed(kwargs)
+            args, kwargs = _reduce_all(args), _reduce_all(kwargs)
             return func(*args, **kwargs)
 
-    def summed(self, here: Tensor) -> Tensor:
-        """The norms over all workers, from this one's part of them."""
+    def reduce(self, here: Tensor) -> Tensor:
+        """Return the norms over all ranks, from the norms `here` of this rank's slices."""
         plain = here.as_subclass(Tensor).clone()
         if math.isinf(self.power):
-            unknown = plain.isnan().to(plain.dtype)
-            both = torch.stack([plain.nan_to_num(nan=0.0, posinf=math.inf), unknown])
+            # A maximum may lose a nan, so whether there is one travels as a number of its own.
+            is_nan = plain.isnan().to(plain.dtype)
+            both = torch.stack([plain.nan_to_num(nan=0.0, posinf=math.inf), is_nan])
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
             return torch.where(both[1] > 0, math.nan, both[0])
+        # In float64 the power neither overflows nor rounds. mps has no float64.
         total = plain.double().pow(self.power) if plain.device.type != "mps" else plain
         dist.all_reduce(total, group=self.group)
         return total.pow(1 / self.power).to(plain.dtype)
 
 
-def mark(param: Tensor) -> None:
-    """Make the gradient that the engine has left one of ours."""
+def use_our_class(param: Tensor) -> None:
+    """Turn the DTensor that the engine left in `param.grad` into a DTensorGradient."""
+    # Changing the class keeps the object, its memory and its hooks, and costs nothing.
     if type(param.grad) is DTensor:
         param.grad.__class__ = DTensorGradient
 
 
-def _length(grad: Any, power: Any = 2) -> Any:
+def _norm_of_slice(grad: Any, power: Any = 2) -> Any:
     local, number = _local(grad), _power(power)
     if number == 2:
-        here = norm(local)
+        here = norm(local)  # one read of the memory
     else:
+        # An empty slice has no maximum norm.
         here = torch.linalg.vector_norm(local, number) if local.numel() else local.new_zeros(())
-    length = here.as_subclass(Length)
-    length.power, length.group = number, grad.device_mesh.get_group()
-    return length
+    result = here.as_subclass(LocalNorm)
+    result.power, result.group = number, grad.device_mesh.get_group()
+    return result
 
 
-def _as_length(result: Tensor, like: Length) -> Length:
-    length = result.as_subclass(Length)
-    length.power, length.group = like.power, like.group
-    return length
+def _as_local_norm(result: Tensor, like: LocalNorm) -> LocalNorm:
+    local_norm = result.as_subclass(LocalNorm)
+    local_norm.power, local_norm.group = like.power, like.group
+    return local_norm
 
 
-def _alike(lengths: list[Any]) -> bool:
-    """Whether all are parts of norms of one kind, among the same workers."""
+def _can_combine(norms: list[Any]) -> bool:
+    """Whether all are norms of one kind, of slices among the same ranks."""
     return all(
-        isinstance(each, Length)
-        and (each.power, each.group) == (lengths[0].power, lengths[0].group)
-        for each in lengths
-    ) and bool(lengths)
+        isinstance(each, LocalNorm) and (each.power, each.group) == (norms[0].power, norms[0].group)
+        for each in norms
+    ) and bool(norms)
 
 
-def _summed(value: Any) -> Any:
-    if isinstance(value, Length):
-        return value.summed(value)
+def _reduce_all(value: Any) -> Any:
+    if isinstance(value, LocalNorm):
+        return value.reduce(value)
     if isinstance(value, list | tuple):
-        return type(value)(_summed(v) for v in value)
+        return type(value)(_reduce_all(v) for v in value)
     if isinstance(value, dict):
-        return {k: _summed(v) for k, v in value.items()}
+        return {k: _reduce_all(v) for k, v in value.items()}
     return value
 
 
@@ -140,7 +150,7 @@ def _local(grad: Any) -> Tensor:
 
 
 def _is_number(value: Any = None) -> bool:
-    """Whether this is one number, which is the same for all elements."""
+    """Whether the value is one number for all elements, rather than a tensor of its own shape."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not isinstance(value, DTensor)
     return isinstance(value, int | float)

@@ -1,17 +1,24 @@
-"""What a user of FullyShardedDataParallel asks for, and what torch's `fully_shard` is told.
+"""The options of FullyShardedDataParallel, and what they mean for torch's `fully_shard`.
 
-The options are the documented ones of fairscale. Those that say *how* the original did its work,
-and change no result, are kept as attributes and have no further effect here:
+`FSDPOptions` names every option once, with its default and its description. The wrapper takes its
+signature and the "Args" of its docstring from there (`takes_options`), and `resolve` replaces
+defaults such as None by the values in effect.
+
+The options are those documented by fairscale, and two of ours: `sync_module_states` and `overlap`.
+Four options say *how* fairscale did its work. They change no result, so they are kept as attributes
+and have no effect here:
 
     flatten_parameters, bucket_cap_mb      the engine always sends a wrap's parameters together
     process_group_reduce_scatter           gradients travel apart from parameters anyway
-    no_broadcast_optim_state               every worker takes part in gathering the state
+    no_broadcast_optim_state               every rank takes part in gathering the state
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,83 +27,216 @@ from torch import nn
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.wrapping._dummy_group import DummyProcessGroup
 
+P = ParamSpec("P")
+W = TypeVar("W", bound=nn.Module)
+
+# Ranks may set these differently, or they cannot be compared as text (process groups). All other
+# options must be equal on every rank, and are shown by `print(model)` with `verbose=True`.
+NOT_COMPARED = {
+    *("process_group", "process_group_reduce_scatter", "no_broadcast_optim_state"),
+    *("verbose", "cpu_offload", "allow_reset_parameters"),
+}
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """Options of one wrap.
+
+    Args:
+        process_group: the ranks that shard the parameters; by default all. A group of one rank
+            inside a wrap of several keeps its parameters whole and private to the rank, as an
+            expert of a mixture needs.
+        process_group_reduce_scatter: has no effect; gradients travel apart anyway.
+        reshard_after_forward: free the full parameters after each forward and gather them again
+            in backward. Uses less memory and sends 1.5 times the bytes.
+        disable_reshard_on_root: the root keeps its own full parameters until backward even so.
+        mixed_precision: compute with parameters and inputs in `compute_dtype`, by default
+            float16 (bfloat16 needs no loss scaling). The optimizer's parameters keep their type.
+        fp32_reduce_scatter: with mixed precision, average gradients in float32.
+        flatten_parameters: has no effect; a wrap's parameters always travel together.
+        move_params_to_cpu: keep shards of parameters, gradients and optimizer state in CPU memory.
+        compute_dtype: type to compute in.
+        buffer_dtype: type of floating-point buffers, by default `compute_dtype`.
+        move_grads_to_cpu: must have the value of `move_params_to_cpu`.
+        bucket_cap_mb: has no effect.
+        compute_device: by default the parameters' device, or the group's accelerator.
+        no_broadcast_optim_state: has no effect; the state of a group of one stays with its rank.
+        state_dict_device: device on which `state_dict()` puts full parameters.
+        clear_autocast_cache: clear autocast's cache of casts after each forward.
+        force_input_to_fp32: cast inputs to float32 in a wrap without mixed precision.
+        verbose: show every option in `print(model)`.
+        cpu_offload: older name of `move_params_to_cpu`.
+        state_dict_on_rank_0_only: make `state_dict()` empty on all other ranks.
+        gradient_predivide_factor: divide gradients by this factor before they are summed, and by
+            N / factor after. By default they are divided after.
+        allow_reset_parameters: let `reset_parameters()` call the wrapped module's method.
+        sync_module_states: start from rank 0's parameters and buffers.
+        overlap: gather the next wrap's parameters, and send the previous wrap's gradients, while
+            one wrap computes. False needs about two wraps' memory less, and is slower.
+    """
+
+    process_group: Any = None
+    process_group_reduce_scatter: Any = None
+    reshard_after_forward: bool = True
+    disable_reshard_on_root: bool = True
+    mixed_precision: bool = False
+    fp32_reduce_scatter: bool = False
+    flatten_parameters: bool = True
+    move_params_to_cpu: bool = False
+    compute_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    move_grads_to_cpu: bool | None = None
+    bucket_cap_mb: int = 25
+    compute_device: torch.device | str | None = None
+    no_broadcast_optim_state: bool | None = False
+    state_dict_device: torch.device | str | None = None
+    clear_autocast_cache: bool = False
+    force_input_to_fp32: bool = False
+    verbose: bool = False
+    cpu_offload: bool = False
+    state_dict_on_rank_0_only: bool = False
+    gradient_predivide_factor: float | None = None
+    allow_reset_parameters: bool = False
+    sync_module_states: bool = field(default=True, kw_only=True)
+    overlap: bool = field(default=True, kw_only=True)
+
+    def precision(self) -> Precision:
+        """Return the types to compute, reduce and keep buffers in, or raise a ValueError."""
+        for name in ("compute_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating type such as torch.bfloat16: {dtype}.")
+        if self.fp32_reduce_scatter and not self.mixed_precision:
+            raise ValueError(
+                "fp32_reduce_scatter=True requires mixed_precision=True: without it gradients are "
+                "reduced in the type of the parameters."
+            )
+        compute = self.compute_dtype or (torch.float16 if self.mixed_precision else None)
+        reduce = torch.float32 if self.fp32_reduce_scatter else None
+        return Precision(compute, reduce, self.buffer_dtype or compute)
+
+    def check_divide_factor(self) -> None:
+        """Raise a ValueError unless gradients can be divided by the factor."""
+        factor = self.gradient_predivide_factor
+        if factor is not None and not factor > 0:  # also refuses nan
+            raise ValueError(f"gradient_predivide_factor must be positive, got {factor}.")
+
+    def resolve(self, precision: Precision, device: torch.device) -> FSDPOptions:
+        """Replace defaults by the values in effect, as a wrap shows them in its attributes."""
+        compute = precision.compute or torch.float32
+        offload = self.move_params_to_cpu or self.cpu_offload
+        return replace(
+            self,
+            process_group=find_group(self.process_group),
+            move_params_to_cpu=offload,
+            move_grads_to_cpu=offload if self.move_grads_to_cpu is None else self.move_grads_to_cpu,
+            compute_dtype=compute,
+            buffer_dtype=precision.buffers or compute,
+            compute_device=device,
+            state_dict_device=torch.device(self.state_dict_device or device),
+        )
+
+
+COMPARED = tuple(each.name for each in fields(FSDPOptions) if each.name not in NOT_COMPARED)
+
 
 @dataclass(frozen=True)
 class Precision:
-    """Types in which a wrap works; None is the parameters' own."""
+    """Types in which a wrap works; None means the parameters' own type."""
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     buffers: torch.dtype | None = None
 
-    @classmethod
-    def of(
-        cls,
-        mixed_precision: bool,
-        compute_dtype: torch.dtype | None,
-        buffer_dtype: torch.dtype | None,
-        fp32_reduce_scatter: bool,
-    ) -> Precision:
-        for name, dtype in (("compute_dtype", compute_dtype), ("buffer_dtype", buffer_dtype)):
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name} must be a floating type such as torch.bfloat16: {dtype}.")
-        if fp32_reduce_scatter and not mixed_precision:
-            raise ValueError(
-                "fp32_reduce_scatter=True requires mixed_precision=True: without it gradients are "
-                "reduced in the type of the parameters."
-            )
-        compute = compute_dtype or (torch.float16 if mixed_precision else None)
-        return cls(compute, torch.float32 if fp32_reduce_scatter else None, buffer_dtype or compute)
+
+def takes_options(
+    options: Callable[P, FSDPOptions],
+) -> Callable[
+    [Callable[[W, nn.Module, FSDPOptions], None]], Callable[Concatenate[W, nn.Module, P], None]
+]:
+    """Let an `__init__` of (module, options) take each option as an argument of its own.
+
+    `inspect.signature`, editors and type checkers see the names and defaults of `options`.
+    """
+
+    def decorate(
+        init: Callable[[W, nn.Module, FSDPOptions], None],
+    ) -> Callable[Concatenate[W, nn.Module, P], None]:
+        def __init__(self: W, module: nn.Module, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, module, options(*args, **kwargs))
+
+        # The options stand between (self, module) and the return type.
+        own = inspect.signature(init)
+        first = list(own.parameters.values())[:2]
+        listed = inspect.signature(options).parameters.values()
+        __init__.__signature__ = own.replace(parameters=[*first, *listed])  # type: ignore[attr-defined]
+        __init__.__qualname__ = init.__qualname__
+        __init__.__module__ = init.__module__
+        # `module` may be passed by name as well, which Concatenate cannot express.
+        return __init__  # type: ignore[return-value]
+
+    return decorate
 
 
-def workers_of(process_group: Any) -> RankGroup:
-    """The workers among whom parameters are sharded.
+def add_options_to(text: str | None) -> str | None:
+    """Return the wrapper's docstring with the "Args" of the options' docstring at its end."""
+    if text is None or FSDPOptions.__doc__ is None:  # python -OO
+        return text
+    _, args = inspect.cleandoc(FSDPOptions.__doc__).split("Args:\n")
+    module = "    module: the module to shard, in place."
+    return f"{inspect.cleandoc(text)}\n\nArgs:\n{module}\n{args}"
 
-    A stand-in for a process group, which has only `rank()` and `size()`, may stand for one.
+
+def find_ranks(process_group: Any) -> RankGroup:
+    """Return the ranks among which parameters are sharded.
+
+    A stand-in for a process group, with only `rank()` and `size()`, may stand for one rank.
     """
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return RankGroup.of(process_group)
     if not callable(getattr(process_group, "size", None)):
         raise TypeError(
-            "process_group must be a torch.distributed process group (or None for all workers), "
+            "process_group must be a torch.distributed process group (or None for all ranks), "
             f"got {type(process_group).__name__}."
         )
     if process_group.size() != 1:
         raise ValueError(
-            f"a {type(process_group).__name__} of {process_group.size()} workers cannot send "
+            f"a {type(process_group).__name__} of {process_group.size()} ranks cannot send "
             "anything. Make a group with torch.distributed.new_group, or a stand-in of size 1."
         )
     return RankGroup()
 
 
-def group_of(process_group: Any) -> Any:
-    """The group that a wrap shows: the given one, else that of all workers, or a stand-in."""
+def find_group(process_group: Any) -> Any:
+    """Return the group that a wrap shows: its own, else that of all ranks, else a stand-in."""
     if process_group is not None:
         return process_group
     return dist.group.WORLD if dist.is_initialized() else DummyProcessGroup(rank=0, size=1)
 
 
-def device_of(
-    module: nn.Module, workers: RankGroup, compute_device: torch.device | str | None
+def find_device(
+    module: nn.Module, ranks: RankGroup, compute_device: torch.device | str | None
 ) -> torch.device:
-    """Where a wrap computes: as asked, where its parameters are, or on the group's accelerator."""
+    """Return the device to compute on: as asked, the parameters', or the group's accelerator."""
     if compute_device is not None:
         return torch.device(compute_device)
     tensors = [*module.parameters(), *module.buffers()]
-    there = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
-    if there is not None:
-        return there
-    if workers.size > 1 and torch.accelerator.is_available():
+    # One tensor on an accelerator decides, even if others are still on the CPU or on meta.
+    used = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
+    if used is not None:
+        return used
+    if ranks.size > 1 and torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and workers.has_backend(accelerator):
+        # A gloo group on a machine with GPUs can send CPU tensors only, so ask the group.
+        if accelerator is not None and ranks.has_backend(accelerator):
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
 
 
 def check_offload(device: torch.device, params: bool, grads: bool | None) -> bool:
-    """Whether the engine is to keep shards in the host's memory."""
+    """Return whether the engine keeps shards in CPU memory, or raise a ValueError."""
     if device.type == "cpu":
-        return False  # they are there already
+        return False  # they are in CPU memory already
     if grads is not None and grads != params:
         raise ValueError(
             f"move_grads_to_cpu={grads} with move_params_to_cpu={params}: the optimizer needs a "

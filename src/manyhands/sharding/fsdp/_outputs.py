@@ -1,10 +1,9 @@
-"""What a wrapped module takes and returns: the engine must see its tensors, and only these.
+"""Show the engine only the tensors of a wrapped module's inputs and outputs.
 
-The engine puts a node of autograd on every tensor that comes in and a hook on every one that goes
-out, and casts what comes in. It looks into the containers that it knows, and rebuilds some of
-them as others: a `defaultdict` fails, a `UserDict` is not looked into, a `ModelOutput` of
-transformers loses what is not a field. So it is shown a list of the tensors, and the containers
-are put together around it:
+The engine casts input tensors and puts a node of autograd on each, and a hook on each output
+tensor. It looks into the containers that it knows, and rebuilds some of them as others: a
+`defaultdict` fails, a `UserDict` is not looked into, a `ModelOutput` of transformers loses what is
+not a field. So the engine gets a list of the tensors, and our hooks rebuild the containers:
 
     call ── flatten_inputs ── the engine's hook ── nest_inputs ── the module's hooks and forward
          ── flatten_output ── the engine's hook ── nest_output ── result
@@ -22,48 +21,47 @@ from manyhands._core.trees import tensors_in, tree_map_tensors
 
 
 class _Nest:
-    """A nested structure and the tensors in it, for which others are to be put in."""
+    """A nested structure and its tensors, to be rebuilt with other tensors."""
 
     def __init__(self, tree: Any, tensors: Sequence[Tensor]) -> None:
         self._tree = tree
         self._tensors = tensors
 
-    def around(self, tensors: Sequence[Tensor]) -> Any:
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        # By id, as a structure may contain a tensor several times.
         others = {id(old): new for old, new in zip(self._tensors, tensors, strict=True)}
         return tree_map_tensors(lambda tensor: others[id(tensor)], self._tree)
 
 
 def flatten_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Before the engine's hook: a list of tensors, and what was around them."""
+    """Before the engine's hook: replace the inputs by a list of tensors and a nest."""
     tensors = tensors_in((args, kwargs))
     return (tensors, _Nest((args, kwargs), tensors)), {}
 
 
 def nest_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    """After the engine's hook: the call as it was, with the engine's tensors in it."""
+    """After the engine's hook: restore the inputs, with the engine's tensors in them."""
     tensors, nest = args
-    return nest.around(tensors)
+    return nest.rebuild(tensors)
 
 
 def flatten_output(module: nn.Module, _: Any, output: Any) -> Any:
-    """Before the engine's hook: a list of tensors, and what was around them.
-
-    The engine gathers parameters for backward in a hook on the output, which an in-place
-    operation on a view would take away; of these it warns. A tensor of its own keeps its hooks.
-    """
-    tensors = tensors_in(output, _check_seen(module))
-    own = [_Whole.apply(t) if t.requires_grad and t._is_view() else t for t in tensors]
+    """Before the engine's hook: replace the output by a list of tensors and a nest."""
+    tensors = tensors_in(output, check_output(module))
+    # The engine gathers parameters for backward in a hook on the output. An in-place operation on a
+    # view would remove that hook (torch warns), so a view becomes a tensor of its own.
+    own = [_NotAView.apply(t) if t.requires_grad and t._is_view() else t for t in tensors]
     return own, _Nest(output, tensors)
 
 
 def nest_output(_: nn.Module, __: Any, output: Any) -> Any:
-    """After the engine's hook: what the module returned, with the hooked tensors in it."""
+    """After the engine's hook: restore the output, with the hooked tensors in it."""
     tensors, nest = output
-    return nest.around(tensors)
+    return nest.rebuild(tensors)
 
 
-class _Whole(torch.autograd.Function):
-    """The same memory as a tensor of its own."""
+class _NotAView(torch.autograd.Function):
+    """Returns a tensor of its own with the same memory, for autograd no view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -74,12 +72,15 @@ class _Whole(torch.autograd.Function):
         return grads[0]
 
 
-def _check_seen(module: nn.Module) -> Callable[[Any], None]:
-    """Raise where the engine would not see the tensors of an output, and so no backward."""
+def check_output(module: nn.Module) -> Callable[[Any], None]:
+    """Return a check of leaves of an output, which raises a TypeError if one hides a tensor.
+
+    The engine would put no hook on a hidden tensor, and miss the backward through it.
+    """
 
     def check(leaf: Any) -> None:
         if not torch.is_grad_enabled():
-            return
+            return  # there will be no backward
         inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
         for name, value in inside.items():
             if isinstance(value, Tensor) and value.requires_grad:

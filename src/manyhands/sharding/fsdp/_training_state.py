@@ -1,4 +1,4 @@
-"""What a wrap is doing: idle, in a forward, in a backward, or showing whole parameters."""
+"""The state of a wrap: idle, in a forward, in a backward, or holding full parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class TrainingState(Enum):
-    """What a `FullyShardedDataParallel` is doing, as its `training_state` says.
+    """The state of a `FullyShardedDataParallel`, in its attribute `training_state`.
 
     >>> import torch, manyhands as mh
     >>> model = mh.FSDP(torch.nn.Linear(2, 2))
@@ -17,16 +17,17 @@ class TrainingState(Enum):
     ...     print(model.training_state.name)
     SUMMON_FULL_PARAMS
 
-    On one worker, where nothing is sent, a backward is `BACKWARD_PRE` throughout.
+    On one rank, where nothing is sent, a backward is `BACKWARD_PRE` throughout.
     """
 
     IDLE = auto()
     FORWARD = auto()
-    BACKWARD_PRE = auto()  # its parameters are gathered for a backward
-    BACKWARD_POST = auto()  # its gradients are on their way
+    BACKWARD_PRE = auto()  # its parameters are being gathered, or are used, in a backward
+    BACKWARD_POST = auto()  # its gradients are being sent
     SUMMON_FULL_PARAMS = auto()
 
 
+# The engine's names are private to torch; these are the only ones that users see.
 OF_ENGINE = {
     "IDLE": TrainingState.IDLE,
     "FORWARD": TrainingState.FORWARD,
@@ -36,8 +37,9 @@ OF_ENGINE = {
 
 
 def check_state(now: TrainingState, wanted: Any) -> None:
-    """Raise where `now` is not what is wanted: a state or several, of this or a like-named enum."""
+    """Raise a ValueError unless `now` is the wanted state, or one of several."""
     states = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    # By name, so that members of fairscale's enum are accepted.
     names = [getattr(state, "name", state) for state in states]
     if unknown := [name for name in names if name not in TrainingState.__members__]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A module around another that is used as the other one is: its names, attributes and members."""
+"""A module around another that can be used in its place: its names, attributes and members."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from manyhands._core.wrapper import wrapped_attribute
 
 INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
-CHECKPOINTED = "_checkpoint_wrapped_module"  # which torch's wrapper takes out of its state dict
+CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of its state dict
 
 
-def plain(name: str) -> str:
-    """A parameter's name in the plain model's state dict."""
+def plain_name(name: str) -> str:
+    """Return a parameter's name in the plain model's state dict."""
     return name.replace(f"{INNER}.", "").replace(f"{CHECKPOINTED}.", "")
 
 
-class AsWrapped(nn.Module):
-    """What it does not have itself is looked for in the module registered as `INNER`."""
+class TransparentWrapper(nn.Module):
+    """Looks up attributes that it lacks in the module registered as `INNER`."""
 
     @property
     def module(self) -> nn.Module:
@@ -29,18 +29,21 @@ class AsWrapped(nn.Module):
         return inner
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, by the plain model's names."""
+        """Yield buffers, by the plain model's names."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield plain(name), buffer
+            yield plain_name(name), buffer
 
     def __getattr__(self, name: str) -> Any:
-        """What this module does not have is the wrapped one's."""
+        """Return the wrapped module's attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # While __init__ runs there is no wrapped module, and `self.module` would recurse.
             if INNER not in self.__dict__.get("_modules", {}):
                 raise
             return wrapped_attribute(self, self.module, name)
+
+    # Python looks these up on the class, so __getattr__ does not reach them.
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -49,7 +52,19 @@ class AsWrapped(nn.Module):
         return len(self.module)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
-        return True  # without asking for a length, which most modules do not have
+        return True  # otherwise Python would call __len__, and most modules have no length
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} is not copied: a copy would have no process group. Copy the "
+            "plain model before wrapping, or load state_dict() into one."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} is not pickled: a file cannot hold its process group. Save "
+            "state_dict(), or use manyhands.save."
+        )

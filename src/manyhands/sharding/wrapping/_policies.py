@@ -1,8 +1,8 @@
-"""What is to be wrapped? A policy answers, module by module.
+"""Policies: functions that decide, module by module, what to wrap.
 
-A policy is a function that `auto_wrap` calls with the keywords in `ASKED`: with `recurse=True`
-it says whether to look into a module, with `recurse=False` whether to wrap it. Here are that by
-size, that by mark, and how a set of classes becomes one.
+`auto_wrap` calls a policy with the keywords in `POLICY_KEYWORDS`. With `recurse=True` the policy
+returns whether to look into a module, with `recurse=False` whether to wrap it. This file has the
+policy by size, the policy by mark, and the one that a set of classes is turned into.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 Policy: TypeAlias = Callable[..., bool]
 Classes: TypeAlias = Collection[type[nn.Module]]
 
-ASKED = ("module", "recurse", "unwrapped_params", "module_is_root")
+POLICY_KEYWORDS = ("module", "recurse", "unwrapped_params", "module_is_root")
 
 
 def default_auto_wrap_policy(
@@ -30,7 +30,7 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: Classes | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
-    """The policy by size: wrap what has so many parameters that are in no wrapper yet.
+    """The policy by size: wrap modules with enough parameters that are in no wrapper yet.
 
     >>> import torch.nn as nn, manyhands as mh
     >>> layer = nn.Linear(10, 10)  # 110 parameters
@@ -38,22 +38,23 @@ def default_auto_wrap_policy(
     >>> mh.default_auto_wrap_policy(**about, unwrapped_params=110, min_num_params=100)
     True
 
-    `auto_wrap` passes the first four arguments; give the others to `auto_wrap` or `enable_wrap`,
-    or bind them with `functools.partial`.
+    `auto_wrap` passes the first four arguments. Pass the others to `auto_wrap` or `enable_wrap`, or
+    bind them with `functools.partial`.
 
     Args:
-        module: the one that is asked about.
-        recurse: whether the question is to look into the module, or to wrap it.
-        unwrapped_params: its parameters, without those in wrappers.
-        module_is_root: whether it is the one that `auto_wrap` was called with.
-        min_num_params: the fewest parameters that make a wrapper.
-        force_leaf_modules: classes that are left whole: neither they nor modules in them are
-            wrapped. By default `default_auto_wrap_policy.FORCE_LEAF_MODULES`: attention, which
-            reads the weights of a module in it without calling that module.
-        exclude_wrap_modules: classes that are looked into and not wrapped. By default
+        module: the module to decide about.
+        recurse: True to decide whether to look into the module, False whether to wrap it.
+        unwrapped_params: its number of parameters, without those in wrappers.
+        module_is_root: whether `auto_wrap` was called with this module.
+        min_num_params: the smallest number of parameters to wrap.
+        force_leaf_modules: classes to leave alone: neither they nor modules inside are wrapped. By
+            default `default_auto_wrap_policy.FORCE_LEAF_MODULES`: attention, which reads the
+            weights of a module inside it without calling that module.
+        exclude_wrap_modules: classes that are looked into but not wrapped. By default
             `default_auto_wrap_policy.EXCLUDE_WRAP_MODULES`: containers that have no `forward`.
-        skip_params_check_for_root: wrap the root however few parameters are left to it.
+        skip_params_check_for_root: wrap the root even if few parameters are left for its wrapper.
     """
+    # Read at each call, so that changes to these sets take effect.
     if force_leaf_modules is None:
         force_leaf_modules = default_auto_wrap_policy.FORCE_LEAF_MODULES  # type: ignore[attr-defined]
     if exclude_wrap_modules is None:
@@ -80,44 +81,46 @@ def config_auto_wrap_policy(
     >>> mh.config_auto_wrap_policy(layer, False, unwrapped_params=110, module_is_root=False)
     True
 
-    It is a dict of options for this module's wrapper, `wrapper_cls` among them, and may be empty.
-    The arguments are those that every policy is given; see `default_auto_wrap_policy`.
+    It is a dict of options for this module's wrapper, which may include `wrapper_cls` and may be
+    empty. `auto_wrap` passes the arguments; `default_auto_wrap_policy` describes them.
     """
+    # A marked module may be anywhere, so look into every module.
     return recurse or hasattr(module, "wrapper_config")
 
 
-def as_policy(given: Any) -> Policy:
-    """A function, whether a function or a set of classes was given."""
-    if isinstance(given, set | frozenset | tuple | list):
-        classes = tuple(given)
+def as_policy(policy: Any) -> Policy:
+    """Return a policy function for a function or a set of classes, or raise a TypeError."""
+    if isinstance(policy, set | frozenset | tuple | list):
+        classes = tuple(policy)
         if not all(isinstance(cls, type) for cls in classes):
             raise TypeError(
-                f"auto_wrap_policy must be a set of classes or a function, got {given!r}. Name the "
-                "classes whose instances are to be wrapped, as in {nn.TransformerEncoderLayer}."
+                f"auto_wrap_policy must be a set of classes or a function, got {policy!r}. Name "
+                "the classes whose instances are to be wrapped, as in {nn.TransformerEncoderLayer}."
             )
         return lambda *, module, recurse, **_: recurse or isinstance(module, classes)
-    if not callable(given) or isinstance(given, type):
+    if not callable(policy) or isinstance(policy, type):
         raise TypeError(
-            f"auto_wrap_policy must be a function or a set of classes, got {given!r}. Give a "
-            f"function that takes the keywords {', '.join(ASKED)}, or "
+            f"auto_wrap_policy must be a function or a set of classes, got {policy!r}. Give a "
+            f"function that takes the keywords {', '.join(POLICY_KEYWORDS)}, or "
             "classes in braces, as in {nn.TransformerEncoderLayer}."
         )
+    # Tried without calling it, so that a wrong signature is found before the model is changed.
     try:
-        inspect.signature(given).bind(**dict.fromkeys(ASKED))
+        inspect.signature(policy).bind(**dict.fromkeys(POLICY_KEYWORDS))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"auto_wrap_policy is called with the keywords {', '.join(ASKED)}, and "
-            f"{name_of(given)} cannot be: {error}. Add what is missing, or **kwargs; what else it "
-            "needs, bind with functools.partial."
+            f"auto_wrap_policy is called with the keywords {', '.join(POLICY_KEYWORDS)}, and "
+            f"{name_of(policy)} cannot be: {error}. Add the missing keywords, or **kwargs, and "
+            "bind other required arguments with functools.partial."
         ) from None
-    return given
+    return policy
 
 
 def keywords_of(function: Any) -> tuple[set[str], bool]:
-    """The arguments that can be given by name, and whether any other can."""
+    """Return a function's keyword arguments, and whether it takes any other."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # no signature to look at
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return set(), True
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return (
@@ -127,6 +130,7 @@ def keywords_of(function: Any) -> tuple[set[str], bool]:
 
 
 def name_of(function: Any) -> str:
+    """Return a function's name for an error message; a partial has the name of its function."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", repr(function))
