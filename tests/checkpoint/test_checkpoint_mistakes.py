@@ -39,8 +39,8 @@ def as_integers(module):
     [
         (add_layer, "only the model here has 'more.bias', 'more.weight'"),
         (drop_layer, "only the checkpoint has 'image.bias', 'image.weight'"),
-        (widen, "'frozen' is (4,) there and (5,) here"),
-        (as_integers, "'norm.running_mean' is float32 there and torch.int64 here"),
+        (widen, "'frozen' is (4,) in the checkpoint and (5,) here"),
+        (as_integers, "'norm.running_mean' is float32 in the checkpoint and torch.int64 here"),
     ],
 )
 def test_another_model(change, message, tmp_path):
@@ -137,7 +137,7 @@ def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="is a file"):
         mh.load(tmp_path / "file")
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
-    with pytest.raises(ValueError, match="no index of a manyhands checkpoint"):
+    with pytest.raises(ValueError, match="not an index of a manyhands checkpoint"):
         mh.load(tmp_path)
     with pytest.raises(ValueError, match="is one checkpoint"):
         mh.save(tmp_path, value=1)
@@ -168,4 +168,4 @@ def test_workers_that_disagree(tmp_path):
         mh.save(tmp_path, value=object() if dist.get_rank() else 1)
 
     raises_on_ranks(2, TypeError, one_wrong, match="builtins.object")
-    assert _folder.complete(tmp_path) == []
+    assert _folder.list_complete(tmp_path) == []

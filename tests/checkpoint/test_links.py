@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.checkpoint import _files, _folder
+from manyhands.checkpoint import _files, _folder, _lock
 
 
 @pytest.fixture
 def run(tmp_path):
     path = tmp_path / "run"
     mh.save(path, value=torch.ones(3), step=1)
-    _folder.release_locks()
+    _lock.release_locks()
     return path
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_written_through_a_folder_that_was_swapped_for_a_link(
         return hidden, name
 
     monkeypatch.setattr(_folder, "begin", swapped)
-    monkeypatch.setattr(_folder, "PATIENCE", 0.1)
+    monkeypatch.setattr(_folder, "VISIBLE_AFTER", 0.1)
     with pytest.raises(ValueError, match="is a link"):
         mh.save(run, value=2)
     assert [path.name for path in outside.iterdir()] == [_folder.TOKEN]
@@ -128,7 +128,7 @@ def test_a_path_that_leads_over_links_is_the_users_own(run, tmp_path):
 
 
 def test_a_link_that_replaces_a_file_between_two_looks_is_seen(run, monkeypatch):
-    monkeypatch.setattr(_files, "is_regular", lambda path: True)
+    monkeypatch.setattr(_files, "is_regular_file", lambda path: True)
     path = run / "000001-step-1" / "index.json"
     path.rename(run / "moved")
     path.symlink_to(run / "moved")
