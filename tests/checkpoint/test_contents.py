@@ -30,7 +30,7 @@ def names(path):
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_a_run_is_a_few_boxes_in_order(shape, data):
+def test_a_flat_range_is_a_few_slices_in_order(shape, data):
     total = torch.Size(shape).numel()
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
@@ -68,8 +68,8 @@ VALUES = st.recursive(
 def test_values_are_the_same_after_json(value):
     import json
 
-    told = json.loads(json.dumps(_values.encode(value, "value", None), allow_nan=False))
-    again = _values.decode(told, None)
+    encoded = json.loads(json.dumps(_values.encode(value, "value", None), allow_nan=False))
+    again = _values.decode(encoded, None)
     assert again == value
     assert repr(again) == repr(value)  # also types, and the order of dicts
 
@@ -98,7 +98,7 @@ def test_values_of_many_kinds(tmp_path):
     assert again["empty"].shape == (0, 3)
 
 
-def test_what_has_a_state_is_loaded_in_place(tmp_path):
+def test_objects_with_a_state_dict_are_loaded_in_place(tmp_path):
     class Sampler:
         epoch = 3
 
@@ -268,7 +268,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path, monkeypat
     run_ranks(2, go)
 
 
-def test_as_many_are_kept_as_was_said(tmp_path):
+def test_keep_limits_the_number_of_checkpoints(tmp_path):
     for step in range(4):
         mh.save(tmp_path, step=step)
     assert names(tmp_path) == ["000003-step-2", "000004-step-3"]
@@ -524,7 +524,7 @@ def test_a_module_and_a_tensor_of_the_same_name_are_kept_apart(tmp_path):
     assert torch.equal(again["a"]["weight"], layer.weight) and again["a/weight"].tolist() == [0, 0]
 
 
-def test_a_part_has_a_name_that_no_whole_tensor_has():
+def test_a_slice_never_has_the_name_of_a_whole_tensor():
     def name(key, at, sizes):
         chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(sizes))
         return _storage.slice_name(key, chunk, (4, 2))
@@ -534,7 +534,7 @@ def test_a_part_has_a_name_that_no_whole_tensor_has():
     assert len({*whole, *parts}) == len(whole) + len(parts) and whole[0] == "w"
 
 
-def test_names_that_are_one_after_all_are_an_error(tmp_path):
+def test_two_tensors_of_one_name_are_an_error(tmp_path):
     model = nn.Module()
     model.register_parameter("_extra_state", nn.Parameter(torch.ones(2)))
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, disks that are full, files that are damaged, jobs that share a path."""
+"""Killed runs, full disks, damaged files, ranks that do not answer, and jobs that share a path."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path)
     assert len(_folder.list_complete(tmp_path / "run")) == 2
 
 
-def test_a_run_killed_at_each_thing_it_does_to_files(tmp_path):
+def test_a_run_killed_at_each_file_operation_leaves_a_complete_checkpoint(tmp_path):
     """One operation further each time, until a save comes to its end."""
     path = tmp_path / "run"
     mh.save(path, value=torch.zeros(3), step=0, keep=1)
@@ -74,7 +74,7 @@ def test_a_run_killed_at_each_thing_it_does_to_files(tmp_path):
     assert mh.load(path)["step"] == number
 
 
-def test_harmed_files_are_refused_and_change_nothing(tmp_path):
+def test_damaged_files_are_refused_and_change_nothing(tmp_path):
     def write():
         mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
 
@@ -83,7 +83,7 @@ def test_harmed_files_are_refused_and_change_nothing(tmp_path):
     assert damage_many(Setup("plain", seed=3).train(1), source, tmp_path, 100) == []
 
 
-def test_harm_that_one_rank_sees_is_an_error_on_all(tmp_path):
+def test_damage_that_one_rank_sees_is_an_error_on_all(tmp_path):
     def write():
         mh.save(tmp_path / "run", **Setup("OSS").train(2).given(), step=5)
 
@@ -178,7 +178,7 @@ def test_a_slow_worker_is_waited_for_longer_than_the_groups_timeout(tmp_path, mo
     assert len(_folder.list_complete(tmp_path)) == 1
 
 
-def test_ranks_that_call_different_functions_are_told(tmp_path):
+def test_ranks_that_call_different_functions_are_an_error(tmp_path):
     mh.save(tmp_path, value=1)
 
     def go():
@@ -188,7 +188,7 @@ def test_ranks_that_call_different_functions_are_told(tmp_path):
     raises_on_ranks(2, RuntimeError, go, match=r"rank 0: mh\.save, rank 1: mh\.load")
 
 
-def test_what_a_full_disk_lacks_is_what_there_is_to_write(tmp_path, monkeypatch):
+def test_the_bytes_in_a_full_disk_error_are_those_of_the_rank(tmp_path, monkeypatch):
     """Half of the state on each of two ranks, and not the whole of it."""
 
     def go():
@@ -207,10 +207,10 @@ def test_what_a_full_disk_lacks_is_what_there_is_to_write(tmp_path, monkeypatch)
     def save():
         mh.save(tmp_path, **Setup("OSS").train(1).given())
 
-    told = run_ranks(2, go)
+    claims = run_ranks(2, go)
     run_ranks(2, save)
     (checkpoint,) = _folder.list_complete(tmp_path)
-    for rank, (claimed, _) in enumerate(told):
+    for rank, (claimed, _) in enumerate(claims):
         written = (checkpoint / f"worker-0000{rank}.safetensors").stat().st_size
         assert 0.5 * written < claimed < written  # the rest is the header
 
@@ -263,7 +263,7 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
     assert len(_folder.list_complete(tmp_path)) == 1
 
 
-def test_two_jobs_on_one_path_are_told(tmp_path, monkeypatch):
+def test_two_jobs_on_one_path_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "TIMEOUT", 0.3)
     script = """
 import sys, time, manyhands as mh
@@ -287,7 +287,7 @@ time.sleep(60)
     assert mh.load(tmp_path) == {"value": 2}
 
 
-def test_workers_that_do_not_share_a_folder_are_told(tmp_path):
+def test_ranks_that_do_not_share_a_folder_are_an_error(tmp_path):
     def save():
         os.chdir(tmp_path / str(dist.get_rank()))
         mh.save("run", value=1)

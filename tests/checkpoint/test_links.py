@@ -44,7 +44,7 @@ def test_a_second_name_of_another_file_as_the_lock_is_not_written_to(run, tmp_pa
 
 @pytest.mark.parametrize("name", ["index.json", "worker-00000.safetensors"])
 @pytest.mark.parametrize("kind", ["link", "fifo", "device", "folder", "dangling"])
-def test_what_is_no_file_is_an_error_at_once(name, kind, run, tmp_path):
+def test_links_pipes_and_devices_instead_of_files_are_an_error_at_once(name, kind, run, tmp_path):
     path = run / "000001-step-1" / name
     moved = path.rename(tmp_path / "moved")
     if kind == "link":
@@ -65,7 +65,7 @@ def test_what_is_no_file_is_an_error_at_once(name, kind, run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_no_other_thing_as_the_lock_is_waited_for(kind, run):
+def test_a_pipe_or_folder_as_the_lock_is_an_error_at_once(kind, run):
     (run / ".lock").unlink()
     os.mkfifo(run / ".lock") if kind == "fifo" else (run / ".lock").mkdir()
     with pytest.raises(ValueError, match="not a regular file"):

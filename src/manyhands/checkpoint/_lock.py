@@ -57,11 +57,11 @@ def take_lock(folder: Path, asked_at: float | None = None) -> None:
             os.close(file)
             if (since := _held_since_in_our_run(text)) is not None:
                 if asked_at is not None and since > asked_at:
-                    raise RuntimeError(_replaced(folder)) from None
+                    raise RuntimeError(_replaced_message(folder)) from None
                 file = _replace_lock(path)
                 break
             if time.monotonic() > deadline:
-                raise RuntimeError(_held_by_another(folder, text)) from None
+                raise RuntimeError(_held_message(folder, text)) from None
             time.sleep(0.1)
             continue
         if _is_same_file(file, path):
@@ -80,7 +80,7 @@ def check_lock(folder: Path) -> None:
     path = folder.resolve() / LOCK
     held = _held.get(path)
     if held is not None and os.path.lexists(path) and not _is_same_file(held, path):
-        raise RuntimeError(_replaced(folder))
+        raise RuntimeError(_replaced_message(folder))
 
 
 def release_locks() -> None:
@@ -141,14 +141,14 @@ def _is_same_file(file: int, path: Path) -> bool:
     return (at_path.st_ino, at_path.st_dev) == (opened.st_ino, opened.st_dev)
 
 
-def _replaced(folder: Path) -> str:
+def _replaced_message(folder: Path) -> str:
     return (
         f"another worker of this run saves to {folder} now: this worker was stopped, and the "
         "others have gone on without it. This checkpoint is dropped; theirs are complete."
     )
 
 
-def _held_by_another(folder: Path, text: bytes) -> str:
+def _held_message(folder: Path, text: bytes) -> str:
     try:
         holder = json.loads(text)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))

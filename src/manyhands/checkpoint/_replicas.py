@@ -45,7 +45,7 @@ def find_replicas(optimizers: Sequence[Any], ranks: CheckpointRanks) -> list[Rep
     """Return this rank's replica for each optimizer. Every rank must call this."""
 
     def locate_all() -> list[Any]:
-        return [_locate(OptimizerLayers.of(optimizer)) for optimizer in optimizers]
+        return [_locate_replica(OptimizerLayers.of(optimizer)) for optimizer in optimizers]
 
     # `run_on_all`, because an optimizer of a wrong type must be an error on every rank.
     own = ranks.run_on_all(locate_all)
@@ -66,7 +66,7 @@ def find_replicas(optimizers: Sequence[Any], ranks: CheckpointRanks) -> list[Rep
     return result
 
 
-def _locate(layers: OptimizerLayers) -> tuple[int, Any]:
+def _locate_replica(layers: OptimizerLayers) -> tuple[int, Any]:
     """Return the replica's number, and the layout of this rank's outer state."""
     if layers.blocks is None:
         return 0, None

@@ -51,10 +51,8 @@ def begin_save(
         "step": step,
         "keep": keep,
         "wait": wait,
-        "model": objects["model"] is not None,
-        "number of optimizers": len(contents.optimizers),
-        "number of schedulers": len(contents.schedulers),
         "values": sorted(values),
+        **_counts(objects, contents),
     }
     planner = SavePlanner(contents.tensors)
     # One all_gather carries all that ranks must know of each other.
@@ -134,6 +132,15 @@ def _collect_checked(
     for key, tensor in contents.tensors.items():
         check_can_hold(key, tensor.dtype)
     return contents
+
+
+def _counts(objects: Mapping[str, Any], contents: Contents) -> dict[str, int | bool]:
+    """Return what ranks must have passed alike; objects themselves cannot be compared."""
+    return {
+        "model": objects["model"] is not None,
+        "number of optimizers": len(contents.optimizers),
+        "number of schedulers": len(contents.schedulers),
+    }
 
 
 def _check_same_arguments(everyone: Sequence[Mapping[str, Any]]) -> None:
