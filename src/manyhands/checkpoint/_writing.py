@@ -51,8 +51,8 @@ def begin_save(
         "step": step,
         "keep": keep,
         "wait": wait,
-        "values": sorted(values),
         **_counts(objects, contents),
+        "values": sorted(values),
     }
     planner = SavePlanner(contents.tensors)
     # One all_gather carries all that ranks must know of each other.
