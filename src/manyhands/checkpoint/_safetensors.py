@@ -100,9 +100,8 @@ def write(
     for entry in entries:
         check_can_hold(entry.name, entry.dtype)
         if entry.name in header or entry.name == "__metadata__":
-            raise ValueError(
-                f"a safetensors file cannot have two entries named {entry.name!r}. Rename one."
-            )
+            why = "is reserved" if entry.name == "__metadata__" else "is used twice"
+            raise ValueError(f"the name {entry.name!r} {why} in a safetensors file. Rename it.")
         data_offsets = [end, end := end + entry.nbytes]
         header[entry.name] = {
             "dtype": DTYPE_NAMES[entry.dtype],
