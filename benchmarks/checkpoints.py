@@ -169,7 +169,7 @@ def damaged(times: int, folder: Path) -> list[str]:
 
     folder.mkdir()
     run_ranks(2, write)
-    (source,) = _folder.complete(folder / "run")
+    (source,) = _folder.list_complete(folder / "run")
     return damage_many(Setup("plain", seed=3).train(1), source, folder, times)
 
 

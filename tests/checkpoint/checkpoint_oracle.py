@@ -107,8 +107,8 @@ class Setup:
             inner.consolidate_state_dict(-1)
         packed = inner.state_dict()
         names = {id(p): plain(name) for name, p in self.module.named_parameters()}
-        for group, told in zip(inner.param_groups, packed["param_groups"], strict=True):
-            for param, number in zip(group["params"], told["params"], strict=True):
+        for group, packed_group in zip(inner.param_groups, packed["param_groups"], strict=True):
+            for param, number in zip(group["params"], packed_group["params"], strict=True):
                 for entry, value in packed["state"].get(number, {}).items():
                     result[f"{entry} of {names[id(param)]}"] = whole(torch.as_tensor(value))
         result["lr"] = torch.tensor([float(group["lr"]) for group in inner.param_groups])

@@ -28,16 +28,16 @@ def content(checkpoint):
     return json.loads(text)["content"]
 
 
-def sign(checkpoint, told):
-    text = told if isinstance(told, str) else json.dumps(told, separators=(",", ":"))
+def sign(checkpoint, meta):
+    text = meta if isinstance(meta, str) else json.dumps(meta, separators=(",", ":"))
     head = _index.HEAD.format(_index.VERSION, zlib.crc32(text.encode()))
     (checkpoint / _index.NAME).write_text(head + text + "}\n")
 
 
-def places(told):
+def places(meta):
     """Every container in some JSON, with each of its keys."""
     found = []
-    waiting = [told]
+    waiting = [meta]
     while waiting:
         each = waiting.pop()
         keys = list(each) if isinstance(each, dict) else range(len(each))
@@ -48,10 +48,10 @@ def places(told):
     return found
 
 
-def mutate(told, choose: random.Random):
+def mutate(meta, choose: random.Random):
     """Change one place of an index; returns the text of it, and what was done."""
-    told = copy.deepcopy(told)
-    everywhere = places(told)
+    meta = copy.deepcopy(meta)
+    everywhere = places(meta)
     where, key = choose.choice(everywhere)
     kind = choose.choice(("odd", "odd", "remove", "other", "add", "double", "deep"))
     before = json.dumps(where[key])[:60]
@@ -70,9 +70,9 @@ def mutate(told, choose: random.Random):
         where.insert(key, where[key])
     else:
         where[key] = "deep"
-        text = json.dumps(told).replace('"deep"', "[" * 100_000 + "]" * 100_000, 1)
+        text = json.dumps(meta).replace('"deep"', "[" * 100_000 + "]" * 100_000, 1)
         return text, f"deep at {key!r}, which was {before}"
-    return json.dumps(told), f"{kind} at {key!r}, which was {before}"
+    return json.dumps(meta), f"{kind} at {key!r}, which was {before}"
 
 
 def forge_many(setup, source, folder, times, seed=0):
@@ -81,11 +81,11 @@ def forge_many(setup, source, folder, times, seed=0):
     Harm is another error than ValueError, a refusal that has changed something, and a state which
     was taken and cannot train.
     """
-    choose, told, wrong, refusals = random.Random(seed), content(source), [], 0
+    choose, meta, wrong, refusals = random.Random(seed), content(source), [], 0
     forged = folder / "forged"
     shutil.copytree(source, forged)
     for _ in range(times):
-        text, how = mutate(told, choose)
+        text, how = mutate(meta, choose)
         sign(forged, text)
         taken, problem = attempt(setup(), forged)
         refusals += not taken

@@ -38,8 +38,8 @@ def sources(tmp_path_factory):
 
     found = {}
     for workers in WORLDS:
-        for way, told in zip(WAYS, run_ranks(workers, write_all, workers)[0], strict=True):
-            found[way, workers] = (folder / f"{way}{workers}", *told)
+        for way, result in zip(WAYS, run_ranks(workers, write_all, workers)[0], strict=True):
+            found[way, workers] = (folder / f"{way}{workers}", *result)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What does not fit, and says so before anything has changed."""
+"""Mistakes of the caller: each raises before anything has changed."""
 
 import re
 
@@ -39,11 +39,11 @@ def as_integers(module):
     [
         (add_layer, "only the model here has 'more.bias', 'more.weight'"),
         (drop_layer, "only the checkpoint has 'image.bias', 'image.weight'"),
-        (widen, "'frozen' is (4,) there and (5,) here"),
-        (as_integers, "'norm.running_mean' is float32 there and torch.int64 here"),
+        (widen, "'frozen' is (4,) in the checkpoint and (5,) here"),
+        (as_integers, "'norm.running_mean' is float32 in the checkpoint and torch.int64 here"),
     ],
 )
-def test_another_model(change, message, tmp_path):
+def test_another_model_is_an_error(change, message, tmp_path):
     mh.save(tmp_path, **Setup("plain").train(1).given())
     setup = other_model(change)
     before = {name: t.clone() for name, t in setup.module.state_dict().items()}
@@ -72,7 +72,7 @@ def group_of(module, **options):
         (lambda m: nn.Linear(1, 1), TypeError, "must be a torch.optim.Optimizer"),
     ],
 )
-def test_another_optimizer(make, error, message, tmp_path):
+def test_another_optimizer_is_an_error(make, error, message, tmp_path):
     mh.save(tmp_path, **Setup("plain").train(1).given())
     setup = Setup("plain", seed=3).train(1)
     before = setup.held()
@@ -81,7 +81,7 @@ def test_another_optimizer(make, error, message, tmp_path):
     assert_equal(setup.held(), before)
 
 
-def test_a_rule_and_none(tmp_path):
+def test_a_rule_needs_a_saved_rule_but_not_the_other_way_round(tmp_path):
     bare, ruled = Setup("plain").train(1), Setup("plain", rule=mh.AdamScale).train(1)
     mh.save(tmp_path / "bare", **bare.given())
     mh.save(tmp_path / "ruled", **ruled.given())
@@ -122,13 +122,13 @@ def test_another_scheduler_and_other_values(tmp_path):
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, ValueError, "model=model"),
     ],
 )
-def test_what_cannot_be_saved(given, error, message, tmp_path):
+def test_invalid_arguments_of_save_are_an_error(given, error, message, tmp_path):
     with pytest.raises(error, match=message):
         mh.save(tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_checkpoint(tmp_path):
+def test_paths_without_a_checkpoint_are_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no"):
         mh.load(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
@@ -137,13 +137,13 @@ def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="is a file"):
         mh.load(tmp_path / "file")
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
-    with pytest.raises(ValueError, match="no index of a manyhands checkpoint"):
+    with pytest.raises(ValueError, match="not an index of a manyhands checkpoint"):
         mh.load(tmp_path)
     with pytest.raises(ValueError, match="is one checkpoint"):
         mh.save(tmp_path, value=1)
 
 
-def test_a_format_of_the_future(tmp_path, monkeypatch):
+def test_a_newer_format_is_an_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(_index, "VERSION", 2)
         mh.save(tmp_path, value=1)
@@ -151,7 +151,7 @@ def test_a_format_of_the_future(tmp_path, monkeypatch):
         mh.load(tmp_path)
 
 
-def test_workers_that_disagree(tmp_path):
+def test_ranks_that_disagree_are_an_error(tmp_path):
     import torch.distributed as dist
 
     def other_steps():
@@ -168,4 +168,4 @@ def test_workers_that_disagree(tmp_path):
         mh.save(tmp_path, value=object() if dist.get_rank() else 1)
 
     raises_on_ranks(2, TypeError, one_wrong, match="builtins.object")
-    assert _folder.complete(tmp_path) == []
+    assert _folder.list_complete(tmp_path) == []

@@ -23,19 +23,19 @@ from ranks import run_ranks
 
 
 def names(path):
-    return [p.name for p in _folder.complete(path)]
+    return [p.name for p in _folder.list_complete(path)]
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_a_run_is_a_few_boxes_in_order(shape, data):
+def test_a_flat_range_is_a_few_slices_in_order(shape, data):
     total = torch.Size(shape).numel()
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
     numbers = torch.arange(total).view(shape)
-    boxes = list(_parts.boxes_of(tuple(shape), start, stop))
+    boxes = list(_parts.slices_of_range(tuple(shape), start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     found = []
     for offsets, sizes in boxes:
@@ -68,8 +68,8 @@ VALUES = st.recursive(
 def test_values_are_the_same_after_json(value):
     import json
 
-    told = json.loads(json.dumps(_values.encoded(value, "value", None), allow_nan=False))
-    again = _values.decoded(told, None)
+    encoded = json.loads(json.dumps(_values.encode(value, "value", None), allow_nan=False))
+    again = _values.decode(encoded, None)
     assert again == value
     assert repr(again) == repr(value)  # also types, and the order of dicts
 
@@ -98,7 +98,7 @@ def test_values_of_many_kinds(tmp_path):
     assert again["empty"].shape == (0, 3)
 
 
-def test_what_has_a_state_is_loaded_in_place(tmp_path):
+def test_objects_with_a_state_dict_are_loaded_in_place(tmp_path):
     class Sampler:
         epoch = 3
 
@@ -221,7 +221,7 @@ def test_names_are_the_plain_models_under_any_wrapper(tmp_path):
             assert torch.equal(again.state_dict()[name], tensor)
 
     run_ranks(2, go)
-    (checkpoint,) = _folder.complete(tmp_path / "wrapped")
+    (checkpoint,) = _folder.list_complete(tmp_path / "wrapped")
     found = [load_file(checkpoint / f"worker-0000{rank}.safetensors") for rank in range(2)]
     saved = [name for part in found for name in part if name.startswith("model/")]
     assert sorted(saved) == sorted(f"model/{name}" for name in expected)
@@ -268,7 +268,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path, monkeypat
     run_ranks(2, go)
 
 
-def test_as_many_are_kept_as_was_said(tmp_path):
+def test_keep_limits_the_number_of_checkpoints(tmp_path):
     for step in range(4):
         mh.save(tmp_path, step=step)
     assert names(tmp_path) == ["000003-step-2", "000004-step-3"]
@@ -282,7 +282,7 @@ def test_as_many_are_kept_as_was_said(tmp_path):
 
 def test_a_checkpoint_that_is_being_read_is_kept(tmp_path):
     mh.save(tmp_path, step=1)
-    with _folder.reading(tmp_path / "000001-step-1"):
+    with _folder.hold_for_reading(tmp_path / "000001-step-1"):
         mh.save(tmp_path, step=2, keep=1)
         assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
     mh.save(tmp_path, step=3, keep=1)
@@ -293,21 +293,21 @@ def test_a_reader_whose_checkpoint_goes_takes_the_newest(tmp_path, monkeypatch):
     from manyhands.checkpoint import _reading
 
     mh.save(tmp_path, step=1, keep=1)
-    opened = _reading._opened
+    opened = _reading._open_index
 
     def late(*args):
-        monkeypatch.setattr(_reading, "_opened", opened)
+        monkeypatch.setattr(_reading, "_open_index", opened)
         mh.save(tmp_path, step=2, keep=1)
         return opened(*args)
 
-    monkeypatch.setattr(_reading, "_opened", late)
+    monkeypatch.setattr(_reading, "_open_index", late)
     assert mh.load(tmp_path) == {"step": 2}
 
 
 def test_the_files_are_safetensors(tmp_path):
     setup = Setup("plain").train(1)
     mh.save(tmp_path, **setup.given())
-    (checkpoint,) = _folder.complete(tmp_path)
+    (checkpoint,) = _folder.list_complete(tmp_path)
     found = load_file(checkpoint / "worker-00000.safetensors")
     for name, tensor in setup.module.named_parameters():
         assert torch.equal(found[f"model/{name}"], tensor)
@@ -524,17 +524,17 @@ def test_a_module_and_a_tensor_of_the_same_name_are_kept_apart(tmp_path):
     assert torch.equal(again["a"]["weight"], layer.weight) and again["a/weight"].tolist() == [0, 0]
 
 
-def test_a_part_has_a_name_that_no_whole_tensor_has():
+def test_a_slice_never_has_the_name_of_a_whole_tensor():
     def name(key, at, sizes):
         chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(sizes))
-        return _storage.chunk_name(key, chunk, (4, 2))
+        return _storage.slice_name(key, chunk, (4, 2))
 
     whole = [name(key, (0, 0), (4, 2)) for key in ("w", "w@0,0", "w@@0,0", "w@", "w@@")]
     parts = [name(key, (0, 0), (2, 2)) for key in ("w", "w@0,0", "w@", "w@@")]
     assert len({*whole, *parts}) == len(whole) + len(parts) and whole[0] == "w"
 
 
-def test_names_that_are_one_after_all_are_an_error(tmp_path):
+def test_two_tensors_of_one_name_are_an_error(tmp_path):
     model = nn.Module()
     model.register_parameter("_extra_state", nn.Parameter(torch.ones(2)))
 
@@ -551,7 +551,7 @@ def test_names_that_are_one_after_all_are_an_error(tmp_path):
 
 def test_a_file_cannot_have_two_tensors_of_one_name(tmp_path):
     for names in (("a", "a"), ("__metadata__",)):
-        entries = [_safetensors.Entry(name, torch.float32, (1,)) for name in names]
+        entries = [_safetensors.TensorEntry(name, torch.float32, (1,)) for name in names]
         with pytest.raises(ValueError, match="Rename it"):
             _safetensors.write(tmp_path / "file", entries, lambda _: torch.ones(1))
     assert not (tmp_path / "file").exists()

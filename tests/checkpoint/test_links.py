@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.checkpoint import _files, _folder
+from manyhands.checkpoint import _files, _folder, _lock
 
 
 @pytest.fixture
 def run(tmp_path):
     path = tmp_path / "run"
     mh.save(path, value=torch.ones(3), step=1)
-    _folder.release_locks()
+    _lock.release_locks()
     return path
 
 
@@ -44,7 +44,7 @@ def test_a_second_name_of_another_file_as_the_lock_is_not_written_to(run, tmp_pa
 
 @pytest.mark.parametrize("name", ["index.json", "worker-00000.safetensors"])
 @pytest.mark.parametrize("kind", ["link", "fifo", "device", "folder", "dangling"])
-def test_what_is_no_file_is_an_error_at_once(name, kind, run, tmp_path):
+def test_links_pipes_and_devices_instead_of_files_are_an_error_at_once(name, kind, run, tmp_path):
     path = run / "000001-step-1" / name
     moved = path.rename(tmp_path / "moved")
     if kind == "link":
@@ -65,7 +65,7 @@ def test_what_is_no_file_is_an_error_at_once(name, kind, run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_no_other_thing_as_the_lock_is_waited_for(kind, run):
+def test_a_pipe_or_folder_as_the_lock_is_an_error_at_once(kind, run):
     (run / ".lock").unlink()
     os.mkfifo(run / ".lock") if kind == "fifo" else (run / ".lock").mkdir()
     with pytest.raises(ValueError, match="not a regular file"):
@@ -112,7 +112,7 @@ def test_nothing_is_written_through_a_folder_that_was_swapped_for_a_link(
         return hidden, name
 
     monkeypatch.setattr(_folder, "begin", swapped)
-    monkeypatch.setattr(_folder, "PATIENCE", 0.1)
+    monkeypatch.setattr(_folder, "VISIBLE_AFTER", 0.1)
     with pytest.raises(ValueError, match="is a link"):
         mh.save(run, value=2)
     assert [path.name for path in outside.iterdir()] == [_folder.TOKEN]
@@ -128,7 +128,7 @@ def test_a_path_that_leads_over_links_is_the_users_own(run, tmp_path):
 
 
 def test_a_link_that_replaces_a_file_between_two_looks_is_seen(run, monkeypatch):
-    monkeypatch.setattr(_files, "is_regular", lambda path: True)
+    monkeypatch.setattr(_files, "is_regular_file", lambda path: True)
     path = run / "000001-step-1" / "index.json"
     path.rename(run / "moved")
     path.symlink_to(run / "moved")

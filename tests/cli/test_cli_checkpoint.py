@@ -39,20 +39,20 @@ def test_inspect_shows_what_there_is(manyhands, tmp_path):
     said = " ".join(result.output.split())
     for words in (
         "step 1,234, saved 2",
-        f"by 2 worker(s) with torch {torch.__version__}",
+        f"by 2 rank(s) with torch {torch.__version__}",
         "optimizer AdamW under AdamScale, 2 parameter group(s)",
         "scheduler CosineAnnealingLR",
         "values: best",
         "model/image.weight",
         "3 × 2 × 2 × 3",
-        "all checksums are right",
+        "all checksums match",
     ):
         assert words in said, words
 
 
 def test_verify_finds_what_is_damaged(manyhands, tmp_path):
     saved(tmp_path / "run")
-    (checkpoint,) = _folder.complete(tmp_path / "run")
+    (checkpoint,) = _folder.list_complete(tmp_path / "run")
     path = checkpoint / "worker-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -113,7 +113,7 @@ def test_what_a_file_says_is_no_command_to_the_terminal(manyhands, tmp_path):
 
 def test_a_forged_class_is_no_command_to_the_terminal(manyhands, tmp_path):
     saved(tmp_path / "run")
-    (checkpoint,) = _folder.complete(tmp_path / "run")
+    (checkpoint,) = _folder.list_complete(tmp_path / "run")
     told = content(checkpoint)
     told["optimizers"][0]["class"] = "\x1b[31mAdamW"
     sign(checkpoint, told)

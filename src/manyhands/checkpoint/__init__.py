@@ -1,20 +1,28 @@
-"""Checkpoints that fit any number of ranks, and any sharding.
+"""Checkpoints that load on any number of ranks, under any sharding.
 
-    _save.py  _load.py    `mh.save` and `mh.load`
-    _writing.py  _reading.py   their steps: these import torch.distributed.checkpoint
-    _contents.py          everything that belongs to a run:
-      _names.py  _model.py         the model's tensors under their plain names
-      _optimizer.py  _shares.py    the optimizer's state, and the part of it that is on this rank
-      _blocks_state.py  _replicas.py   the outer state of blocks, and inner state per replica
-      _unwrap.py                   the layers around an optimizer
-      _values.py  _random.py       values as JSON, random generators
-      _undo.py                     undo what a user's load_state_dict did, if the load fails
-    _planner.py  _parts.py  which rank reads and writes which part of which tensor
-    _storage.py  _index.py  _schema.py  _safetensors.py   the files
-    _folder.py  _files.py   complete checkpoints, the newest one, the lock
-    _ranks.py             the ranks that save or load together
+A save meets the files in this order; a load goes through the same stages, from files to contents.
 
-torch.distributed.checkpoint is imported when a checkpoint is first saved or loaded.
+    _save.py  _load.py        `mh.save` and `mh.load`: the arguments, and the thread of a save
+    _writing.py  _reading.py  the steps of a save and of a load
+    _ranks.py                 the ranks that save or load together
+    _contents.py              everything that belongs to a run:
+      _names.py  _model.py        tensors under the names of the plain model
+      _unwrap.py                  the layers around an optimizer
+      _replicas.py                in blocks, each replica has an optimizer state of its own
+      _optimizer.py               the optimizer's state by parameter name
+      _local_state.py             which slices of that state are on this rank
+      _blocks_state.py            the outer state of blocks
+      _values.py  _random.py      values as JSON, random generators
+      _undo.py                    undo what foreign `load_state_dict` did, if the load fails
+    _parts.py  _planner.py    slices of tensors, and which rank writes and reads which of them
+    _storage.py               what torch's planners write to and read from
+    _index.py  _schema.py         the index, and the check of everything it says
+    _safetensors.py  _files.py    the files of tensors, and how files are opened safely
+    _folder.py  _lock.py      complete checkpoints, the newest one, and who may write
+    _consolidate.py           a checkpoint as plain files, for `manyhands checkpoint`
+
+torch.distributed.checkpoint takes long to import, so it is imported when a checkpoint is first
+saved or loaded. That is why _save.py and _load.py are files of their own: they must not import it.
 """
 
 from manyhands.checkpoint._load import load

@@ -1,21 +1,21 @@
-"""The outer state of blocks under the parameters' names: out of one layout, and into any other.
+"""The outer state of blocks under the parameters' names: saved from one layout, loaded into any.
 
-Anchor and memories are laid out like the parameters: each rank has all of them, its shards', or
-its share in an inner group. They are saved as the parts of whole tensors that they are, so that
-any number of replicas and any sharding takes its own parts out. All replicas have the same: a part
-is written once.
+Anchor and memories are laid out like the parameters: a rank has all of them, those of its shards,
+or its slices within an inner group. They are saved as slices of whole tensors, so that any number
+of replicas, under any sharding, can load its own slices. All replicas have the same outer state,
+and each slice is written once.
 
     optimizer.0/blocks.anchor/NAME
     optimizer.0/blocks.memory.0/NAME
-    optimizer.0/replica.1/blocks.residual/NAME    what a codec has left: each replica has its own
+    optimizer.0/replica.1/blocks.residual/NAME    a codec's rounding error; each replica has its own
 
-A residual is of those who round and average together, and means nothing to others: it is taken
-up where every rank has the parts that it had, and begins at zero elsewhere.
+A residual belongs to ranks that round and average together, and means nothing to others. It is
+loaded if every rank has the slices that it had, and begins at zero otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,94 +26,99 @@ from manyhands.blocks._optimizer import Blocks
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._parts import TensorParts
 from manyhands.checkpoint._replicas import Replica
-from manyhands.checkpoint._values import decoded, encoded
+from manyhands.checkpoint._values import GetTensor, decode, encode
 
 
-def _parts(each: OuterState, name: str, key: str, replica: Replica) -> dict[str, Tensor]:
-    """What there is of a parameter by key."""
+def _tensors_by_key(each: OuterState, name: str, key: str, replica: Replica) -> dict[str, Tensor]:
+    """Return the outer state of one parameter by key; `key` is the optimizer's prefix."""
     found = {f"{key}/blocks.anchor/{name}": each.anchor}
     for number, memory in enumerate(each.memories):
         found[f"{key}/blocks.memory.{number}/{name}"] = memory
     if each.residual is not None:
-        found[f"{replica.within(key)}/blocks.residual/{name}"] = each.residual
+        found[f"{replica.key_prefix(key)}/blocks.residual/{name}"] = each.residual
     return found
 
 
-def saved_blocks(
+def collect_blocks(
     blocks: Blocks, names: Mapping[int, str], key: str, replica: Replica
 ) -> tuple[Any, dict[str, Any]]:
-    """What all replicas have alike, as JSON, and this rank's parts of tensors by key."""
+    """Return what all replicas have alike, as JSON, and this rank's slices of tensors by key."""
     sync = blocks._sync
     counters = _state.save_counters(sync, blocks._options)
-    told = {**counters, "memories": sync.anchor.outer.memories, "layouts": replica.layouts}
+    meta = {**counters, "memories": sync.anchor.outer.memories, "layouts": replica.layouts}
     tensors = {
-        path: TensorParts.cut(values, each.param, each.start)
+        path: TensorParts.from_flat(values, each.param, each.start)
         for each in sync.anchor.outer_state()
-        for path, values in _parts(each, names[id(each.param)], key, replica).items()
+        for path, values in _tensors_by_key(each, names[id(each.param)], key, replica).items()
     }
-    return encoded(told, f"{key}/blocks", lambda path, _: path), tensors
+    # `put` stores nothing: the counters contain no tensors.
+    return encode(meta, f"{key}/blocks", lambda path, _: path), tensors
 
 
-class BlocksLoading:
-    """A saved outer state on its way into blocks; making one checks that it fits.
+class BlocksLoader:
+    """Loads a saved outer state into blocks. Creating a loader checks that it fits.
 
-    The targets are views of anchor and memories themselves, which nothing else writes to between
-    two steps.
+    `targets` are views of anchor and memories themselves. Nothing else writes to these between two
+    steps, so they need no second copy in memory.
     """
 
     def __init__(
         self,
         blocks: Blocks,
-        told: Any,
+        meta: Any,
         saved_names: Mapping[int, str],
-        tensors: Mapping[str, _index.Tensor],
-        get: Callable[[str], Tensor],
+        tensors: Mapping[str, _index.StoredTensor],
+        get: GetTensor,
         key: str,
         replica: Replica,
         saved_replica: Replica,
     ) -> None:
         self.targets: dict[str, Any] = {}
         self._blocks = blocks
+        # Without a saved anchor: frozen in the saved run, or all of them if one worker saved it.
         self._unsaved: list[OuterState] = []
-        self._told = _state.check_saved(decoded(told, get), blocks._options, {})
-        if self._told is None:
+        self._meta = _state.check_saved(decode(meta, get), blocks._options, {})
+        if self._meta is None:  # saved without blocks
             return
         anchor = blocks._sync.anchor
-        memories = self._told["memories"]
+        memories = self._meta["memories"]
         if memories != anchor.outer.memories:
             raise ValueError(
                 f"the checkpoint has {memories} memories of its outer step, and the one here has "
                 f"{anchor.outer.memories}. Continue with an outer step of the same kind."
             )
-        self._residuals = self._told["layouts"] == replica.layouts
+        self._load_residuals = self._meta["layouts"] == replica.layouts
         for each in anchor.outer_state():
             name = saved_names[id(each.param)]
-            found = _parts(each, name, key, saved_replica)
+            found = _tensors_by_key(each, name, key, saved_replica)
             if f"{key}/blocks.anchor/{name}" not in tensors:
                 self._unsaved.append(each)
                 continue
             for path, values in found.items():
-                if values is each.residual and not self._residuals:
+                if values is each.residual and not self._load_residuals:
                     continue
-                part = TensorParts.cut(values, each.param, each.start)
-                self._check(path, part, tensors)
-                self.targets[path] = part
+                parts = TensorParts.from_flat(values, each.param, each.start)
+                self._check_shape(path, parts, tensors)
+                self.targets[path] = parts
 
-    def _check(self, path: str, part: TensorParts, tensors: Mapping[str, _index.Tensor]) -> None:
-        there = tensors.get(path)
-        if there is None or there.shape != part.shape:
-            found = "not there" if there is None else f"of the shape {there.shape}"
+    def _check_shape(
+        self, path: str, parts: TensorParts, tensors: Mapping[str, _index.StoredTensor]
+    ) -> None:
+        stored = tensors.get(path)
+        if stored is None or stored.shape != parts.shape:
+            found = "missing" if stored is None else f"of the shape {stored.shape}"
             raise ValueError(
-                f"{path!r} is {found} in the checkpoint, and {part.shape} here. Is it another "
-                "model's?"
+                f"{path!r} is {found} in the checkpoint, and of the shape {parts.shape} here. Is "
+                "it another model's?"
             )
 
     def finish(self) -> None:
-        """The targets are filled, and so are the parameters."""
+        """Continue from the filled targets. The parameters must be filled as well by now."""
         sync = self._blocks._sync
-        if self._told is None:
+        if self._meta is None:
+            # The anchor begins at the parameters, without outer momentum.
             self._blocks.load_common_state(None)
             return
-        if not self._residuals:
+        if not self._load_residuals:
             sync.anchor.reset_residuals()
-        _state.load_counters(self._told, sync, self._unsaved)
+        _state.load_counters(self._meta, sync, self._unsaved)

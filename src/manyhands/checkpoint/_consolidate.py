@@ -1,10 +1,10 @@
-"""A checkpoint as one file for the model and one for the optimizer, without the workers.
+"""Turn a checkpoint into one file for the model and one for the optimizer, in one process.
 
     model.safetensors   every parameter and buffer by its plain name
     optimizer.pt        the plain optimizer's state dict, for torch.load(weights_only=True)
 
-One process does it, tensor by tensor: what is large is put together in files of its own, which the
-memory shows, so that the model never has to fit.
+It works tensor by tensor. A large tensor is put together in a temporary file that is mapped into
+memory, so that neither the model nor a single tensor has to fit into memory.
 """
 
 from __future__ import annotations
@@ -21,107 +21,119 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint import _folder, _index, _safetensors
-from manyhands.checkpoint._safetensors import Entry
-from manyhands.checkpoint._shares import EXACT
+from manyhands.checkpoint._local_state import EXACT_ENTRY
+from manyhands.checkpoint._safetensors import TensorEntry
 from manyhands.checkpoint._storage import Reader
-from manyhands.checkpoint._values import decoded
+from manyhands.checkpoint._values import decode
 
-LARGE = 2**20  # bytes, from which on a tensor is put together in a file
+LARGE = 2**20  # bytes from which on a tensor is put together in a mapped file
 
-Tell = Callable[[str, int], None]  # a tensor's name and bytes, when it is done
+OnTensor = Callable[[str, int], None]  # called with a tensor's name and bytes when it is done
 
 
-def consolidate(source: Path, target: Path, tell: Tell = lambda name, nbytes: None) -> list[Path]:
-    """Write the two files (the model's only, if there is no optimizer); returns their paths."""
-    checkpoint = _folder.newest(source)
+def consolidate(
+    source: Path, target: Path, on_tensor: OnTensor = lambda name, nbytes: None
+) -> list[Path]:
+    """Write the files for the model and the optimizer, if there is one, and return their paths."""
+    checkpoint = _folder.find_newest(source)
     with ExitStack() as stack:
-        stack.enter_context(_folder.reading(checkpoint))
+        stack.enter_context(_folder.hold_for_reading(checkpoint))
         index, _ = _index.read(checkpoint)
         reader = stack.enter_context(Reader(checkpoint, index))
         target.mkdir(parents=True, exist_ok=True)
+        # In the target, so that the finished files can be renamed on the same file system.
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".partial-", dir=target))
-        made = []
+        written = []
         if index.model is not None:
-            made.append(_model(reader, index.model, Path(scratch), tell))
-        for number, told in enumerate(index.optimizers):
+            written.append(_write_model(reader, index.model, Path(scratch), on_tensor))
+        for number, meta in enumerate(index.optimizers):
             name = "optimizer.pt" if len(index.optimizers) == 1 else f"optimizer.{number}.pt"
-            made.append(_optimizer(reader, told, Path(scratch) / name, tell))
+            written.append(_write_optimizer(reader, meta, Path(scratch) / name, on_tensor))
         results = []
-        for path in made:
+        # Only when all are complete: an error leaves earlier files as they were.
+        for path in written:
             os.replace(path, target / path.name)
             results.append(target / path.name)
         _folder.sync(target)
         return results
 
 
-def _model(reader: Reader, told: Mapping[str, Any], scratch: Path, tell: Tell) -> Path:
-    keys = {name: f"model/{name}" for name in (*told["params"], *told["buffers"])}
-    keys |= {other: keys[first] for other, first in told["aliases"].items()}
-    entries = [_entry(name, reader.index.tensors[key]) for name, key in keys.items()]
-    entries.sort(key=lambda entry: -entry.dtype.itemsize)
+def _write_model(
+    reader: Reader, meta: _index.ModelMeta, scratch: Path, on_tensor: OnTensor
+) -> Path:
+    keys = {name: f"model/{name}" for name in (*meta["params"], *meta["buffers"])}
+    # `load_state_dict` wants a tied tensor under each of its names.
+    keys |= {other: keys[first] for other, first in meta["aliases"].items()}
+    entries = [_entry_of(name, reader.index.tensors[key]) for name, key in keys.items()]
+    entries.sort(key=lambda entry: -entry.dtype.itemsize)  # aligned, as in `Writer.write_data`
 
-    def tensor(number: int) -> Tensor:
+    def get_tensor(number: int) -> Tensor:
         entry = entries[number]
-        found = _tensor(reader, keys[entry.name], scratch)
-        tell(entry.name, entry.nbytes)
+        found = _read_tensor(reader, keys[entry.name], scratch)
+        on_tensor(entry.name, entry.nbytes)
         return found
 
     path = scratch / "model.safetensors"
-    _safetensors.write(path, entries, tensor, {"format": "pt"})
+    # transformers refuses a file without this metadata.
+    _safetensors.write(path, entries, get_tensor, {"format": "pt"})
     return path
 
 
-def _entry(name: str, told: _index.Tensor) -> Entry:
-    return Entry(name, told.torch_dtype, told.shape)
+def _entry_of(name: str, tensor: _index.StoredTensor) -> TensorEntry:
+    return TensorEntry(name, tensor.torch_dtype, tensor.shape)
 
 
-def _tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
-    """A tensor, compared with its checksums; if it is large, in a file without a name."""
-    told = reader.index.tensors[key]
-    if told.nbytes < LARGE:
-        return reader.whole(key)
-    for chunk in told.chunks:
-        reader.check(chunk, told.torch_dtype)
+def _read_tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
+    """Return a tensor, compared with its checksums; a large one lies in an unnamed mapped file."""
+    tensor = reader.index.tensors[key]
+    if tensor.nbytes < LARGE:
+        return reader.read_whole(key)
+    for stored in tensor.slices:
+        reader.check(stored, tensor.torch_dtype)
     descriptor, name = tempfile.mkstemp(dir=scratch)
     try:
-        os.ftruncate(descriptor, told.nbytes)
-        elements = math.prod(told.shape)
-        flat = torch.from_file(name, shared=True, size=elements, dtype=told.torch_dtype)
+        os.ftruncate(descriptor, tensor.nbytes)
+        elements = math.prod(tensor.shape)
+        flat = torch.from_file(name, shared=True, size=elements, dtype=tensor.torch_dtype)
     finally:
         os.close(descriptor)
-        os.unlink(name)
-    result = flat.view(told.shape)
+        os.unlink(name)  # the mapping keeps the file's space until the tensor is freed
+    result = flat.view(tensor.shape)
     reader.read_into(key, result)
     return result
 
 
-def _optimizer(reader: Reader, told: Mapping[str, Any], path: Path, tell: Tell) -> Path:
-    """The state dict, as the plain optimizer would have saved it."""
+def _write_optimizer(
+    reader: Reader, meta: Mapping[str, Any], path: Path, on_tensor: OnTensor
+) -> Path:
+    """Write the state dict as the plain optimizer would have saved it."""
 
-    def get(key: str) -> Tensor:
-        tell(key, reader.index.tensors[key].nbytes)
-        return _tensor(reader, key, path.parent)
+    def get_tensor(key: str) -> Tensor:
+        on_tensor(key, reader.index.tensors[key].nbytes)
+        return _read_tensor(reader, key, path.parent)
 
     groups: list[dict[str, Any]] = []
     names: list[str] = []
-    for group in told["groups"]:
+    for group in meta["groups"]:
+        # torch numbers the parameters through all groups.
         numbers = range(len(names), len(names) + len(group["names"]))
         names += group["names"]
-        options = decoded(group["options"], get)
+        options = decode(group["options"], get_tensor)
         groups.append({**options, "params": list(numbers), "param_names": group["names"]})
     state = {
         number: {
-            entry: decoded(value, get)
-            for entry, value in told["state"][name].items()
-            if entry != EXACT
+            entry: decode(value, get_tensor)
+            for entry, value in meta["state"][name].items()
+            if entry != EXACT_ENTRY  # ours: the plain optimizer does not know it
         }
         for number, name in enumerate(names)
-        if told["state"].get(name)
+        if meta["state"].get(name)
     }
-    packed = {**decoded(told["other"], get), "state": state, "param_groups": groups}
-    rule = told["rule"]
+    packed = {**decode(meta["other"], get_tensor), "state": state, "param_groups": groups}
+    rule = meta["rule"]
     if rule is not None:
-        scaling = decoded(rule["state"], get)
+        scaling = decode(rule["state"], get_tensor)
+        # Saved by name; a rule's own state dict has them in the order of the parameters.
         previous = scaling["previous"]
         scaling["previous"] = [previous.get(name) for name in names] if previous else []
         packed["manyhands"] = scaling
@@ -133,16 +145,16 @@ def _optimizer(reader: Reader, told: Mapping[str, Any], path: Path, tell: Tell) 
 
 
 def verify(
-    checkpoint: Path, index: _index.Index, tell: Callable[[int], None] = lambda nbytes: None
+    checkpoint: Path, index: _index.Index, on_bytes: Callable[[int], None] = lambda nbytes: None
 ) -> list[str]:
-    """Compare every byte with its checksum; returns what is wrong."""
-    problems: dict[str, None] = {}
+    """Compare every byte with its checksum, and return a message for each problem."""
+    problems: dict[str, None] = {}  # a dict keeps the order; one bad file gives one message
     with Reader(checkpoint, index) as reader:
-        for told in index.tensors.values():
-            for chunk in told.chunks:
+        for tensor in index.tensors.values():
+            for stored in tensor.slices:
                 try:
-                    reader.check(chunk, told.torch_dtype)
+                    reader.check(stored, tensor.torch_dtype)
                 except (ValueError, OSError) as error:
                     problems[str(error)] = None
-                tell(math.prod(chunk.sizes) * told.torch_dtype.itemsize)
+                on_bytes(math.prod(stored.sizes) * tensor.torch_dtype.itemsize)
     return list(problems)

@@ -1,11 +1,8 @@
-"""All that goes into a checkpoint: collected on one side, and checked against on the other.
-
-`_names.py` says what the tensors are called.
-"""
+"""All that belongs to a run: collected for a save, and checked and restored by a load."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,27 +11,32 @@ from torch.optim import Optimizer
 
 from manyhands._core.dtensor import is_dtensor
 from manyhands.checkpoint import _index, _values
-from manyhands.checkpoint._model import ModelLoading, is_module, returned, saved_model
-from manyhands.checkpoint._names import Names, escaped, listed, names_of, put_new
-from manyhands.checkpoint._optimizer import Loading, collected
+from manyhands.checkpoint._local_state import to_parts
+from manyhands.checkpoint._model import ModelLoader, collect_model, is_module, read_tensors
+from manyhands.checkpoint._names import ModelNames, escape, find_names, list_names, put_new
+from manyhands.checkpoint._optimizer import OptimizerLoader, collect_optimizer
 from manyhands.checkpoint._random import random_state
 from manyhands.checkpoint._replicas import Replica
-from manyhands.checkpoint._shares import part_to_save
-from manyhands.checkpoint._undo import Before, Other, Others, has_own_loading
-from manyhands.checkpoint._unwrap import Parts
-from manyhands.checkpoint._values import decoded, encoded, has_state
+from manyhands.checkpoint._undo import (
+    ForeignState,
+    ForeignStates,
+    OptimizerSnapshot,
+    has_foreign_loading,
+)
+from manyhands.checkpoint._unwrap import OptimizerLayers
+from manyhands.checkpoint._values import GetTensor, decode, encode, has_state
 
-TAKEN = ("step",)
+RESERVED = ("step",)  # names with a meaning of their own in the result of `load`
 
 
 @dataclass
 class Contents:
-    """What this worker gives: tensors by key, and JSON."""
+    """What this rank contributes to a checkpoint: tensors by key, and JSON."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] | None = None
+    model: _index.ModelMeta | None = None
     optimizers: list[dict[str, Any]] = field(default_factory=list)
-    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[_index.SchedulerMeta] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, tensors: Mapping[str, Any]) -> None:
@@ -42,11 +44,14 @@ class Contents:
             put_new(self.tensors, key, tensor)
 
 
-def listed_as(given: Any) -> list[Any]:
-    """One, several or none, as a list."""
-    if given is None:
+def as_list(argument: Any) -> list[Any]:
+    """Return an argument that may be one object, a list of them, or None, as a list."""
+    if argument is None:
         return []
-    return list(given) if isinstance(given, list | tuple) else [given]
+    return list(argument) if isinstance(argument, list | tuple) else [argument]
+
+
+# -- save ------------------------------------------------------------------------------------------
 
 
 def collect(
@@ -57,37 +62,38 @@ def collect(
     rank: int,
     replicas: Sequence[Replica],
 ) -> Contents:
-    """What this worker gives to a checkpoint. Tensors are not copied."""
+    """Return what this rank contributes to a checkpoint. Tensors are not copied."""
     contents = Contents()
-    names: Names | None = None
+    names: ModelNames | None = None
     if model is not None:
-        names = names_of(model)
-        contents.model, tensors = saved_model(names, "model", rank)
+        names = find_names(model)
+        contents.model, tensors = collect_model(names, "model", rank)
         contents.add(tensors)
-    for number, (each, replica) in enumerate(zip(listed_as(optimizer), replicas, strict=True)):
-        saved = collected(each, names, number, replica)
-        contents.optimizers.append(saved.told)
+    for number, (each, replica) in enumerate(zip(as_list(optimizer), replicas, strict=True)):
+        saved = collect_optimizer(each, names, number, replica)
+        contents.optimizers.append(saved.meta)
         contents.add(saved.tensors)
 
     def put(path: str, tensor: Tensor) -> str:
+        # Schedulers and values are rank 0's, but every rank has a shard of a DTensor.
         if rank == 0 or is_dtensor(tensor):
-            contents.add({path: part_to_save(tensor)})
+            contents.add({path: to_parts(tensor)})
         return path
 
-    for number, each in enumerate(listed_as(scheduler)):
+    for number, each in enumerate(as_list(scheduler)):
         check_has_state("scheduler", each)
-        state = encoded(dict(each.state_dict()), f"scheduler.{number}", put)
+        state = encode(dict(each.state_dict()), f"scheduler.{number}", put)
         contents.schedulers.append({"class": type(each).__name__, "state": state})
     for name, value in values.items():
         check_value(name, value)
         if is_module(value):
-            told, tensors = saved_model(names_of(value), f"value/{escaped(name)}", rank)
-            contents.values[name] = {"$": "module", "value": told}
+            meta, tensors = collect_model(find_names(value), f"value/{escape(name)}", rank)
+            contents.values[name] = {"$": "module", "value": meta}
             contents.add(tensors)
         else:
-            contents.values[name] = encoded(value, f"value/{escaped(name)}", put)
+            contents.values[name] = encode(value, f"value/{escape(name)}", put)
     for generator, state in random_state().items():
-        contents.add({f"random/{rank}/{generator}": part_to_save(state)})
+        contents.add({f"random/{rank}/{generator}": to_parts(state)})
     return contents
 
 
@@ -99,7 +105,7 @@ def check_has_state(what: str, value: Any) -> None:
 
 
 def check_value(name: str, value: Any) -> None:
-    if name in TAKEN:
+    if name in RESERVED:
         raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
     if isinstance(value, Optimizer):
         raise TypeError(
@@ -108,17 +114,32 @@ def check_value(name: str, value: Any) -> None:
         )
 
 
-class Restoring:
-    """A checkpoint on its way into memory.
+def prepare_optimizers(optimizer: Any, *, to_load: bool) -> None:
+    """Let sharded optimizers finish what is in flight. Every rank must call this."""
+    for each in as_list(optimizer):
+        inner = OptimizerLayers.of(each).inner
+        # OSS's own methods. `_prepare` also places parameters that are trained again, which takes
+        # collectives; a save needs only to wait for parameters in flight.
+        settle = getattr(inner, "_prepare" if to_load else "wait", None)
+        if settle is not None and hasattr(inner, "_workers"):
+            settle()
 
-    Making it compares everything with the index and reads small values, and changes nothing. Then
-    come `ask_others`, the `targets` to be filled, and `finish`; `undo`, if one of them fails.
+
+# -- load ------------------------------------------------------------------------------------------
+
+
+class RunLoader:
+    """Loads a checkpoint into the objects of a run.
+
+    Creating a loader compares everything with the index and reads small values, but changes
+    nothing. The next steps are `load_foreign_states`, filling the `targets`, and `finish`; if any
+    of them fails on any rank, `undo`.
     """
 
     def __init__(
         self,
         index: _index.Index,
-        get: Callable[[str], Tensor],
+        get: GetTensor,
         model: Any,
         optimizer: Any,
         scheduler: Any,
@@ -127,125 +148,128 @@ class Restoring:
     ) -> None:
         self.targets: dict[str, Any] = {}
         self.result: dict[str, Any] = {} if index.step is None else {"step": index.step}
-        self._others = Others()
-        self._models: list[ModelLoading] = []
-        self._optimizers: list[Loading] = []
-        self._before: Before | None = None
+        self._foreign_states = ForeignStates()
+        self._models: list[ModelLoader] = []
+        self._optimizers: list[OptimizerLoader] = []
+        self._snapshot: OptimizerSnapshot | None = None
         tensors, names = index.tensors, None
+        # The model first: the optimizer's state is found by the model's names.
         if model is not None:
-            names = names_of(model)
+            names = find_names(model)
             if index.model is None:
-                raise ValueError("the checkpoint has no model: it was saved without model=.")
-            self._take_model(ModelLoading(names, index.model, "model", tensors, get))
-        optimizers = listed_as(optimizer)
+                raise ValueError(
+                    "the checkpoint has no model: it was saved without model=. Load it without "
+                    "model=, or load another checkpoint."
+                )
+            self._add_model(ModelLoader(names, index.model, "model", tensors, get))
+        optimizers = as_list(optimizer)
         if optimizers:
             _check_number("optimizer", len(optimizers), len(index.optimizers))
         for number, (each, replica) in enumerate(zip(optimizers, replicas, strict=True)):
-            told = index.optimizers[number]
-            loading = Loading(each, told, names, tensors, get, number, replica)
-            self.targets |= loading.targets
-            self._optimizers.append(loading)
-        self._take_schedulers(listed_as(scheduler), index.schedulers, get)
-        lacking = sorted(set(values) - set(index.values))
-        if lacking:
+            meta = index.optimizers[number]
+            loader = OptimizerLoader(each, meta, names, tensors, get, number, replica)
+            self.targets |= loader.targets
+            self._optimizers.append(loader)
+        self._add_schedulers(as_list(scheduler), index.schedulers, get)
+        missing = sorted(set(values) - set(index.values))
+        if missing:
             raise ValueError(
-                f"the checkpoint has no {listed(lacking)}, but {listed(sorted(index.values))}. "
-                "Give the names that were saved."
+                f"the checkpoint has no {list_names(missing)}, but "
+                f"{list_names(sorted(index.values))}. Give the names that were saved."
             )
-        for name, told in index.values.items():
-            self._take_value(name, told, values.get(name), tensors, get)
+        for name, meta in index.values.items():
+            self._add_value(name, meta, values.get(name), tensors, get)
 
-    def _take_model(self, loading: ModelLoading) -> None:
-        self.targets |= loading.targets
-        self._models.append(loading)
-        self._others.add(*loading.others)
+    def _add_model(self, loader: ModelLoader) -> None:
+        self.targets |= loader.targets
+        self._models.append(loader)
+        self._foreign_states.add(*loader.foreign_states)
 
-    def _take_schedulers(
-        self, here: Sequence[Any], there: Sequence[Mapping[str, Any]], get: Callable[[str], Tensor]
+    def _add_schedulers(
+        self, here: Sequence[Any], saved: Sequence[_index.SchedulerMeta], get: GetTensor
     ) -> None:
         if here:
-            _check_number("scheduler", len(here), len(there))
-        for each, told in zip(here, there, strict=False):
+            _check_number("scheduler", len(here), len(saved))
+        # Not strict: with no scheduler here, the saved ones are left out.
+        for each, meta in zip(here, saved, strict=False):
             check_has_state("scheduler", each)
-            if type(each).__name__ != told["class"]:
+            if type(each).__name__ != meta["class"]:
                 raise ValueError(
-                    f"the checkpoint has the state of a {told['class']}, and the scheduler here is "
+                    f"the checkpoint has the state of a {meta['class']}, and the scheduler here is "
                     f"a {type(each).__name__}. Build the one that was saved, or leave it out."
                 )
-            state = decoded(told["state"], get)
-            if _values.is_torchs(each):
+            state = decode(meta["state"], get)
+            if _values.is_from_torch(each):
                 _values.check_attributes(each, each.state_dict(), state)
-            self._others.add(Other("the scheduler", each.state_dict, each.load_state_dict, state))
+            self._foreign_states.add(
+                ForeignState("the scheduler", each.state_dict, each.load_state_dict, state)
+            )
 
-    def _take_value(
+    def _add_value(
         self,
         name: str,
-        told: Any,
-        given: Any,
-        tensors: Mapping[str, _index.Tensor],
-        get: Callable[[str], Tensor],
+        meta: Any,
+        target: Any,
+        tensors: Mapping[str, _index.StoredTensor],
+        get: GetTensor,
     ) -> None:
-        if given is not None:
-            check_value(name, given)
-            check_has_state(f"{name}=", given)
-        if isinstance(told, Mapping) and told.get("$") == "module":
-            if given is None:
-                self.result[name] = returned(told["value"], f"value/{escaped(name)}", get)
+        """Prepare one of the user's values; `target`, if not None, is the object to load into."""
+        if target is not None:
+            check_value(name, target)
+            check_has_state(f"{name}=", target)
+        if isinstance(meta, Mapping) and meta.get("$") == "module":
+            prefix = f"value/{escape(name)}"
+            if target is None:
+                self.result[name] = read_tensors(meta["value"], prefix, get)
                 return
-            prefix = f"value/{escaped(name)}"
-            loading = ModelLoading(names_of(given), told["value"], prefix, tensors, get, what=name)
-            self._take_model(loading)
-            self.result[name] = given
+            names = find_names(target)
+            self._add_model(ModelLoader(names, meta["value"], prefix, tensors, get, what=name))
+            self.result[name] = target
             return
-        value = decoded(told, get)
-        if given is None:
+        value = decode(meta, get)
+        if target is None:
             self.result[name] = value
             return
-        if _values.is_torchs(given):
-            _values.check_state(given, given.state_dict(), value, f"{name}=")
-        self._others.add(Other(f"{name}=", given.state_dict, given.load_state_dict, value))
-        self.result[name] = given
+        if _values.is_from_torch(target):
+            _values.check_state_dict(target, target.state_dict(), value, f"{name}=")
+        self._foreign_states.add(
+            ForeignState(f"{name}=", target.state_dict, target.load_state_dict, value)
+        )
+        self.result[name] = target
 
-    def ask_others(self) -> None:
-        """Give code that is not ours what it is to take, as long as nothing else has changed."""
-        self._others.apply()
-        if any(has_own_loading(each.inner) for each in self._optimizers):
+    def load_foreign_states(self) -> None:
+        """Load what only foreign code can load, while the model and optimizer are unchanged."""
+        self._foreign_states.apply()
+        # The copies cost memory, so they are made only if an optimizer may refuse its state.
+        if any(has_foreign_loading(each.inner) for each in self._optimizers):
             inner = [each.inner for each in self._optimizers]
-            self._before = Before(inner, self.targets.values())
+            self._snapshot = OptimizerSnapshot(inner, self.targets.values())
 
     def finish(self) -> None:
-        """The targets are filled. First what may be the user's code, then ours alone."""
-        for loading in self._optimizers:
-            loading.load()
+        """Hand the filled targets over: first what may run the user's code, then ours alone."""
+        for optimizer in self._optimizers:
+            optimizer.load()
         for model in self._models:
             model.finish()
-        for loading in self._optimizers:
-            loading.finish()
+        # Blocks need the model complete: a new anchor begins at the parameters.
+        for optimizer in self._optimizers:
+            optimizer.finish()
 
     def undo(self) -> None:
-        """Some worker could not load: be as before, as far as that is known."""
-        if self._before is not None:
-            self._before.restore()
-        failed = self._others.undo()
+        """Put everything back as it was, after some rank could not load."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        failed = self._foreign_states.undo()
         if failed:
             raise RuntimeError(
                 f"the checkpoint could not be loaded, and {', '.join(failed)} did not take its own "
-                "earlier state back. Make it anew."
+                "earlier state back. Create it anew."
             )
 
 
-def _check_number(what: str, here: int, there: int) -> None:
-    if here != there:
+def _check_number(what: str, here: int, saved: int) -> None:
+    if here != saved:
         raise ValueError(
-            f"the checkpoint has {there} {what}(s), and {here} were given. Give as many as were "
+            f"the checkpoint has {saved} {what}(s), and {here} were given. Give as many as were "
             f"saved, in the same order: {what}=[first, second]."
         )
-
-
-def at_rest(optimizer: Any, *, to_load: bool) -> None:
-    """Let sharded optimizers finish what they have under way; on every worker."""
-    for each in listed_as(optimizer):
-        inner = Parts.of(each).inner
-        settle = getattr(inner, "_prepare" if to_load else "wait", None)
-        if settle is not None and hasattr(inner, "_workers"):
-            settle()

@@ -1,10 +1,10 @@
-"""A checkpoint's index: which tensors there are, where their parts lie, and everything else.
+"""A checkpoint's index: its tensors, where their slices are stored, and all other values.
 
     {"manyhands checkpoint": 1, "crc32": "....",
      "content": {...}}
 
-The checksum is of the content's text. The index is the last file that is written; a folder without
-one is no checkpoint.
+The checksum covers the text of the content. The index is the last file that is written; a folder
+without an index is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -25,14 +25,14 @@ from manyhands.checkpoint import _files, _schema
 
 NAME = "index.json"
 VERSION = 1
-LARGEST = 2**30  # bytes of an index that are read
+MAX_BYTES = 2**30  # of an index that is read: a forged one must not fill the memory
 HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor, and where it is: the tensor `name` in file number `file`."""
+class StoredSlice:
+    """A rectangular slice of a tensor, stored as the entry `name` of file number `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,15 +42,16 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor of the checkpoint, whole."""
+class StoredTensor:
+    """A tensor of the checkpoint: its whole shape, and the slices that make it up."""
 
     shape: tuple[int, ...]
     dtype: str
-    chunks: list[Chunk]
+    slices: list[StoredSlice]
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        # Safe with a name from a file: `_schema.py` allows the names of dtypes only.
         return getattr(torch, self.dtype)
 
     @property
@@ -59,71 +60,90 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class File:
-    """A file of tensors: its size, and the checksum of its header."""
+class IndexedFile:
+    """A file of tensors as the index knows it: its size, and the checksum of its header."""
 
     name: str
     nbytes: int
     crc32: int
 
 
+class ModelMeta(TypedDict):
+    """A model in the index. Its tensors are stored under their names."""
+
+    params: list[str]
+    buffers: list[str]
+    aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
+    extras: dict[str, Any]  # what `get_extra_state` returned, as JSON
+
+
+# In the functional form, because `class` cannot be a field's name in a class statement.
+SchedulerMeta = TypedDict("SchedulerMeta", {"class": str, "state": Any})
+
+
 @dataclass(frozen=True)
 class Index:
-    """All that a checkpoint holds."""
+    """Everything in a checkpoint except the elements of its tensors."""
 
     step: int | None
     workers: int
     versions: dict[str, str]
     time: float
-    files: list[File]
-    tensors: dict[str, Tensor]
-    model: dict[str, Any] | None  # names, aliases of tied ones, extra states
-    optimizers: list[dict[str, Any]]
-    schedulers: list[dict[str, Any]]
+    files: list[IndexedFile]
+    tensors: dict[str, StoredTensor]
+    model: ModelMeta | None
+    optimizers: list[dict[str, Any]]  # described in `_optimizer.py`
+    schedulers: list[SchedulerMeta]
     values: dict[str, Any]
 
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
-    def text(self) -> str:
+    def to_text(self) -> str:
+        """Return the text of the index file, with its checksum."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
         content["files"] = [asdict(file) for file in self.files]
+        # Lists instead of objects: a large model has many slices, and the keys would repeat.
         content["tensors"] = {
             key: [
-                t.shape,
-                t.dtype,
-                [[c.offsets, c.sizes, c.file, c.name, c.crc32] for c in t.chunks],
+                tensor.shape,
+                tensor.dtype,
+                [[s.offsets, s.sizes, s.file, s.name, s.crc32] for s in tensor.slices],
             ]
-            for key, t in self.tensors.items()
+            for key, tensor in self.tensors.items()
         }
+        # NaN is not JSON; `_values.py` has turned such numbers into text.
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
         return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"
 
 
 def read(folder: Path) -> tuple[Index, int]:
-    """A checkpoint's index, and the checksum of the file."""
+    """Return a checkpoint's index, and the checksum of the whole index file."""
     path = folder / NAME
-    with _files.reader(path) as file:
-        if os.fstat(file.fileno()).st_size > LARGEST:
+    with _files.open_to_read(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
             raise ValueError(
-                f"{path} is larger than any index: {LARGEST:,} bytes. Load another checkpoint."
+                f"{path} is larger than any index: {MAX_BYTES:,} bytes. Load another checkpoint."
             )
         raw = file.readall()
-    return parsed(raw, path), zlib.crc32(raw)
+    return parse(raw, path), zlib.crc32(raw)
 
 
-def parsed(raw: bytes, path: Path) -> Index:
+def parse(raw: bytes, path: Path) -> Index:
+    """Return the index that a file contains. Raise ValueError if the file is not a valid index."""
     found = PATTERN.match(raw)
     advice = "Load another checkpoint."
     if found is None:
         raise ValueError(
-            f"{path} is no index of a manyhands checkpoint, or its beginning is damaged. {advice}"
+            f"{path} is not an index of a manyhands checkpoint, or its beginning is damaged. "
+            f"{advice}"
         )
     version = int(found[1])
     text = raw[found.end() : -2]
+    # The checksum before the version: a damaged version number must not look like a new format.
     if raw[-2:] != b"}\n" or zlib.crc32(text) != int(found[2], 16):
-        raise ValueError(f"{path} is damaged: its checksum is not that of its content. {advice}")
+        raise ValueError(f"{path} is damaged: its checksum does not match its content. {advice}")
     if version != VERSION:
         raise ValueError(
             f"{path} has format version {version}, and this release reads {VERSION}. Load it with "
@@ -133,23 +153,24 @@ def parsed(raw: bytes, path: Path) -> Index:
         content = json.loads(text)
         _schema.check(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} does not say what it should: {error}. {advice}") from error
-    return _built(content)
+        raise ValueError(f"{path} has invalid content: {error}. {advice}") from error
+    return _from_content(content)
 
 
-def _built(content: Mapping[str, Any]) -> Index:
-    """The index of a content that has been checked."""
+def _from_content(content: Mapping[str, Any]) -> Index:
+    """Build the index from content that `_schema.check` has accepted."""
     tensors = {
-        key: Tensor(
+        key: StoredTensor(
             tuple(shape),
             dtype,
             [
-                Chunk(tuple(at), tuple(sizes), file, name, crc)
-                for at, sizes, file, name, crc in chunks
-                if 0 not in sizes or 0 in shape  # a rank may have none of a tensor's rows
+                StoredSlice(tuple(offsets), tuple(sizes), file, name, crc)
+                for offsets, sizes, file, name, crc in slices
+                # A rank that owns no rows of a tensor saves an empty slice: nothing to read.
+                if 0 not in sizes or 0 in shape
             ],
         )
-        for key, (shape, dtype, chunks) in content["tensors"].items()
+        for key, (shape, dtype, slices) in content["tensors"].items()
     }
-    files = [File(**file) for file in content["files"]]
+    files = [IndexedFile(**file) for file in content["files"]]
     return Index(**{**content, "tensors": tensors, "files": files})

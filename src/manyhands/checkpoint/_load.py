@@ -1,4 +1,4 @@
-"""Load: everything is compared with the index and with its checksums before anything changes."""
+"""`mh.load`. The steps are in `_reading.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load(
     process_group: Any = None,
     **values: Any,
 ) -> dict[str, Any]:
-    """Continue from a checkpoint; to be called on every worker. Returns the saved values.
+    """Continue from a checkpoint, and return the saved values. Call it on every rank.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -29,29 +29,31 @@ def load(
     >>> values["epoch"], values["scaler"] is scaler
     (3, True)
 
-    `path` is the folder that `save` was given, for the newest complete checkpoint in it, or one
-    checkpoint. Number of workers and sharding may be others than those that saved: each worker
-    reads what it needs.
+    `path` is the folder that `save` was given, which means the newest complete checkpoint in it, or
+    one checkpoint. The number of ranks and the sharding may differ from those of the save: each
+    rank reads what it needs.
 
-    Values come back as they were saved, and the step, if it was given, as `"step"`. What has a
-    `load_state_dict` is given under its name, and is loaded in place; otherwise its state dict
-    comes back. With an optimizer the run goes on, and so do the random generators; with another
-    number of workers, those of the ranks that there were. A model alone may be loaded to be
-    evaluated.
+    Values come back as they were saved, and the step, if `save` was given one, as `"step"`. An
+    object that has a `load_state_dict` may be given under its name, and is loaded in place;
+    otherwise its state dict comes back. With an optimizer, random generators continue, too; on
+    another number of ranks, rank r continues those of the saved rank r, if there was one. Without
+    an optimizer, for instance to evaluate a model, they are left alone.
 
-    A checkpoint that is damaged, incomplete, or not of this model and optimizer is an error on
-    every worker, and nothing has changed then.
+    If a checkpoint is damaged, incomplete, or of another model or optimizer, every rank raises, and
+    nothing has changed.
 
     Args:
         path: the folder of checkpoints, or one of them.
         model: the model to load into, wrapped or not.
         optimizer: the optimizer, or a list as it was saved.
         scheduler: the scheduler, or a list.
-        process_group: the workers that share the run; all, by default.
+        process_group: the ranks that share the run; all, by default.
         **values: objects to load into, under the names they were saved by.
     """
+    # Here, not at the top: `import manyhands` must not import torch.distributed.checkpoint, which
+    # `_reading` needs.
     from manyhands.checkpoint._reading import load_newest
 
     wait_for_pending()
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    return load_newest(Path(path), given, values, process_group)
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return load_newest(Path(path), objects, values, process_group)

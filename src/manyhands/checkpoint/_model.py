@@ -1,8 +1,8 @@
-"""A model's tensors under their plain names: out of one wrapping, and into any other."""
+"""A model's tensors under their plain names: saved from one wrapper, loaded into any other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,112 +10,123 @@ from torch import Tensor, nn
 
 from manyhands._core.dtensor import is_dtensor
 from manyhands.checkpoint import _index
-from manyhands.checkpoint._names import Names, listed, put_new
-from manyhands.checkpoint._shares import part_to_save
-from manyhands.checkpoint._undo import Other
-from manyhands.checkpoint._values import decoded, encoded
+from manyhands.checkpoint._local_state import to_parts
+from manyhands.checkpoint._names import ModelNames, list_names, put_new
+from manyhands.checkpoint._undo import ForeignState
+from manyhands.checkpoint._values import GetTensor, decode, encode
 
 
-def saved_model(names: Names, prefix: str, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What there is (as JSON), and this worker's tensors by key.
+def collect_model(
+    names: ModelNames, prefix: str, rank: int
+) -> tuple[_index.ModelMeta, dict[str, Any]]:
+    """Return the model's description as JSON, and this rank's tensors by key.
 
-    Every worker gives its parameters, of which those that all have are written once. Buffers are
-    rank 0's, as under DistributedDataParallel.
+    Every rank offers its parameters; the planner lets one rank write what several have. Buffers are
+    taken from rank 0, as under DistributedDataParallel.
     """
     tensors: dict[str, Any] = {}
 
     def put(path: str, tensor: Tensor) -> str:
-        put_new(tensors, path, part_to_save(tensor))
+        put_new(tensors, path, to_parts(tensor))
         return path
 
     for name, tensor in names.params.items():
         put(f"{prefix}/{name}", tensor)
     for name, tensor in names.buffers.items():
+        # Each rank has another shard of a DTensor, so all of them are needed.
         if rank == 0 or is_dtensor(tensor):
             put(f"{prefix}/{name}", tensor)
+    # On every rank, even if only rank 0's is saved: a module may use collectives there.
     extras = {name: module.get_extra_state() for name, module in names.extras.items()}
-    told = {
+    meta: _index.ModelMeta = {
         "params": list(names.params),
         "buffers": list(names.buffers),
         "aliases": names.aliases,
         "extras": {
-            name: encoded(state, f"{prefix}/{name}", put if rank == 0 else lambda path, _: path)
+            name: encode(state, f"{prefix}/{name}", put if rank == 0 else lambda path, _: path)
             for name, state in extras.items()
         },
     }
-    return told, tensors
+    return meta, tensors
 
 
-class ModelLoading:
-    """A saved model on its way into one here; making it checks that it fits, changing nothing."""
+class ModelLoader:
+    """Loads a saved model. Creating a loader checks that the model fits, and changes nothing.
+
+    `targets` are then to be filled, by key. They are the model's own memory.
+    """
 
     def __init__(
         self,
-        names: Names,
-        told: Mapping[str, Any],
+        names: ModelNames,
+        meta: _index.ModelMeta,
         prefix: str,
-        tensors: Mapping[str, _index.Tensor],
-        get: Callable[[str], Tensor],
+        tensors: Mapping[str, _index.StoredTensor],
+        get: GetTensor,
         what: str = "model",
     ) -> None:
         self.targets: dict[str, Any] = {}
-        saved = {name: name for name in (*told["params"], *told["buffers"])} | told["aliases"]
+        saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
         missing, wrong = [], []
         first: dict[str, Tensor] = {}
-        self._twins: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # (tensor, the tensor to copy it from)
         for name, tensor in names.tensors.items():
+            # Any of a tied tensor's names will do: another class may register them in other order.
             known = [other for other in names.all_of(name) if other in saved]
             if not known:
                 missing.append(name)
                 continue
             key = f"{prefix}/{saved[known[0]]}"
-            there = tensors[key]
-            if tuple(tensor.shape) != there.shape:
-                wrong.append(f"{name!r} is {there.shape} there and {tuple(tensor.shape)} here")
-            elif not _converts(there.torch_dtype, tensor.dtype):
-                wrong.append(f"{name!r} is {there.dtype} there and {tensor.dtype} here")
-            elif key in self.targets:  # tied there, and not here
-                self._twins.append((tensor, first[key]))
+            stored = tensors[key]
+            if tuple(tensor.shape) != stored.shape:
+                wrong.append(
+                    f"{name!r} is {stored.shape} in the checkpoint and {tuple(tensor.shape)} here"
+                )
+            elif not _can_convert(stored.torch_dtype, tensor.dtype):
+                wrong.append(
+                    f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here"
+                )
+            elif key in self.targets:  # tied in the checkpoint, and not here
+                self._copies.append((tensor, first[key]))
             else:
-                self.targets[key] = part_to_save(tensor)
+                self.targets[key] = to_parts(tensor)
                 first[key] = tensor
         here = {*names.tensors, *names.aliases}
         unexpected = sorted(set(saved) - here)
-        missing += sorted(set(names.extras) - set(told["extras"]))
-        unexpected += sorted(set(told["extras"]) - set(names.extras))
+        missing += sorted(set(names.extras) - set(meta["extras"]))
+        unexpected += sorted(set(meta["extras"]) - set(names.extras))
+        # All problems in one message: they often have one cause.
         problems = [
-            *([f"only the {what} here has {listed(sorted(missing))}"] if missing else []),
-            *([f"only the checkpoint has {listed(unexpected)}"] if unexpected else []),
+            *([f"only the {what} here has {list_names(sorted(missing))}"] if missing else []),
+            *([f"only the checkpoint has {list_names(unexpected)}"] if unexpected else []),
             *wrong[:8],
         ]
         if problems:
             raise ValueError(
-                f"the checkpoint's {what} is another one: {'; '.join(problems)}. Build the model "
-                "that was saved."
+                f"the checkpoint's {what} is a different one: {'; '.join(problems)}. Build the "
+                "model that was saved."
             )
-        self.others = [
-            Other(name, module.get_extra_state, module.set_extra_state, decoded(state, get))
-            for name, state in told["extras"].items()
+        self.foreign_states = [
+            ForeignState(name, module.get_extra_state, module.set_extra_state, decode(state, get))
+            for name, state in meta["extras"].items()
             for module in [names.extras[name]]
         ]
 
     def finish(self) -> None:
-        """The targets are filled, which are the model's own tensors; those tied there follow."""
+        """Copy tensors that were tied when they were saved, after the targets are filled."""
         with torch.no_grad():
-            for tensor, first in self._twins:
+            for tensor, first in self._copies:
                 tensor.copy_(first)
 
 
-def _converts(there: torch.dtype, here: torch.dtype) -> bool:
-    """Whether numbers of one type may be loaded as the other."""
-    return there == here or (there.is_floating_point and here.is_floating_point)
+def _can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
+    """Return whether numbers of one type may be loaded as the other."""
+    return saved == here or (saved.is_floating_point and here.is_floating_point)
 
 
-def returned(
-    told: Mapping[str, Any], prefix: str, get: Callable[[str], Tensor]
-) -> dict[str, Tensor]:
-    """A saved module that nobody gave a module for: its tensors by name."""
-    return {name: get(f"{prefix}/{name}") for name in (*told["params"], *told["buffers"])}
+def read_tensors(meta: _index.ModelMeta, prefix: str, get: GetTensor) -> dict[str, Tensor]:
+    """Return a saved module's tensors by name, for a caller who passes no module to load into."""
+    return {name: get(f"{prefix}/{name}") for name in (*meta["params"], *meta["buffers"])}
 
 
 def is_module(value: Any) -> bool:

@@ -1,8 +1,24 @@
-"""What the tensors of a model are called in the plain model, whatever it is wrapped in.
+"""What tensors are called: in the plain model, and in a checkpoint.
 
-Wrappers put their own name between: `module.` (data parallelism), `_orig_mod.` (torch.compile),
-`_fsdp_wrapped_module.` (FSDP), `_checkpoint_wrapped_module.` (activation checkpointing). A
-checkpoint has none of them, so that it fits the model under any other wrapping.
+A model's tensors have the names of the plain model. Wrappers put names of their own in between:
+`module.` (data parallelism), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP),
+`_checkpoint_wrapped_module.` (activation checkpointing). A checkpoint has none of these, so that it
+fits the model under any other wrapper.
+
+The keys of all tensors in a checkpoint, such that no two tensors have one key:
+
+    model/NAME                     a parameter or buffer
+    optimizer.0/ENTRY/NAME         an entry of a parameter's state
+    optimizer.0/options.1.lr       an option of its second parameter group
+    optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
+    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks_state`, `_replicas`
+    scheduler.0.x                  a scheduler's state
+    value/NAME.x.0.y               in the user's value of that name: value["x"][0]["y"]
+    value/NAME/PARAMETER           in a module among the user's values
+    random/RANK/GENERATOR          a random generator of each rank
+
+If a key of a dict becomes part of a name, its dots, slashes and percent signs are written as in a
+web address. So {"a": {"b": t}} is `a.b`, and {"a.b": t} is `a%2Eb`.
 """
 
 from __future__ import annotations
@@ -20,8 +36,10 @@ from manyhands.sharding.fsdp._transparent import CHECKPOINTED, INNER
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 
-BETWEEN = {"_orig_mod", INNER, CHECKPOINTED}
-AROUND = (
+# These names no user's module has, so they are left out wherever they occur. `module` may be a
+# user's name as well, and is left out only below these classes.
+WRAPPER_NAMES = {"_orig_mod", INNER, CHECKPOINTED}
+WRAPPERS_WITH_MODULE = (
     DistributedDataParallel,
     nn.DataParallel,
     ShardedDataParallel,
@@ -30,87 +48,94 @@ AROUND = (
 
 
 @dataclass
-class Names:
-    """A model's tensors by plain name, each once, and the modules with a state of another kind."""
+class ModelNames:
+    """A model's tensors by plain name, each tensor once, and the modules that have extra state."""
 
     params: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)  # of tied tensors: name -> first name
+    aliases: dict[str, str] = field(default_factory=dict)  # other name of a tied tensor -> its name
     extras: dict[str, nn.Module] = field(default_factory=dict)
-    of: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
+    by_id: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         return {**self.params, **self.buffers}
 
     def all_of(self, name: str) -> list[str]:
-        """A tensor's name and its others, if it is tied."""
+        """Return a tensor's name and, if it is tied, its other names."""
         return [name, *(other for other, first in self.aliases.items() if first == name)]
 
 
-def names_of(model: nn.Module) -> Names:
-    """The names in a model, all its parameters in the state between two steps."""
+def find_names(model: nn.Module) -> ModelNames:
+    """Return the names in a model, after bringing its parameters into their state between steps."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
-            'Several go in as one: nn.ModuleDict({"generator": g, "critic": c}).'
+            'Put several into one: nn.ModuleDict({"generator": g, "critic": c}).'
         )
-    _check_shared(model)
+    _check_same_on_all_ranks(model)
     _reshard(model)
-    names = Names()
-    for prefix, module in _plain(model, ""):
+    names = ModelNames()
+    # Not `named_parameters`, which leaves out the second name of a tied tensor.
+    for prefix, module in _walk_plain(model, ""):
         for name, param in module._parameters.items():
-            _add(names, names.params, prefix + name, param)
+            _add_tensor(names, names.params, prefix + name, param)
         for name, buffer in module._buffers.items():
             if name not in module._non_persistent_buffers_set:
-                _add(names, names.buffers, prefix + name, buffer)
+                _add_tensor(names, names.buffers, prefix + name, buffer)
+        # torch's default `get_extra_state` raises; a class that overrides it has extra state.
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             names.extras[prefix + "_extra_state"] = module
     on_meta = [name for name, tensor in names.tensors.items() if tensor.is_meta]
     if on_meta:
         raise ValueError(
-            f"{listed(on_meta)} of the model {'is' if len(on_meta) == 1 else 'are'} on the meta "
-            'device, without memory. Give it some first: model.to_empty(device="cpu").'
+            f"{list_names(on_meta)} of the model {'is' if len(on_meta) == 1 else 'are'} on the "
+            'meta device, without memory. Allocate it first: model.to_empty(device="cpu").'
         )
     return names
 
 
-def _add(names: Names, to: dict[str, Tensor], name: str, tensor: Tensor | None) -> None:
-    if tensor is None:
+def _add_tensor(
+    names: ModelNames, target: dict[str, Tensor], name: str, tensor: Tensor | None
+) -> None:
+    if tensor is None:  # such as `register_parameter("bias", None)`
         return
-    first = names.of.setdefault(id(tensor), name)
+    first = names.by_id.setdefault(id(tensor), name)
     if first == name:
-        to[name] = tensor
+        target[name] = tensor
     else:
         names.aliases[name] = first
 
 
-def _plain(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every place of the tree, a shared module at each of its places, under plain prefixes."""
+def _walk_plain(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module with its plain prefix; a shared module comes once for each of its names."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is None:
             continue
-        between = name in BETWEEN or (name == "module" and isinstance(module, AROUND))
-        yield from _plain(child, prefix if between else f"{prefix}{name}.")
+        is_wrapped = name in WRAPPER_NAMES or (
+            name == "module" and isinstance(module, WRAPPERS_WITH_MODULE)
+        )
+        yield from _walk_plain(child, prefix if is_wrapped else f"{prefix}{name}.")
 
 
-def _check_shared(model: nn.Module) -> None:
-    """Raise where workers have parameters of their own: a checkpoint holds one of each name."""
+def _check_same_on_all_ranks(model: nn.Module) -> None:
+    """Raise if ranks train different parameters: a checkpoint has room for one of each name."""
     wraps = [each for each in model.modules() if isinstance(each, FullyShardedDataParallel)]
     if any(wrap.world_size > 1 for wrap in wraps):
         for wrap in wraps:
             if wrap.world_size == 1 and wrap.params:
                 raise ValueError(
                     f"a wrap of {type(wrap.module).__name__} is in a process group of one, inside "
-                    "one of several workers: each worker has its own parameters there, and a "
-                    "checkpoint would hold those of one. Save each worker's model.state_dict() and "
+                    "one of several ranks. Each rank has its own parameters there, and a "
+                    "checkpoint would hold those of one. Save each rank's model.state_dict() and "
                     "optimizer.state_dict() in a file of its own."
                 )
 
 
 def _reshard(model: nn.Module) -> None:
-    """Let the parameters of torch's `fully_shard` be the sharded ones, also after a forward."""
+    """Free gathered parameters: after a forward, `fully_shard` still shows the whole ones."""
+    # From sys.modules: a program that uses `fully_shard` has imported it; others need not.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in model.modules():
@@ -118,38 +143,40 @@ def _reshard(model: nn.Module) -> None:
                 module.reshard()
     for module in model.modules():
         if isinstance(module, ShardedDataParallel):
-            module._wait()
+            module._wait()  # updated parameters may still be on their way to this rank
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Some names, and how many more."""
+def list_names(names: Sequence[str], most: int = 8) -> str:
+    """Return the first names, quoted, and the number of the others."""
     more = len(names) - most
     return ", ".join(map(repr, names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
+# -- keys ------------------------------------------------------------------------------------------
+
 _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
 
 
-def escaped(key: str) -> str:
-    """A key of a dict, or an entry's name, as part of a tensor's name."""
+def escape(key: str) -> str:
+    """Return a key of a dict, or the name of an entry, as part of a tensor's key."""
     return key.translate(_ESCAPES)
 
 
-def below(path: str, key: object) -> str:
-    """The name of what a container called `path` has under a key or at a place."""
-    return f"{path}.{escaped(str(key))}"
+def child_path(path: str, key: object) -> str:
+    """Return the path of a container's child; `key` is a key of a dict or an index of a list."""
+    return f"{path}.{escape(str(key))}"
 
 
 def state_key(prefix: str, entry: str, name: str) -> str:
-    """An entry of a parameter's state."""
-    return f"{prefix}/{escaped(entry)}/{name}"
+    """Return the key of one entry of a parameter's state."""
+    return f"{prefix}/{escape(entry)}/{name}"
 
 
 def put_new(tensors: dict[str, Any], key: str, tensor: Any) -> None:
-    """Add a tensor; one that would take another's place is an error."""
+    """Add a tensor. Raise ValueError if there is one with that key."""
     if key in tensors:
         raise ValueError(
-            f"two tensors of this checkpoint would be called {key!r}, and one of them be lost. "
-            "Rename one of them, or leave it out."
+            f"two tensors of this checkpoint would be called {key!r}, and one of them would be "
+            "lost. Rename one of them, or leave it out."
         )
     tensors[key] = tensor

@@ -1,7 +1,13 @@
-"""A tensor of which this worker has some boxes: what torch.distributed.checkpoint asks of it.
+"""The slices of a tensor that this rank holds, as torch.distributed.checkpoint asks for them.
 
-It plans with the three methods in double underscores, and never sees the tensor whole. A plain
-tensor is one box, a flat range of a parameter (`sharding/zero/_layout.py`) a few of them.
+A *slice* is rectangular: offsets and sizes, one for each dimension. torch plans with the three
+methods in double underscores, and never needs the whole tensor. A plain tensor is one slice. A flat
+range of a parameter (`sharding/zero/_layout.py`) is a few slices:
+
+The elements `start` to `stop` of a tensor, in the order of memory, are the end of one row, some
+whole rows, and the beginning of another. The incomplete rows are again such ranges, with one
+dimension less. So there are at most 2 * dimensions - 1 slices. Each is contiguous in memory, and
+the next one begins where it ends.
 """
 
 from __future__ import annotations
@@ -23,13 +29,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from manyhands._core.dtensor import is_dtensor, local
 from manyhands._core.flat import order_of_dims
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice
 
 
-def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up elements `start` to `stop`, in order.
+def slices_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bounds]:
+    """Yield the slices that make up elements `start` to `stop`, in order.
 
-    >>> list(boxes_of((4, 5), 3, 16))
+    >>> list(slices_of_range((4, 5), 3, 16))
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
     """
     if start >= stop:
@@ -37,33 +43,33 @@ def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if not shape:
         yield (), ()
         return
-    rows, inner = shape[1:], math.prod(shape[1:])
-    first, skipped = divmod(start, inner)
-    last, rest = divmod(stop, inner)
-    if first == last:
-        yield from _within(first, rows, skipped, rest)
+    row_shape, row_size = shape[1:], math.prod(shape[1:])
+    first, skipped = divmod(start, row_size)
+    last, rest = divmod(stop, row_size)
+    if first == last:  # begins and ends within one row
+        yield from _slices_of_row(first, row_shape, skipped, rest)
         return
-    if skipped:
-        yield from _within(first, rows, skipped, inner)
+    if skipped:  # the end of the first row
+        yield from _slices_of_row(first, row_shape, skipped, row_size)
         first += 1
-    if first < last:
-        yield (first, *(0 for _ in rows)), (last - first, *rows)
-    if rest:
-        yield from _within(last, rows, 0, rest)
+    if first < last:  # whole rows
+        yield (first, *(0 for _ in row_shape)), (last - first, *row_shape)
+    if rest:  # the beginning of the last row
+        yield from _slices_of_row(last, row_shape, 0, rest)
 
 
-def _within(row: int, rows: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    for offsets, sizes in boxes_of(rows, start, stop):
+def _slices_of_row(row: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bounds]:
+    for offsets, sizes in slices_of_range(shape, start, stop):
         yield (row, *offsets), (1, *sizes)
 
 
 @dataclass(eq=False)
 class TensorParts:
-    """Parts of a tensor of some shape: where each begins, and its elements (a view of them)."""
+    """The slices of one tensor that this rank holds: offsets and elements (a view of them)."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
-    parts: list[tuple[tuple[int, ...], Tensor]]
+    slices: list[tuple[tuple[int, ...], Tensor]]
 
     @classmethod
     def whole(cls, tensor: Tensor) -> TensorParts:
@@ -71,53 +77,61 @@ class TensorParts:
         return cls(tuple(tensor.shape), tensor.dtype, [((0,) * tensor.dim(), tensor)])
 
     @classmethod
-    def cut(cls, flat: Tensor, like: Tensor, start: int) -> TensorParts:
-        """Of a tensor like `like`, the elements from `start` on, in the order of its memory.
+    def from_flat(cls, flat: Tensor, like: Tensor, start: int) -> TensorParts:
+        """Return the slices that a flat range holds of a tensor like `like`.
 
-        Of a DTensor they are counted in what this rank has of it. Complex numbers may come as
-        real ones, in pairs.
+        `flat` has the elements from `start` on, in the order of `like`'s memory; of a DTensor, they
+        are counted in its local tensor. Complex numbers may come as pairs of real ones.
         """
         flat = flat.detach().view(-1)
-        shape, corner, like = _place_of(like)
+        shape, corner, like = _locate(like)
         if like.is_complex() and not flat.is_complex():
             shape, corner, like = (*shape, 2), (*corner, 0), torch.view_as_real(like)
+        # Memory order may differ from the order of dimensions (channels_last, a transpose): cut the
+        # permuted shape, and permute each slice back.
         order = order_of_dims(like)
         back = [order.index(dim) for dim in range(like.dim())]
-        parts, done = [], 0
-        ordered = tuple(like.shape[dim] for dim in order)
-        for offsets, sizes in boxes_of(ordered, start, start + flat.numel()):
-            part = flat[done : (done := done + _volume(sizes))].view(sizes)
-            at = tuple(offsets[i] + first for i, first in zip(back, corner, strict=True))
-            parts.append((at, part.permute(back)))
-        return cls(shape, flat.dtype, parts)
+        slices, done = [], 0
+        permuted = tuple(like.shape[dim] for dim in order)
+        for offsets, sizes in slices_of_range(permuted, start, start + flat.numel()):
+            elements = flat[done : (done := done + torch.Size(sizes).numel())].view(sizes)
+            begin = tuple(offsets[i] + first for i, first in zip(back, corner, strict=True))
+            slices.append((begin, elements.permute(back)))
+        return cls(shape, flat.dtype, slices)
 
     def size(self) -> torch.Size:
-        """The whole tensor's shape."""
+        """Return the whole tensor's shape; torch's planner calls it as a tensor's method."""
         return torch.Size(self.shape)
 
-    def with_parts_of(self, other: TensorParts) -> TensorParts:
-        """One worker may have several runs of a tensor (what they have alike counts once)."""
-        known = {offsets for offsets, _ in self.parts}
-        more = [(offsets, part) for offsets, part in other.parts if offsets not in known]
-        return TensorParts(self.shape, self.dtype, [*self.parts, *more])
+    def merge(self, other: TensorParts) -> TensorParts:
+        """Return the slices of both, for a rank that holds several ranges of one tensor."""
+        # A slice that both have, such as a number of steps, counts once.
+        known = {offsets for offsets, _ in self.slices}
+        more = [(offsets, elements) for offsets, elements in other.slices if offsets not in known]
+        return TensorParts(self.shape, self.dtype, [*self.slices, *more])
 
+    # The next three are torch's `_Checkpointable` protocol, which DTensor implements as well.
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
-            item(fqn, offsets, part.shape, self.shape, self.dtype) for offsets, part in self.parts
+            write_item(fqn, offsets, elements.shape, self.shape, self.dtype)
+            for offsets, elements in self.slices
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), part.shape) for at, part in self.parts]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), elements.shape)
+            for offsets, elements in self.slices
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, part in self.parts:
+        for offsets, elements in self.slices:
             if index.offset is not None and tuple(index.offset) == offsets:
-                return part
-        raise ValueError(f"no part of {index.fqn} begins at {index.offset}")
+                return elements
+        raise ValueError(f"no slice of {index.fqn} begins at {index.offset}")
 
 
-def _place_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """The whole tensor's shape, where in it what is here begins, and that."""
+def _locate(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+    """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
     here, corner = local(tensor).detach(), (0,) * tensor.dim()
     if is_dtensor(tensor):
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
@@ -125,18 +139,15 @@ def _place_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]
     return tuple(tensor.shape), corner, here
 
 
-def item(
+def write_item(
     fqn: str,
     offsets: Sequence[int],
     sizes: Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> WriteItem:
-    """One box to be written."""
+    """Return torch's description of one slice to be written."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    # SHARD even for a whole tensor: torch accepts a key from several ranks only with this type.
     return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def _volume(sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel()

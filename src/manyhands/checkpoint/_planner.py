@@ -1,7 +1,8 @@
-"""torch's planners, who decide which worker writes what and who reads which part of what.
+"""torch's planners, which decide which rank writes and reads which slice of which tensor.
 
-A tensor that several workers hold alike is written by one of them; one that is cut is read by
-whoever needs a part of it. Workers tell each other their plans as JSON.
+A slice that several ranks hold alike is written by one of them. A rank that needs a slice reads it
+from whichever stored slices overlap it. Ranks exchange their plans as JSON, because torch would
+exchange pickles.
 """
 
 from __future__ import annotations
@@ -16,84 +17,90 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from manyhands.checkpoint._parts import TensorParts, item
+from manyhands.checkpoint._parts import TensorParts, write_item
 
-Parts = Mapping[str, Any]  # by key: Boxes, or a DTensor
+PartsByKey = Mapping[str, Any]  # each value is a TensorParts or a DTensor
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's own, for tensors of which there are boxes."""
+    """torch's planner, which also finds slices in TensorParts."""
 
-    def __init__(self, tensors: Parts) -> None:
+    def __init__(self, tensors: PartsByKey) -> None:
+        # No flattening: our keys are flat already.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.set_up_planner(dict(tensors))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return part_of(self.state_dict, index)
+        return find_slice(self.state_dict, index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's own, for tensors of which there are boxes."""
+    """torch's planner, which also finds slices in TensorParts."""
 
-    def __init__(self, tensors: Parts, metadata: Metadata) -> None:
+    def __init__(self, tensors: PartsByKey, metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Set here: torch's `set_up_planner` looks into the values, and expects tensors there.
         self.state_dict = self.original_state_dict = dict(tensors)
         self.metadata = metadata
         self.is_coordinator = False
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return part_of(self.state_dict, index)
+        return find_slice(self.state_dict, index)
 
 
-def part_of(tensors: Parts, index: MetadataIndex) -> Tensor:
-    """What a worker holds of a tensor from some offset on."""
+def find_slice(tensors: PartsByKey, index: MetadataIndex) -> Tensor:
+    """Return the slice of a tensor that this rank holds at an offset."""
     found = tensors[index.fqn]
     assert isinstance(found, TensorParts) or hasattr(found, "__get_tensor_shard__")
-    part = found.__get_tensor_shard__(index)
-    wait = getattr(part, "wait", None)  # of a DTensor's, if a collective for it is under way
-    return wait() if wait is not None else part
+    elements = found.__get_tensor_shard__(index)
+    # A DTensor's local tensor may be the result of a collective that is still under way.
+    wait = getattr(elements, "wait", None)
+    return wait() if wait is not None else elements
 
 
-def as_text(plan: SavePlan) -> str:
-    """A worker's plan, to be told to the others."""
-    return json.dumps([_told(each) for each in plan.items], separators=(",", ":"))
+def plan_to_text(plan: SavePlan) -> str:
+    """Return a rank's plan as JSON, to be sent to the others."""
+    return json.dumps([_item_to_list(item) for item in plan.items], separators=(",", ":"))
 
 
-def _told(each: WriteItem) -> list[Any]:
-    data = each.tensor_data
-    assert data is not None and each.index.offset is not None
+def _item_to_list(item: WriteItem) -> list[Any]:
+    data = item.tensor_data
+    assert data is not None and item.index.offset is not None
     dtype = str(data.properties.dtype).removeprefix("torch.")
     shape, sizes = list(data.size), list(data.chunk.sizes)
-    return [each.index.fqn, dtype, shape, list(each.index.offset), sizes]
+    return [item.index.fqn, dtype, shape, list(item.index.offset), sizes]
 
 
-def from_text(text: str) -> SavePlan:
+def plan_from_text(text: str) -> SavePlan:
     items = [
-        item(fqn, offsets, sizes, shape, getattr(torch, dtype))
+        write_item(fqn, offsets, sizes, shape, getattr(torch, dtype))
         for fqn, dtype, shape, offsets, sizes in json.loads(text)
     ]
     return SavePlan(items)
 
 
-def agreed(texts: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
-    """Every worker's part of the whole, none of it twice."""
-    plans = [from_text(text) for text in texts]
-    _check_alike(plans)
+def merge_plans(texts: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
+    """Return each rank's final plan, without duplicates, and the metadata of all tensors.
+
+    Every rank computes the same from the same texts, so nothing has to be sent back.
+    """
+    plans = [plan_from_text(text) for text in texts]
+    _check_same_tensors(plans)
     return SavePlanner({}).create_global_plan(plans)
 
 
-def _check_alike(plans: Sequence[SavePlan]) -> None:
-    """Workers must mean the same tensor by a name."""
+def _check_same_tensors(plans: Sequence[SavePlan]) -> None:
+    """Raise ValueError if ranks have tensors of different shapes or types under one key."""
     seen: dict[str, tuple[int, Any]] = {}
     for rank, plan in enumerate(plans):
-        for each in plan.items:
-            data = each.tensor_data
+        for item in plan.items:
+            data = item.tensor_data
             assert data is not None
-            mine = (tuple(data.size), str(data.properties.dtype))
-            first, theirs = seen.setdefault(each.index.fqn, (rank, mine))
-            if mine != theirs:
+            described = (tuple(data.size), str(data.properties.dtype))
+            first, expected = seen.setdefault(item.index.fqn, (rank, described))
+            if described != expected:
                 raise ValueError(
-                    f"workers have different tensors for {each.index.fqn!r}: rank {first} one of "
-                    f"{theirs[0]} {theirs[1]}, rank {rank} one of {mine[0]} {mine[1]}. Build the "
-                    "same model and optimizer on every worker."
+                    f"ranks have different tensors for {item.index.fqn!r}: rank {first} one of "
+                    f"{expected[0]} {expected[1]}, rank {rank} one of {described[0]} "
+                    f"{described[1]}. Build the same model and optimizer on every rank."
                 )

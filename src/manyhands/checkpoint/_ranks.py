@@ -1,11 +1,11 @@
-"""The workers that save or load together, and how they agree that all goes well.
+"""The ranks that save or load together, and how they agree that all goes well.
 
-They have a process group of their own, on gloo, so that what is told here can never meet a
-collective of the training's: an asynchronous save tells it from another thread.
+They have a process group of their own, on gloo. So a message of a checkpoint can never be taken for
+a collective of the training: an asynchronous save sends messages from another thread.
 
-Two kinds of waiting. That all call the same function is waited for as long as the training's group
-waits for anything, and then said. Once all have come, nobody is late by mistake: the slowest disk
-has hours, and a worker that dies is noticed by its connections.
+There are two kinds of waiting. Until every rank has called the same function, ranks wait as long as
+the training's group waits for anything, and then raise. From then on no rank is late by mistake:
+the slowest disk has hours, and a worker that dies is noticed when its connections close.
 """
 
 from __future__ import annotations
@@ -25,110 +25,119 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from manyhands._core.ranks import RankGroup
 
-Made = TypeVar("Made")
-PATIENCE = timedelta(hours=2)  # for the slowest worker's disk
-SHORT = timedelta(minutes=30)  # for all to come, where the group does not say: torch's default
-FIRST = 512  # bytes of a text that go in the first round
-KINDS = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
+Result = TypeVar("Result")
+DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
+CALL_TIMEOUT = timedelta(minutes=30)  # for all ranks to call, if the group has no timeout
+FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
+# An error of another rank is raised as the first of these that it was.
+ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 
+# Making a group costs a rendezvous, so a run keeps one. Weak: it ends with its last user.
 _groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
-class Team:
-    """Some workers, and this one's place among them."""
+class CheckpointRanks:
+    """The ranks that save or load together, and this rank's number among them."""
 
     size: int = 1
     rank: int = 0
-    group: Any = None
+    group: Any = None  # torch's own backend object, None for a single rank
 
     @classmethod
-    def of(cls, process_group: Any, what: str) -> Team:
-        """Those of a process group, by default all, once each of them has called `what`."""
+    def join(cls, process_group: Any, caller: str) -> CheckpointRanks:
+        """Return the ranks of a process group (by default all) once each has called `caller`."""
         workers = RankGroup.of(process_group)
         if workers.size == 1:
             return cls()
-        limit = workers._timeout or SHORT
+        timeout = workers._timeout or CALL_TIMEOUT
         ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         try:
             group = _groups.get(ranks)
             if group is None:
+                # Local synchronization: ranks outside of this group need not call.
                 group = dist.new_group(
-                    list(ranks), limit, backend="gloo", use_local_synchronization=True
+                    list(ranks), timeout, backend="gloo", use_local_synchronization=True
                 )
                 _groups[ranks] = group
-            team = cls(workers.size, workers.rank, group)
-            called = team.gather(what, limit)
+            joined = cls(workers.size, workers.rank, group)
+            called = joined.all_gather_text(caller, timeout)
         except RuntimeError as error:
+            # After a timeout, messages of this attempt may still arrive: use a new group next time.
             _groups.pop(ranks, None)
             raise RuntimeError(
-                f"rank {workers.rank} has called {what}, and not every one of the {workers.size} "
-                f"workers has within {limit.total_seconds():g} s, the process group's timeout, or "
-                f"one has ended. Call it on every worker. ({error})"
+                f"rank {workers.rank} has called {caller}, and not every one of the {workers.size} "
+                f"ranks has within {timeout.total_seconds():g} s, the process group's timeout, or "
+                f"one has ended. Call it on every rank. ({error})"
             ) from error
         if len(set(called)) > 1:
-            told = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(called[:8]))
+            calls = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(called[:8]))
             raise RuntimeError(
-                f"workers call different functions at the same time: {told}. Call each of them on "
-                "every worker, in the same order."
+                f"ranks call different functions at the same time: {calls}. Call each of them on "
+                "every rank, in the same order."
             )
-        return team
+        return joined
 
-    def gather(self, text: str, limit: timedelta = PATIENCE) -> list[str]:
-        """Every worker's text, in rank order."""
+    def all_gather_text(self, text: str, timeout: timedelta = DISK_TIMEOUT) -> list[str]:
+        """Return every rank's text, in rank order."""
         if self.size == 1:
             return [text]
         sent = zlib.compress(text.encode(), 1)
-        # The length, and the text if it is short; else all of it in a second round.
-        rows = self._gathered(len(sent).to_bytes(8, "little") + sent, FIRST, limit)
+        # All-gathered rows have one length. The first round carries each text's length, and the
+        # text if it is short; a second round follows only if some text is longer.
+        rows = self._all_gather_bytes(len(sent).to_bytes(8, "little") + sent, FIRST_ROUND, timeout)
         sizes = [int.from_bytes(row[:8], "little") for row in rows]
-        rest = max(sizes) + 8 - FIRST
+        rest = max(sizes) + 8 - FIRST_ROUND
         if rest > 0:
-            more = self._gathered(sent[FIRST - 8 :], rest, limit)
+            more = self._all_gather_bytes(sent[FIRST_ROUND - 8 :], rest, timeout)
             rows = [row + other for row, other in zip(rows, more, strict=True)]
         return [
             zlib.decompress(row[8 : 8 + size]).decode()
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def _gathered(self, sent: bytes, size: int, limit: timedelta) -> list[bytes]:
-        """Every worker's first `size` bytes, filled up with zeros."""
+    def _all_gather_bytes(self, sent: bytes, size: int, timeout: timedelta) -> list[bytes]:
+        """Return every rank's first `size` bytes, padded with zeros."""
         own = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.size)]
         options = AllgatherOptions()
-        options.timeout = limit
-        self.group.allgather(
-            [rows], [own], options
-        ).wait()  # works beside destroy_process_group, too
+        options.timeout = timeout
+        # The group's method, not `dist.all_gather`: it takes a timeout for this one call, and still
+        # works after `destroy_process_group`, when an asynchronous save may not have ended.
+        self.group.allgather([rows], [own], options).wait()
         return [ctypes.string_at(row.data_ptr(), size) for row in rows]
 
-    def tell(self, text: str) -> str:
-        """Rank 0's text, on every worker."""
-        return self.gather(text if self.rank == 0 else "")[0]
+    def broadcast_text(self, text: str) -> str:
+        """Return rank 0's text on every rank."""
+        return self.all_gather_text(text if self.rank == 0 else "")[0]
 
-    def together(self, do: Callable[[], Made]) -> Made:
-        """Do something on every worker; where one cannot, all raise."""
-        made, problem = None, None
+    def run_on_all(self, action: Callable[[], Result]) -> Result:
+        """Run something on every rank. If it raises on one rank, raise on all."""
+        result, problem = None, None
         try:
-            made = do()
+            result = action()
         except Exception as error:
             problem = error
-        self.settle(problem)
-        return made  # type: ignore[return-value]
+        self.raise_together(problem)
+        return result  # type: ignore[return-value]
 
-    def settle(self, problem: Exception | None) -> None:
-        """Raise on every worker if any has a problem: its own, or what the others tell."""
-        told = "" if problem is None else json.dumps([_kind(problem), str(problem)])
-        everyone = self.gather(told)
+    def raise_together(self, problem: Exception | None) -> None:
+        """Raise on every rank if any rank has a problem: its own, or the first one of the others'.
+
+        All ranks must call this at the same point; it is one all_gather.
+        """
+        text = "" if problem is None else json.dumps([_error_type(problem), str(problem)])
+        everyone = self.all_gather_text(text)
         if problem is not None:
             raise problem
         failed = [(rank, *json.loads(text)) for rank, text in enumerate(everyone) if text]
         if failed:
-            first, kind, text = failed[0]
-            ranks = ", ".join(str(rank) for rank, _, _ in failed[:8])
-            error = next((k for k in KINDS if k.__name__ == kind), RuntimeError)
-            raise error(f"rank {ranks}: {text}" if len(failed) > 1 else f"rank {first}: {text}")
+            first, name, message = failed[0]
+            ranks = ", ".join(str(rank) for rank, _, _ in failed[:8]) if failed[1:] else first
+            error = next((e for e in ERROR_TYPES if e.__name__ == name), RuntimeError)
+            raise error(f"rank {ranks}: {message}")
 
 
-def _kind(problem: Exception) -> str:
-    return next((kind.__name__ for kind in KINDS if isinstance(problem, kind)), "RuntimeError")
+def _error_type(problem: Exception) -> str:
+    types = (each.__name__ for each in ERROR_TYPES if isinstance(problem, each))
+    return next(types, "RuntimeError")

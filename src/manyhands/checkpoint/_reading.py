@@ -1,4 +1,7 @@
-"""The steps of a load; see `_load.py`."""
+"""The steps of a load: compare everything with the index and its checksums, then change something.
+
+Apart from `_load.py` because it imports torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,124 +15,135 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from manyhands.checkpoint import _folder, _index
-from manyhands.checkpoint import _planner as _plan
-from manyhands.checkpoint._contents import Restoring, at_rest, listed_as
+from manyhands.checkpoint._contents import RunLoader, as_list, prepare_optimizers
+from manyhands.checkpoint._planner import LoadPlanner
 from manyhands.checkpoint._random import check_random_state, set_random_state
-from manyhands.checkpoint._ranks import Team
-from manyhands.checkpoint._replicas import Replica, replicas_of
+from manyhands.checkpoint._ranks import CheckpointRanks
+from manyhands.checkpoint._replicas import Replica, find_replicas
 from manyhands.checkpoint._storage import Reader
 
 
 def load_newest(
-    path: Path, given: Mapping[str, Any], values: Mapping[str, Any], process_group: Any
+    path: Path, objects: Mapping[str, Any], values: Mapping[str, Any], process_group: Any
 ) -> dict[str, Any]:
-    """Load; should the checkpoint be removed meanwhile for a newer one, that one."""
-    team = Team.of(process_group, "mh.load")
-    at_rest(given["optimizer"], to_load=True)
-    replicas = replicas_of(listed_as(given["optimizer"]), team)
+    """Load the newest checkpoint; if it is removed meanwhile for a newer one, load that."""
+    ranks = CheckpointRanks.join(process_group, "mh.load")
+    prepare_optimizers(objects["optimizer"], to_load=True)
+    replicas = find_replicas(as_list(objects["optimizer"]), ranks)
     before, problem = None, None
     while True:
-        found = team.together(lambda: _folder.newest(path) if team.rank == 0 else None)
-        # By its name, as this worker may have the folder elsewhere; none, if it is `path` itself.
-        name = team.tell("" if found is None or _folder.is_checkpoint(path) else found.name)
-        checkpoint = path / name if name else _folder.itself(path)
-        if checkpoint == before:
+        # Rank 0 decides: a checkpoint may be completed between two ranks' looks.
+        found = ranks.run_on_all(lambda: _folder.find_newest(path) if ranks.rank == 0 else None)
+        # Its name only, as this rank may have the folder under another path. An empty name means
+        # that `path` itself is the checkpoint.
+        own_name = "" if found is None or _folder.is_checkpoint(path) else found.name
+        name = ranks.broadcast_text(own_name)
+        checkpoint = path / name if name else _folder.resolve_link(path)
+        if checkpoint == before:  # not removed for a newer one: really missing
             assert problem is not None
             raise problem
         try:
-            return _loaded(checkpoint, team, given, values, replicas)
+            return _load_checkpoint(checkpoint, ranks, objects, values, replicas)
         except FileNotFoundError as error:
             before, problem = checkpoint, error
 
 
-def _loaded(
+def _load_checkpoint(
     checkpoint: Path,
-    team: Team,
-    given: Mapping[str, Any],
+    ranks: CheckpointRanks,
+    objects: Mapping[str, Any],
     values: Mapping[str, Any],
     replicas: Sequence[Replica],
 ) -> dict[str, Any]:
     with ExitStack() as stack:
-        index, total = team.together(lambda: _opened(checkpoint, stack))
-        totals = team.gather(str(total))
-        if len(set(totals)) > 1:
+        index, crc32 = ranks.run_on_all(lambda: _open_index(checkpoint, stack))
+        if len(set(ranks.all_gather_text(str(crc32)))) > 1:
             raise ValueError(
-                f"{checkpoint} is not the same on all workers. Give a path on a file system that "
+                f"{checkpoint} is not the same on all ranks. Give a path on a file system that "
                 "they share."
             )
         reader = stack.enter_context(Reader(checkpoint, index))
-        restoring, plan, planner, random = team.together(
-            lambda: _compared(reader, given, values, team, replicas)
+        loader, plan, planner, random = ranks.run_on_all(
+            lambda: _compare(reader, objects, values, ranks, replicas)
         )
 
         def fill() -> None:
-            _read(reader, plan, planner)
-            restoring.finish()
+            _read_into_targets(reader, plan, planner)
+            loader.finish()
             set_random_state(random)
 
+        # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
+        # either every rank goes on or every rank undoes.
         try:
-            team.together(restoring.ask_others)
-            team.together(fill)
+            ranks.run_on_all(loader.load_foreign_states)
+            ranks.run_on_all(fill)
         except BaseException:
-            restoring.undo()
+            loader.undo()
             raise
-        return restoring.result
+        return loader.result
 
 
-def _read(reader: Reader, plan: LoadPlan, planner: _plan.LoadPlanner) -> None:
-    """Into the model's own memory, once all of it has been read and found right."""
+def _read_into_targets(reader: Reader, plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Read into the model's own memory, after all of it has been read once and was right."""
     try:
         reader.read_data(plan, planner).wait()
     except (OSError, ValueError) as error:
+        # The one failure that cannot be undone without a copy of the whole model.
         raise RuntimeError(
-            f"{reader.folder} was read and found right, and could then not be read again: {error} "
-            "The model and the optimizer are loaded in part now. Load a checkpoint, or start anew."
+            f"{reader.folder} was verified, and could then not be read again: {error} The model "
+            "and the optimizer are loaded in part now. Load a checkpoint, or start anew."
         ) from error
 
 
-def _opened(checkpoint: Path, stack: ExitStack) -> tuple[_index.Index, int]:
+def _open_index(checkpoint: Path, stack: ExitStack) -> tuple[_index.Index, int]:
+    """Return the index and its checksum, and protect the checkpoint until the stack is closed."""
     try:
-        stack.enter_context(_folder.reading(checkpoint))
+        stack.enter_context(_folder.hold_for_reading(checkpoint))
         return _index.read(checkpoint)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{checkpoint} cannot be found. If rank 0 does not say so, too, this worker has "
-            "another file system: give a path that all workers share."
+            f"{checkpoint} cannot be found. If rank 0 does not say so, too, this rank has "
+            "another file system: give a path that all ranks share."
         ) from error
 
 
-def _compared(
+def _compare(
     reader: Reader,
-    given: Mapping[str, Any],
+    objects: Mapping[str, Any],
     values: Mapping[str, Any],
-    team: Team,
+    ranks: CheckpointRanks,
     replicas: Sequence[Replica],
-) -> tuple[Restoring, LoadPlan, _plan.LoadPlanner, dict[str, Tensor]]:
-    """All that can be wrong is found here, and nothing is changed."""
+) -> tuple[RunLoader, LoadPlan, LoadPlanner, dict[str, Tensor]]:
+    """Find everything that can be wrong, and change nothing.
+
+    Return the loader, the plan of what to read, its planner, and this rank's random state.
+    """
     index = reader.index
-    restoring = Restoring(index, reader.whole, **given, values=values, replicas=replicas)
-    planner = _plan.LoadPlanner(restoring.targets, reader.read_metadata())
+    loader = RunLoader(index, reader.read_whole, **objects, values=values, replicas=replicas)
+    planner = LoadPlanner(loader.targets, reader.read_metadata())
     plan = planner.create_local_plan()
-    _check_covered(plan, restoring.targets)
-    goes_on = bool(listed_as(given["optimizer"]))
-    reader.verify(plan, team.rank, team.size, all_of_it=goes_on)
+    _check_covered(plan, loader.targets)
+    continues = bool(as_list(objects["optimizer"]))
+    # A run that continues wants the whole checkpoint sound; an evaluation only what it reads.
+    reader.verify(plan, ranks.rank, ranks.size, all_of_it=continues)
     random: dict[str, Tensor] = {}
-    if goes_on:
-        prefix = f"random/{team.rank}/"
+    if continues:
+        prefix = f"random/{ranks.rank}/"
         for key in index.tensors:
             if key.startswith(prefix):
-                random[key.removeprefix(prefix)] = reader.whole(key)
+                random[key.removeprefix(prefix)] = reader.read_whole(key)
         check_random_state(random)
-    return restoring, plan, planner, random
+    return loader, plan, planner, random
 
 
 def _check_covered(plan: LoadPlan, targets: Mapping[str, Any]) -> None:
-    """Every element that is wanted must be somewhere in the checkpoint."""
+    """Raise ValueError unless the plan fills every element of every target."""
     found = dict.fromkeys(targets, 0)
     for item in plan.items:
         found[item.dest_index.fqn] += math.prod(item.lengths)
     for key, target in targets.items():
         needed = sum(math.prod(chunk.sizes) for chunk in target.__create_chunk_list__())
+        # Counting is enough: stored slices do not overlap (`_schema.covers_once`).
         if found[key] != needed:
             raise ValueError(
                 f"the checkpoint has {found[key]:,} of the {needed:,} elements of {key!r} that are "

@@ -1,9 +1,9 @@
-"""Who has an optimizer state of its own: the replicas of a run.
+"""The replicas of a run: each has an optimizer state of its own.
 
-Under data parallelism all ranks have one optimizer state, whole or in shards. In blocks each
-replica (a rank, or the ranks of a machine) steps with its own, and with its own scaling rule, so
-a checkpoint holds one for each. Loaded by another number of replicas, replica r goes on from
-r modulo those that were saved: the first ones, and then from the beginning again.
+Under data parallelism all ranks have one optimizer state, whole or in shards: they are one replica.
+In blocks each replica (a rank, or the ranks of a machine) steps with its own optimizer state and
+scaling rule, so a checkpoint stores one for each. If N replicas were saved, replica r of a later
+run continues from the saved replica r modulo N.
 """
 
 from __future__ import annotations
@@ -13,78 +13,90 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.checkpoint._ranks import Team
-from manyhands.checkpoint._unwrap import Parts
+from manyhands.checkpoint._ranks import CheckpointRanks
+from manyhands.checkpoint._unwrap import OptimizerLayers
 
 
 @dataclass(frozen=True)
 class Replica:
-    """Of which replica this rank is; all of them together are the ranks that save or load."""
+    """The replica that this rank belongs to, among all ranks that save or load together."""
 
     number: int = 0
-    leads: bool = True  # whether it says what all ranks of the replica know
-    layouts: list[Any] = field(default_factory=list)  # by rank: which part of the blocks is there
+    leads: bool = True  # whether this rank describes what all ranks of the replica have alike
+    layouts: list[Any] = field(default_factory=list)  # by rank: how its outer state is laid out
 
-    def within(self, key: str) -> str:
-        """Where the replica's own tensors are; the first one's are where anybody's would be."""
+    def key_prefix(self, key: str) -> str:
+        """Return the prefix of this replica's own tensors.
+
+        The first replica's are where those of a run without blocks are, so that such a run can load
+        them, and the other way round.
+        """
         return key if self.number == 0 else f"{key}/replica.{self.number}"
 
-    def part_of(self, told: Mapping[str, Any]) -> tuple[Mapping[str, Any], Replica]:
-        """What was saved of the replica that this one goes on from, and that replica."""
-        saved: list[Mapping[str, Any]] = [{}, *told.get("replicas", [])]
+    def meta_to_load(self, meta: Mapping[str, Any]) -> tuple[Mapping[str, Any], Replica]:
+        """Return what was saved of the replica that this one continues from, and that replica."""
+        # The first replica is described by `meta` itself: nothing to override.
+        saved: list[Mapping[str, Any]] = [{}, *meta.get("replicas", [])]
         number = self.number % len(saved)
-        return {**told, **saved[number]}, Replica(number)
+        return {**meta, **saved[number]}, Replica(number)
 
 
-def replicas_of(optimizers: Sequence[Any], team: Team) -> list[Replica]:
-    """For each optimizer, of which replica this rank is; to be called on every rank."""
+def find_replicas(optimizers: Sequence[Any], ranks: CheckpointRanks) -> list[Replica]:
+    """Return this rank's replica for each optimizer. Every rank must call this."""
 
-    def places() -> list[Any]:
-        return [_place(Parts.of(optimizer)) for optimizer in optimizers]
+    def locate_all() -> list[Any]:
+        return [_locate_replica(OptimizerLayers.of(optimizer)) for optimizer in optimizers]
 
-    mine = team.together(places)
-    everyone = [json.loads(text) for text in team.gather(json.dumps(mine))]
+    # `run_on_all`, because an optimizer of a wrong type must be an error on every rank.
+    own = ranks.run_on_all(locate_all)
+    everyone = [json.loads(text) for text in ranks.all_gather_text(json.dumps(own))]
     result = []
-    for number, place in enumerate(mine):
+    for number, place in enumerate(own):
+        # Ranks may have passed fewer optimizers; `begin_save` raises for that later.
         known = [places[number] for places in everyone if number < len(places)]
         numbers = [each[0] for each in known]
         result.append(
             Replica(
+                # Numbered by rank within the blocks' group; a gap would be a missing replica.
                 number=sorted(set(numbers)).index(place[0]),
-                leads=team.rank == numbers.index(place[0]),
+                leads=ranks.rank == numbers.index(place[0]),
                 layouts=[each[1] for each in known],
             )
         )
     return result
 
 
-def _place(parts: Parts) -> tuple[int, Any]:
-    """The replica's number, and what this rank has of the blocks."""
-    if parts.blocks is None:
+def _locate_replica(layers: OptimizerLayers) -> tuple[int, Any]:
+    """Return the replica's number, and the layout of this rank's outer state."""
+    if layers.blocks is None:
         return 0, None
-    sync = parts.blocks._sync
+    sync = layers.blocks._sync
     workers = sync.members.workers
     return workers.rank, [workers.size, workers.rank, *sync.anchor.layout()]
 
 
-def joined(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """What all ranks tell of their optimizers, put together: one for each optimizer.
+def merge_replicas(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge what all ranks say of their optimizers; return one description for each optimizer.
 
-    The first replica's is the optimizer's, and what the others have of their own is in a list.
+    The first replica's becomes the optimizer's. What the other replicas have of their own is in its
+    list `replicas`.
     """
     result = []
-    for ranks in zip(*everyone, strict=True):
+    for by_rank in zip(*everyone, strict=True):
         replicas: dict[int, dict[str, Any]] = {}
-        for told in ranks:
-            number = told["replica"]
-            mine = replicas.setdefault(number, {"state": {}})
-            state = mine["state"]
-            for name, entries in told["state"].items():
+        for meta in by_rank:
+            merged = replicas.setdefault(meta["replica"], {"state": {}})
+            state = merged["state"]
+            # Ranks of one replica hold shards: several may describe one entry, and mean the same.
+            for name, entries in meta["state"].items():
                 known = state.setdefault(name, {})
                 known.update({k: v for k, v in entries.items() if k not in known})
-            mine.update({k: v for k, v in told.items() if k not in ("replica", "state")})
+            # Only the leading rank has more than `replica` and `state`.
+            merged.update({k: v for k, v in meta.items() if k not in ("replica", "state")})
         first, *others = (replicas[number] for number in sorted(replicas))
-        alike = ("class", "blocks")
-        first["replicas"] = [{k: v for k, v in other.items() if k not in alike} for other in others]
+        common = ("class", "blocks")
+        first["replicas"] = [
+            {k: v for k, v in other.items() if k not in common} for other in others
+        ]
         result.append(first)
     return result

@@ -1,13 +1,14 @@
-"""Save: every worker writes its share, rank 0 makes it a checkpoint.
+"""`mh.save`: every rank writes its slices, and rank 0 makes them a checkpoint.
 
-In order
-    collect     what each worker has, without copies            on every worker
-    plan        who writes what (`_planner.py`)                    one exchange of text
-    begin       a hidden folder, seen by all                    rank 0
-    write       its share, to the disk; or first to a copy      every worker, its own file
-    publish     the index, the new name, and the old ones go    rank 0
+The steps, which are in `_writing.py`:
 
-If anything fails anywhere, every worker raises, and the folder goes.
+    collect     what each rank has, without copies                 on every rank
+    plan        which rank writes what (`_planner.py`)             one all_gather of text
+    begin       a hidden folder that all ranks see                 rank 0
+    write       its slices, to the disk; or to a copy first        every rank, its own file
+    publish     the index, the final name; old checkpoints go      rank 0
+
+If a step fails on any rank, every rank raises, and the hidden folder is removed.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is complete, or has failed."""
+        """Whether the checkpoint is complete, or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Until it is complete on the disk; raises, on every worker, if it could not be saved."""
+        """Wait until the checkpoint is complete on the disk. Raise on every rank if it failed."""
         if self._thread is not None:
             self._thread.join()
         if self._problem is not None:
@@ -45,10 +46,10 @@ class Saving:
         def run() -> None:
             try:
                 work()
-            except BaseException as problem:
+            except BaseException as problem:  # kept for the thread that calls `wait`
                 self._problem = problem
 
-        # Not a daemon: a program that ends finishes its checkpoint.
+        # Not a daemon: a program that ends finishes its checkpoint first.
         self._thread = threading.Thread(target=run, name="manyhands checkpoint")
         self._thread.start()
 
@@ -57,12 +58,14 @@ class Saving:
         return f"Saving({str(self.path)!r}, {state})"
 
 
+# One save at a time: two would mix their messages on the group that ranks keep for checkpoints.
 _pending: Saving | None = None
 
 
 def wait_for_pending() -> None:
-    """Until the last asynchronous save is over; its error is raised here if nobody has waited."""
+    """Wait for the last asynchronous save. Raise its error if nobody has waited for it."""
     global _pending
+    # Forgotten first: an error is raised once, and does not block later saves.
     before, _pending = _pending, None
     if before is not None:
         before.wait()
@@ -80,7 +83,7 @@ def save(
     process_group: Any = None,
     **values: Any,
 ) -> Saving:
-    """Save a run as a new checkpoint in the folder `path`; to be called on every worker.
+    """Save a run as a new checkpoint in the folder `path`. Call it on every rank.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -91,39 +94,43 @@ def save(
     >>> mh.load("run", model=model, optimizer=optimizer)
     {'step': 100, 'best_loss': 0.25}
 
-    Each worker writes its share into a file of its own; nothing is gathered. State is saved under
-    the parameters' names, so that `load` takes it on any number of workers, under any sharding. A
-    checkpoint is complete or it is not there: a run that is killed, or a disk that is full, leaves
-    the one before.
+    Each rank writes its slices into a file of its own; nothing is gathered. State is saved under
+    the parameters' names, so that `load` works on any number of ranks, under any sharding. A
+    checkpoint is complete or it is not there: if a run is killed, or a disk is full, the previous
+    checkpoint remains.
 
-    Random generators are saved as well, every worker's. The user's values are rank 0's.
+    The random generators of every rank are saved, too. The values are rank 0's.
 
     Args:
-        path: a folder that all workers share; each save makes a folder in it.
+        path: a folder that all ranks share; each save makes a folder in it.
         model: the model, wrapped or not.
         optimizer: a torch optimizer, an `OSS`, a scaling rule or blocks around one; or a list of
-            them. Blocks are saved at a sync round: call `synchronize()` on every worker first.
+            them. Blocks are saved at a sync round: call `synchronize()` on every rank first.
         scheduler: a learning rate scheduler, or a list.
-        step: how far the run is; part of the checkpoint's name, and `load` returns it.
-        keep: how many checkpoints to leave there, this one included; None: all.
+        step: the number of steps so far. It becomes part of the checkpoint's name, and `load`
+            returns it.
+        keep: the number of checkpoints to leave in the folder, this one included; None keeps all.
         wait: False copies the state, returns, and writes in a thread. The checkpoint is complete
-            when `wait()` of what is returned has come back. The next `save` or `load` waits for it.
-        process_group: the workers that share the run; all, by default.
-        **values: what else belongs to the run: tensors, numbers, strings, lists, dicts, modules,
-            and whatever has `state_dict` and `load_state_dict`.
+            once `wait()` of the returned object returns. The next `save` or `load` waits for it.
+        process_group: the ranks that share the run; all, by default.
+        **values: anything else that belongs to the run: tensors, numbers, strings, lists, dicts,
+            modules, and objects that have `state_dict` and `load_state_dict`.
     """
+    # Here, not at the top: `import manyhands` must not import torch.distributed.checkpoint, which
+    # `_writing` needs.
     from manyhands.checkpoint._writing import begin_save
 
     global _pending
     wait_for_pending()
+    # Before any collective: a mistake on one rank must not leave the others waiting.
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be at least 1, or None to keep all, got {keep!r}.")
     if step is not None:
         if not hasattr(step, "__index__") or step < 0:
             raise ValueError(f"step must be a whole number, not negative, got {step!r}.")
-        step = operator.index(step)
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    final, work = begin_save(Path(path), given, values, step, keep, wait, process_group)
+        step = operator.index(step)  # numpy's integers and tensors as well
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    final, work = begin_save(Path(path), objects, values, step, keep, wait, process_group)
     saving = Saving(final)
     if wait:
         work()

@@ -1,12 +1,12 @@
-"""Code that is not ours in the middle of a load, and how what it did is undone.
+"""Run foreign code in the middle of a load, and undo it if the load fails.
 
-A scaler's, a scheduler's or a user's own `load_state_dict`, and a module's `set_extra_state`, may
-refuse what they are given, and nobody knows before they have been asked. So they are asked first,
-while the model and the optimizer are as they were, and each is given back its own state if it, or
-one after it, or one on another rank, refuses.
+A `load_state_dict` of a scaler, a scheduler or a user's object, and a module's `set_extra_state`,
+may refuse a state, and only calling them shows it. So they are called first, while the model and
+the optimizer are unchanged. If one of them raises, on any rank, or a later step does, each gets its
+own earlier state back.
 
-An optimizer's own `load_state_dict` needs its tensors filled. Where it is torch's, nothing of it
-can fail any more by then; where it is not, what is about to be filled is copied first.
+An optimizer's `load_state_dict` needs its tensors filled first. torch's own cannot fail any more by
+then. If it is not torch's, everything that is about to be filled is copied before.
 """
 
 from __future__ import annotations
@@ -24,62 +24,65 @@ from manyhands._core.dtensor import is_dtensor
 
 
 @dataclass(frozen=True)
-class Other:
-    """Something with a state: what it is called, how it gives it and takes it, and the new one."""
+class ForeignState:
+    """An object whose own code loads its state: how to read, how to set, and the new state."""
 
-    what: str
-    give: Callable[[], Any]
-    take: Callable[[Any], Any]
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
     state: Any
 
 
-class Others:
-    """All of them, in the order in which they are asked."""
+class ForeignStates:
+    """All of them, in the order in which they are set."""
 
     def __init__(self) -> None:
-        self._all: list[Other] = []
-        self._before: list[tuple[Other, Any]] = []
+        self._all: list[ForeignState] = []
+        self._before: list[tuple[ForeignState, Any]] = []
 
-    def add(self, *others: Other) -> None:
+    def add(self, *others: ForeignState) -> None:
         self._all += others
 
     def apply(self) -> None:
         for each in self._all:
-            self._before.append((each, kept(each.give())))
-            each.take(each.state)
+            # Noted before it is set: code that raises may have changed something by then.
+            self._before.append((each, copy_state(each.get())))
+            each.set(each.state)
 
     def undo(self) -> list[str]:
-        """Give back what was there, last first; returns what could not be."""
+        """Set the earlier states, last first; return the objects that refused theirs."""
         failed = []
         while self._before:
             each, before = self._before.pop()
             try:
-                each.take(before)
+                each.set(before)
             except Exception as error:
-                failed.append(f"{each.what} ({type(error).__name__}: {error})")
+                failed.append(f"{each.name} ({type(error).__name__}: {error})")
         return failed
 
 
-def kept(state: Any) -> Any:
-    """A copy of a state that its owner cannot change any more."""
+def copy_state(state: Any) -> Any:
+    """Return a copy of a state that its owner cannot change any more."""
     if isinstance(state, Tensor):
-        return state.detach().clone()
+        return state.detach().clone()  # deepcopy refuses tensors with a history
     if isinstance(state, dict):
-        result = copy.copy(state)  # of its own class
+        result = copy.copy(state)  # keeps the class of the dict
         for key, value in state.items():
-            result[key] = kept(value)
+            result[key] = copy_state(value)
         return result
     if type(state) in (list, tuple):
-        return type(state)(map(kept, state))
+        return type(state)(map(copy_state, state))
     return copy.deepcopy(state)
 
 
-def has_own_loading(optimizer: Optimizer) -> bool:
-    """Whether code that is neither torch's nor ours takes part when its state is loaded."""
+def has_foreign_loading(optimizer: Optimizer) -> bool:
+    """Return whether code that is neither torch's nor ours runs when its state is loaded."""
+    # An OSS has the optimizer that it shards in `optim`; both of them load.
     for each in (optimizer, getattr(optimizer, "optim", optimizer)):
         if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
             return True
         for name in ("load_state_dict", "__setstate__"):
+            # The instance first: a method may have been patched.
             owners = [each, *type(each).__mro__]
             owner: Any = next(owner for owner in owners if name in vars(owner))
             module = getattr(vars(owner)[name], "__module__", None) or ""
@@ -88,15 +91,16 @@ def has_own_loading(optimizer: Optimizer) -> bool:
     return False
 
 
-class Before:
-    """Optimizers and tensors as they are now."""
+class OptimizerSnapshot:
+    """A copy of optimizers, and of the tensors that are about to be filled."""
 
     def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[Any]) -> None:
         self._tensors = [
-            (tensor, tensor.clone()) for target in targets for tensor in _memory(target)
+            (tensor, tensor.clone()) for target in targets for tensor in _tensors_of(target)
         ]
         self._optimizers = []
         for optimizer in optimizers:
+            # By id, so that a plain optimizer, which has no `optim`, comes once.
             for each in {
                 id(o): o for o in (optimizer, getattr(optimizer, "optim", optimizer))
             }.values():
@@ -109,6 +113,7 @@ class Before:
         for tensor, before in self._tensors:
             tensor.copy_(before)
         for optimizer, attributes, groups, state in self._optimizers:
+            # The same dicts are refilled: schedulers and wrappers hold references to them.
             vars(optimizer).clear()
             vars(optimizer).update(attributes)
             for group, options in groups:
@@ -118,8 +123,8 @@ class Before:
             optimizer.state.update(state)
 
 
-def _memory(target: Any) -> list[Tensor]:
-    """The tensors here that a planner's target stands for."""
+def _tensors_of(target: Any) -> list[Tensor]:
+    """Return the memory on this rank that the planner would fill."""
     if is_dtensor(target):
         return [target.to_local().detach()]
-    return [part for _, part in target.parts]
+    return [elements for _, elements in target.slices]

@@ -1,12 +1,16 @@
-"""Values to JSON and back; the tensors among them go their own way.
+"""Encode values as JSON and decode them; check that saved values fit the object they load into.
 
-What JSON has is itself: None, True, numbers, strings, lists, and dicts with strings for keys.
-The rest is a dict that says under "$" what it is:
+What JSON has is encoded as itself: None, True, numbers, strings, lists, and dicts with strings for
+keys. Anything else becomes a dict whose "$" says what it is:
 
-    {"$": "tensor", "key": ...}   in the checkpoint under that key
+    {"$": "tensor", "key": ...}   a tensor of the checkpoint, stored under that key
     {"$": "tuple", "items": [...]}, {"$": "dict", "items": [[key, value], ...]}, ...
 
-Nothing is ever turned into code: what is in none of these forms cannot be saved.
+Nothing is ever turned into code: a value that has none of these forms cannot be saved.
+
+The second half checks kinds. torch's optimizers and schedulers accept any state, and fail at the
+next step if a learning rate is a word. So saved numbers, names and lists must be of the kind that
+the object has now. An object that is not torch's may change its kinds on purpose: not checked.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.checkpoint._names import below
+from manyhands.checkpoint._names import child_path
 
-Put = Callable[[str, Tensor], str]  # path and tensor -> its key
-Get = Callable[[str], Tensor]
+PutTensor = Callable[[str, Tensor], str]  # stores a tensor under a path, and returns its key
+GetTensor = Callable[[str], Tensor]  # returns the tensor of a key
 
 SEQUENCES: dict[str, Any] = {
     "tuple": tuple,
@@ -34,38 +38,41 @@ SEQUENCES: dict[str, Any] = {
 }
 MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 NOT_FINITE = ("nan", "inf", "-inf")
-DEEPEST = 100  # containers in each other: so many always fit on the stack of Python
+MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's stack
 
 
-def encoded(value: Any, path: str, put: Put, depth: int = DEEPEST) -> Any:
-    """A value as JSON; `put` takes its tensors. `path` is what the value is called in errors."""
+def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Any:
+    """Return a value as JSON; `put` stores its tensors. Errors call the value by its `path`."""
     if depth < 0:
         raise ValueError(
-            f"{path:.80}... is nested in more than {DEEPEST} containers, or contains itself. Save "
-            "what it is made of."
+            f"{path:.80}... is nested in more than {MAX_DEPTH} containers, or contains itself. "
+            "Save its content instead."
         )
 
-    def inner(value: Any, key: object) -> Any:
-        return encoded(value, below(path, key), put, depth - 1)
+    def encode_child(child: Any, key: object) -> Any:
+        return encode(child, child_path(path, key), put, depth - 1)
 
     if isinstance(value, Tensor):
         return {"$": "tensor", "key": put(path, value)}
+    # The exact type: a subclass, such as a named tuple, would come back as its base class.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "value": str(value)}
     if kind is list:
-        return [inner(each, i) for i, each in enumerate(value)]
+        return [encode_child(each, i) for i, each in enumerate(value)]
+    # JSON would turn other keys into strings, and a key "$" has a meaning of ours.
     if kind is dict and all(type(key) is str and key != "$" for key in value):
-        return {key: inner(each, key) for key, each in value.items()}
+        return {key: encode_child(each, key) for key, each in value.items()}
     for name, sequence in SEQUENCES.items():
         if kind is sequence:
-            return {"$": name, "items": [inner(each, i) for i, each in enumerate(value)]}
+            return {"$": name, "items": [encode_child(each, i) for i, each in enumerate(value)]}
     for name, mapping in MAPPINGS.items():
+        # A defaultdict comes back as a dict: its factory is code.
         if kind is mapping or (name == "dict" and kind is defaultdict):
             pairs = enumerate(value.items())
-            items = [[inner(k, f"{i}, the key"), inner(v, i)] for i, (k, v) in pairs]
+            items = [[encode_child(k, f"{i}, the key"), encode_child(v, i)] for i, (k, v) in pairs]
             return {"$": name, "items": items}
     if kind is complex:
         return {"$": "complex", "value": [str(value.real), str(value.imag)]}
@@ -76,112 +83,109 @@ def encoded(value: Any, path: str, put: Put, depth: int = DEEPEST) -> Any:
     if kind is torch.device:
         return {"$": "device", "value": str(value)}
     if has_state(value):
-        return {"$": "state", "of": kind.__name__, "value": state_of(value, path, put, depth)}
-    for plain in (bool, int, float, str):  # such as numpy's numbers
+        return {"$": "state", "of": kind.__name__, "value": _encode_state(value, path, put, depth)}
+    # Subclasses of numbers and text, such as numpy's numbers, become Python's own.
+    for plain in (bool, int, float, str):
         if isinstance(value, plain):
-            return encoded(plain(value), path, put, depth)
+            return encode(plain(value), path, put, depth)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return encoded(value.item(), path, put, depth)
+        return encode(value.item(), path, put, depth)
     raise TypeError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, and only tensors, numbers, strings, "
-        "lists, tuples, sets, dicts, and what has state_dict() and load_state_dict() can be saved. "
-        "Save what it is made of."
+        f"{path} is a {kind.__module__}.{kind.__qualname__}. Only tensors, numbers, strings, "
+        "lists, tuples, sets, dicts, and objects with state_dict() and load_state_dict() can be "
+        "saved. Save its content instead."
     )
 
 
-def state_of(value: Any, path: str, put: Put, depth: int) -> Any:
+def _encode_state(value: Any, path: str, put: PutTensor, depth: int) -> Any:
     state = value.state_dict()
     state = dict(state) if isinstance(state, OrderedDict) else state
-    return encoded(state, path, put, depth - 1)
+    return encode(state, path, put, depth - 1)
 
 
 def has_state(value: Any) -> bool:
-    """Whether it is something whose state is saved, and loaded in place."""
+    """Return whether the value is an object whose state is saved, and loaded in place."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
 
 
-def decoded(told: Any, get: Get, depth: int = DEEPEST) -> Any:
-    """The value of such JSON; what had a state_dict comes as that.
+def decode(meta: Any, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
+    """Return the value that `encode` turned into JSON; an object comes back as its state dict.
 
-    What `encoded` never writes is an error of some kind: `_schema.py` makes every value of an index
-    once, before anything else looks at it.
+    JSON that `encode` never writes raises an error of some kind. `_schema.py` decodes every value
+    of an index once, before anything else looks at it.
     """
     if depth < 0:
-        raise ValueError(f"nested in more than {DEEPEST} containers")
+        raise ValueError(f"nested in more than {MAX_DEPTH} containers")
 
-    def inner(told: Any) -> Any:
-        return decoded(told, get, depth - 1)
+    def decode_child(child: Any) -> Any:
+        return decode(child, get, depth - 1)
 
-    if isinstance(told, list):
-        return [inner(each) for each in told]
-    if not isinstance(told, Mapping):
-        return told
-    if "$" not in told:
-        return {key: inner(each) for key, each in told.items()}
-    name = told["$"]
+    if isinstance(meta, list):
+        return [decode_child(each) for each in meta]
+    if not isinstance(meta, Mapping):
+        return meta
+    if "$" not in meta:
+        return {key: decode_child(each) for key, each in meta.items()}
+    name = meta["$"]
     if name == "tensor":
-        return get(told["key"])
+        return get(meta["key"])
     if name in SEQUENCES:
-        return SEQUENCES[name](inner(each) for each in _list(told["items"]))
+        return SEQUENCES[name](decode_child(each) for each in _expect_list(meta["items"]))
     if name in MAPPINGS:
-        pairs = (_list(pair) for pair in _list(told["items"]))
-        return MAPPINGS[name]({inner(k): inner(v) for k, v in pairs})
-    value = told["value"]
+        pairs = (_expect_list(pair) for pair in _expect_list(meta["items"]))
+        return MAPPINGS[name]({decode_child(k): decode_child(v) for k, v in pairs})
+    value = meta["value"]
     if name == "state":
-        return inner(value)
+        return decode_child(value)
     if name == "float" and value in NOT_FINITE:
         return float(value)
     if name == "complex":
         return complex(float(value[0]), float(value[1]))
     if name == "bytes":
         return bytes.fromhex(value)
+    # Only what is a dtype: the file must not reach any other attribute of torch.
     if name == "dtype" and isinstance(getattr(torch, value, None), torch.dtype):
         return getattr(torch, value)
     if name == "device":
         return torch.device(value)
-    raise ValueError(f"a value of unknown kind {name!r:.40}: written by a newer release?")
+    raise ValueError(f"a value of unknown kind {name!r:.40}: was it written by a newer release?")
 
 
-def _list(told: Any) -> list[Any]:
-    if not isinstance(told, list):
-        raise ValueError(f"{told!r:.40} should be a list")
-    return told
+def _expect_list(meta: Any) -> list[Any]:
+    if not isinstance(meta, list):  # text would be taken letter by letter
+        raise ValueError(f"{meta!r:.40} should be a list")
+    return meta
 
 
-def keys_in(told: Any) -> list[str]:
-    """Of all tensors in such JSON."""
-    if isinstance(told, list):
-        return [key for each in told for key in keys_in(each)]
-    if not isinstance(told, Mapping):
-        return []
-    if told.get("$") == "tensor":
-        return [told["key"]]
-    return [key for each in told.values() for key in keys_in(each)]
+# -- kinds -----------------------------------------------------------------------------------------
 
-
-NEEDED_BY_ALL = ("lr",)
-ENTRIES = ("tensor", "number", "None")  # of a parameter's state
-DIFFERENT_SETS = ("LBFGS",)  # optimizers that keep all in the first parameter's state
+NEVER_NONE = ("lr",)  # options that may not be None, even if that is their default
+ENTRY_KINDS = ("tensor", "number", "None")  # of an entry in a parameter's state
+ALL_IN_FIRST = ("LBFGS",)  # optimizers that keep their whole state in the first parameter's
 
 
 def check_kinds(here: Any, saved: Any, what: str, or_none: bool = False) -> None:
-    """Raise ValueError where `saved` cannot stand for `here`, which is called `what`."""
-    there, mine = _kind(saved), _kind(here)
-    if mine == "None" or (or_none and there == "None"):
+    """Raise ValueError if `saved` cannot replace `here`; `what` names it in the message."""
+    saved_kind, kind = _kind(saved), _kind(here)
+    if kind == "None" or (or_none and saved_kind == "None"):
         return
-    if there != mine:
+    if saved_kind != kind:
         raise ValueError(
             f"{what} is {saved!r:.60} in the checkpoint, and {here!r:.60} here. Is it damaged? "
             "Build what was saved, or load another checkpoint."
         )
-    if mine == "mapping":
+    if kind == "mapping":
         for name in here.keys() & saved.keys():
             check_kinds(here[name], saved[name], f"{what}[{name!r}]", or_none)
-    elif mine == "list":
+    elif kind == "list":
+        # A tuple such as Adam's betas has a fixed length; a list may grow.
         if isinstance(here, tuple) and len(here) != len(saved):
-            raise ValueError(f"{what} has {len(saved)} entries there, and {len(here)} here.")
+            raise ValueError(
+                f"{what} has {len(saved)} entries in the checkpoint, and {len(here)} here. Build "
+                "what was saved, or load another checkpoint."
+            )
         for one, other in zip(here, saved, strict=False):
             check_kinds(one, other, what, or_none)
 
@@ -189,29 +193,32 @@ def check_kinds(here: Any, saved: Any, what: str, or_none: bool = False) -> None
 def _kind(value: Any) -> str:
     if value is None:
         return "None"
+    # A learning rate may be a tensor of one element in one run, and a float in another.
     if isinstance(value, Tensor):
         return "number" if value.numel() == 1 else "tensor"
     if isinstance(value, int | float):
-        return "number" if _fits(value) else "number beyond all others"
+        return "number" if _fits_in_float(value) else "number that no float can hold"
     for name, kinds in (("mapping", Mapping), ("list", (list, tuple)), ("text", str)):
         if isinstance(value, kinds):
             return name
     return type(value).__name__
 
 
-def _fits(value: float) -> bool:
+def _fits_in_float(value: float) -> bool:
     try:
-        return math.isfinite(value) or True
+        return math.isfinite(value) or True  # infinity is allowed; a huge int raises
     except OverflowError:
         return False
 
 
-def check_options(optimizer: Optimizer, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """The options of a parameter group. None stands for a number where it is the default."""
+def check_group_options(
+    optimizer: Optimizer, here: Mapping[str, Any], saved: Mapping[str, Any]
+) -> None:
+    """Check a parameter group's options. None may replace a number if it is the default."""
     defaults = optimizer.defaults
     for name in here.keys() & saved.keys():
-        needed = name in NEEDED_BY_ALL or defaults.get(name) is not None
-        check_kinds(here[name], saved[name], f"the option {name!r}", or_none=not needed)
+        required = name in NEVER_NONE or defaults.get(name) is not None
+        check_kinds(here[name], saved[name], f"the option {name!r}", or_none=not required)
 
 
 def check_entries(
@@ -219,59 +226,65 @@ def check_entries(
     groups: Iterable[Iterable[str]],
     state: Mapping[str, Mapping[str, Any]],
     dims: Callable[[str], int],
-    but: str,
+    skip: str,
 ) -> None:
-    """Parameters of a group and of as many dimensions have the same entries, all of them known."""
-    if not is_torchs(optimizer) or type(optimizer).__name__ in DIFFERENT_SETS:
+    """Raise ValueError unless similar parameters have the same entries, all of known kinds.
+
+    Parameters are similar if they are in one group and have as many dimensions: Adafactor, for
+    instance, keeps rows and columns for matrices only. The entry `skip` is not looked at.
+    """
+    if not is_from_torch(optimizer) or type(optimizer).__name__ in ALL_IN_FIRST:
         return
     for group in groups:
-        first: dict[int, tuple[str, dict[str, str]]] = {}
+        first: dict[int, tuple[str, dict[str, str]]] = {}  # by dimensions: a name, and its kinds
         for name in group:
             entries = state.get(name)
             if not entries:
-                continue
-            kinds = {key: _kind_of_entry(told) for key, told in entries.items() if key != but}
+                continue  # frozen, or without a gradient so far
+            kinds = {key: _kind_of_entry(meta) for key, meta in entries.items() if key != skip}
             other, others = first.setdefault(dims(name), (name, kinds))
-            unlike = {key for key in kinds.keys() & others if _unlike(kinds[key], others[key])}
-            unlike |= kinds.keys() ^ others.keys()
-            unlike |= {key for key, kind in kinds.items() if kind not in ENTRIES}
-            if unlike:
+            wrong = {key for key in kinds.keys() & others if _differ(kinds[key], others[key])}
+            wrong |= kinds.keys() ^ others.keys()
+            wrong |= {key for key, kind in kinds.items() if kind not in ENTRY_KINDS}
+            if wrong:
                 raise ValueError(
-                    f"{sorted(unlike)[0]!r} in the checkpoint's state of {name!r} is not what it "
-                    f"is for {other!r}, or cannot be. Load another checkpoint."
+                    f"{sorted(wrong)[0]!r} in the checkpoint's state of {name!r} is not what it "
+                    f"is for {other!r}, or is of an impossible kind. Load another checkpoint."
                 )
 
 
-def _kind_of_entry(told: Any) -> str:
-    return str(told.get("$", "mapping")) if isinstance(told, Mapping) else _kind(told)
+def _kind_of_entry(meta: Any) -> str:
+    return str(meta.get("$", "mapping")) if isinstance(meta, Mapping) else _kind(meta)
 
 
-def _unlike(one: str, other: str) -> bool:
+def _differ(one: str, other: str) -> bool:
+    # None for one parameter and a tensor for the next: SGD's buffer before the first gradient.
     return one != other and "None" not in (one, other)
 
 
 def check_attributes(target: Any, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Of one of torch's, whose state becomes its attributes: no others, none of another kind."""
+    """Check the state of a scheduler of torch's, which turns every key into an attribute."""
     what = type(target).__name__
     for name, value in saved.items():
         if name in here:
             check_kinds(here[name], value, f"{name!r} of the {what}")
-        elif hasattr(target, name):
+        elif hasattr(target, name):  # it would take the place of a method
             raise ValueError(
-                f"the checkpoint's state of the {what} has {name!r}, which is no part of it. Load "
+                f"the checkpoint's state of the {what} has {name!r}, which is not part of it. Load "
                 "another checkpoint."
             )
 
 
-def check_state(target: Any, here: Mapping[str, Any], saved: Any, what: str) -> None:
-    """Of another one of torch's. A GradScaler asks for each of its numbers."""
+def check_state_dict(target: Any, here: Mapping[str, Any], saved: Any, what: str) -> None:
+    """Check the state of another object of torch's."""
     check_kinds(here, saved, what)
+    # A GradScaler reads each of its numbers, and saves none of them while it is disabled.
     if isinstance(target, torch.amp.GradScaler) and (missing := here.keys() - saved.keys()):
         raise ValueError(
-            f"{what} has no {sorted(missing)[0]!r} in the checkpoint. Was it a scaler with "
-            "enabled=False? Then make this one so, or leave it out."
+            f"{what} has no {sorted(missing)[0]!r} in the checkpoint. Was the saved scaler made "
+            "with enabled=False? Then make this one so, or leave it out."
         )
 
 
-def is_torchs(target: Any) -> bool:
+def is_from_torch(target: Any) -> bool:
     return type(target).__module__.startswith("torch.")

@@ -32,7 +32,7 @@ from manyhands._core.backward import current_task
 from manyhands._core.dtensor import local
 from manyhands._core.trees import as_type
 from manyhands.sharding._agreement import wait_for_all_ranks
-from manyhands.sharding._clip import norm_of_shard, combine_norms
+from manyhands.sharding._clip import combine_norms, norm_of_shard
 from manyhands.sharding.fsdp._checks import check_inner_groups, check_module, check_parameters
 from manyhands.sharding.fsdp._engine import Engine
 from manyhands.sharding.fsdp._full_tensors import (
@@ -351,7 +351,9 @@ class FullyShardedDataParallel(TransparentWrapper):
             return super().state_dict(*args, **kwargs)
         self._reshard()
         if not self._in_local_state and self._engine is not None:
-            wait_for_all_ranks(self._ranks, "state_dict()")  # an error, not a hang, if a rank is missing
+            wait_for_all_ranks(
+                self._ranks, "state_dict()"
+            )  # an error, not a hang, if a rank is missing
         with set_flag(self._wraps(), "_in_state_dict"):
             return super().state_dict(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, disks that are full, files that are damaged, jobs that share a path."""
+"""Killed runs, full disks, damaged files, ranks that do not answer, and jobs that share a path."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import manyhands as mh
 from checkpoint_oracle import Setup, assert_equal
 from damage import damage_many, kill_while_saving
-from manyhands.checkpoint import _files, _folder, _safetensors
+from manyhands.checkpoint import _files, _folder, _lock, _safetensors
 from pages import ROOT
 from ranks import raises_on_ranks, run_ranks
 
@@ -37,10 +37,10 @@ def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path)
         kill_while_saving(tmp_path / "run", choose, wait)  # asserts that what loads is of one step
     mh.save(tmp_path / "run", value=1)
     assert hidden(tmp_path / "run") == []  # what was left of the killed is gone
-    assert len(_folder.complete(tmp_path / "run")) == 2
+    assert len(_folder.list_complete(tmp_path / "run")) == 2
 
 
-def test_a_run_killed_at_each_thing_it_does_to_files(tmp_path):
+def test_a_run_killed_at_each_file_operation_leaves_a_complete_checkpoint(tmp_path):
     """One operation further each time, until a save comes to its end."""
     path = tmp_path / "run"
     mh.save(path, value=torch.zeros(3), step=0, keep=1)
@@ -62,7 +62,7 @@ def test_a_run_killed_at_each_thing_it_does_to_files(tmp_path):
     codes = []
     for number in range(1, 200):
         child = get_context("fork").Process(target=save_until, args=(number,))
-        _folder.release_locks()
+        _lock.release_locks()
         child.start()
         child.join()
         codes.append(child.exitcode)
@@ -74,21 +74,21 @@ def test_a_run_killed_at_each_thing_it_does_to_files(tmp_path):
     assert mh.load(path)["step"] == number
 
 
-def test_harmed_files_are_refused_and_change_nothing(tmp_path):
+def test_damaged_files_are_refused_and_change_nothing(tmp_path):
     def write():
         mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
 
     run_ranks(2, write)
-    (source,) = _folder.complete(tmp_path / "run")
+    (source,) = _folder.list_complete(tmp_path / "run")
     assert damage_many(Setup("plain", seed=3).train(1), source, tmp_path, 100) == []
 
 
-def test_harm_that_one_rank_sees_is_an_error_on_all(tmp_path):
+def test_damage_that_one_rank_sees_is_an_error_on_all(tmp_path):
     def write():
         mh.save(tmp_path / "run", **Setup("OSS").train(2).given(), step=5)
 
     run_ranks(3, write)
-    (source,) = _folder.complete(tmp_path / "run")
+    (source,) = _folder.list_complete(tmp_path / "run")
     path = source / "worker-00002.safetensors"
     data = bytearray(path.read_bytes())
     data[-40_000 if len(data) > 40_000 else -3] ^= 1  # in some tensor
@@ -110,7 +110,7 @@ def test_a_missing_file_is_an_error_on_all(tmp_path):
         mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
 
     run_ranks(2, write)
-    (source,) = _folder.complete(tmp_path / "run")
+    (source,) = _folder.list_complete(tmp_path / "run")
     (source / "worker-00001.safetensors").unlink()
     raises_on_ranks(
         2,
@@ -137,9 +137,11 @@ def test_a_full_disk_is_an_error_on_all_and_leaves_the_last(wait, tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             assert mh.load(path, **setup.given())["step"] == 2 if wait else True
 
-    raises_on_ranks(2, OSError, go, match="no room for the checkpoint .* as they were")
+    raises_on_ranks(
+        2, OSError, go, match="no room for the checkpoint .* Earlier checkpoints are unchanged"
+    )
     assert hidden(path) == []
-    assert [p.name for p in _folder.complete(path)] == ["000001-step-2"]
+    assert [p.name for p in _folder.list_complete(path)] == ["000001-step-2"]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -157,7 +159,7 @@ def test_a_save_that_one_rank_calls_alone_ends_with_the_groups_timeout(before, t
         return time.monotonic() - begun
 
     assert run_ranks(2, go)[0] < 8
-    assert len(_folder.complete(tmp_path)) == before and not hidden(tmp_path)
+    assert len(_folder.list_complete(tmp_path)) == before and not hidden(tmp_path)
 
 
 def test_a_slow_worker_is_waited_for_longer_than_the_groups_timeout(tmp_path, monkeypatch):
@@ -173,20 +175,20 @@ def test_a_slow_worker_is_waited_for_longer_than_the_groups_timeout(tmp_path, mo
 
     monkeypatch.setattr(_safetensors, "write", slowly)
     run_ranks(2, go)
-    assert len(_folder.complete(tmp_path)) == 1
+    assert len(_folder.list_complete(tmp_path)) == 1
 
 
-def test_ranks_that_call_different_functions_are_told(tmp_path):
+def test_ranks_that_call_different_functions_are_an_error(tmp_path):
     mh.save(tmp_path, value=1)
 
     def go():
         (mh.load if dist.get_rank() else mh.save)(tmp_path)
 
-    _folder.release_locks()
+    _lock.release_locks()
     raises_on_ranks(2, RuntimeError, go, match=r"rank 0: mh\.save, rank 1: mh\.load")
 
 
-def test_what_a_full_disk_lacks_is_what_there_is_to_write(tmp_path, monkeypatch):
+def test_the_bytes_in_a_full_disk_error_are_those_of_the_rank(tmp_path, monkeypatch):
     """Half of the state on each of two ranks, and not the whole of it."""
 
     def go():
@@ -205,10 +207,10 @@ def test_what_a_full_disk_lacks_is_what_there_is_to_write(tmp_path, monkeypatch)
     def save():
         mh.save(tmp_path, **Setup("OSS").train(1).given())
 
-    told = run_ranks(2, go)
+    claims = run_ranks(2, go)
     run_ranks(2, save)
-    (checkpoint,) = _folder.complete(tmp_path)
-    for rank, (claimed, _) in enumerate(told):
+    (checkpoint,) = _folder.list_complete(tmp_path)
+    for rank, (claimed, _) in enumerate(claims):
         written = (checkpoint / f"worker-0000{rank}.safetensors").stat().st_size
         assert 0.5 * written < claimed < written  # the rest is the header
 
@@ -218,7 +220,7 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
     mh.save(tmp_path, value=torch.ones(3))
     full = OSError(errno.ENOSPC, "No space left on device")
     names = {"token": _folder.TOKEN, "file": "worker-00000.safetensors", "index": "index.json"}
-    writer, mkdir = _files.writer, Path.mkdir
+    writer, mkdir = _files.open_to_write, Path.mkdir
 
     def no_writer(path):
         if path.name == names.get(at):
@@ -232,7 +234,7 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
 
     used_up = SimpleNamespace(f_favail=0)
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "writer", no_writer)
+        patch.setattr(_files, "open_to_write", no_writer)
         patch.setattr(Path, "mkdir", no_folder)
         patch.setattr(os, "statvfs", lambda path: used_up)
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**9))
@@ -258,11 +260,11 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no room"):
         mh.save(tmp_path, model=model)
     mh.save(tmp_path, model=model)
-    assert len(_folder.complete(tmp_path)) == 1
+    assert len(_folder.list_complete(tmp_path)) == 1
 
 
-def test_two_jobs_on_one_path_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(_folder, "PATIENCE", 0.3)
+def test_two_jobs_on_one_path_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(_lock, "TIMEOUT", 0.3)
     script = """
 import sys, time, manyhands as mh
 mh.save(sys.argv[1], value=1)
@@ -285,7 +287,7 @@ time.sleep(60)
     assert mh.load(tmp_path) == {"value": 2}
 
 
-def test_workers_that_do_not_share_a_folder_are_told(tmp_path):
+def test_ranks_that_do_not_share_a_folder_are_an_error(tmp_path):
     def save():
         os.chdir(tmp_path / str(dist.get_rank()))
         mh.save("run", value=1)
@@ -301,7 +303,7 @@ def test_workers_that_do_not_share_a_folder_are_told(tmp_path):
     mh.save(tmp_path / "0" / "run", value=1)
     raises_on_ranks(2, FileNotFoundError, load, match="cannot be found")
     mh.save(tmp_path / "1" / "run", value=2)
-    raises_on_ranks(2, ValueError, load, match="not the same on all workers")
+    raises_on_ranks(2, ValueError, load, match="not the same on all ranks")
 
 
 def test_no_file_holds_a_pickle_and_none_is_unpickled(tmp_path, monkeypatch):
@@ -317,7 +319,7 @@ def test_no_file_holds_a_pickle_and_none_is_unpickled(tmp_path, monkeypatch):
         monkeypatch.setattr(pickle, name, no)
     monkeypatch.setattr(torch, "load", no)
     mh.load(tmp_path, **setup.given())
-    (checkpoint,) = _folder.complete(tmp_path)
+    (checkpoint,) = _folder.list_complete(tmp_path)
     for path in checkpoint.iterdir():
         data = path.read_bytes()
         assert data[:2] not in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")

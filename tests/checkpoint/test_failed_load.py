@@ -132,7 +132,7 @@ def test_an_optimizers_own_loading_is_undone(way, tmp_path):
     run_ranks(2, go)
 
 
-def test_what_does_not_take_its_own_state_back_is_named(tmp_path):
+def test_an_object_that_refuses_its_earlier_state_is_named(tmp_path):
     class Once(Sampler):
         def load_state_dict(self, state):
             raise RuntimeError("never")

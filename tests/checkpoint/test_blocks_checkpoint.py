@@ -91,21 +91,21 @@ SOURCES = [
 def write(folder, machines):
     """Save each of the sources; what each machine has, and has some steps later."""
     groups = groups_of(machines)
-    told = []
+    results = []
     for number, source in enumerate(SOURCES):
         run = Run(source, groups(source)).train(EVERY + 1)
         run.blocks.synchronize()
         mh.save(folder / str(number), **run.given())
         held, counts = run.held(), run.counts()
         later = run.train(LATER, EVERY + 1).params()
-        told.append([run.groups.machine, run.groups.machines, held, counts, later])
-    return told
+        results.append([run.groups.machine, run.groups.machines, held, counts, later])
+    return results
 
 
-def read(folder, told, machines, ways):
+def read(folder, results, machines, ways):
     """Load each of the sources under these shardings, and compare."""
     groups = Groups(machines)
-    for number, (source, ranks) in enumerate(zip(SOURCES, told, strict=True)):
+    for number, (source, ranks) in enumerate(zip(SOURCES, results, strict=True)):
         saved = {machine: held for machine, _, held, _, _ in ranks}
         later = {machine: params for machine, _, _, _, params in ranks}
         _, replicas, _, counts, _ = ranks[0]
@@ -145,10 +145,10 @@ def read(folder, told, machines, ways):
     ],
 )
 def test_other_workers_go_on_from_the_same_outer_state(sources, workers, machines):
-    folder, told = sources
+    folder, results = sources
     ways = ["one level"] if workers == machines else []
     ways += SHARDINGS[1:] if workers > machines else ["DDP", "FSDP"]
-    run_ranks(workers, read, folder, told, machines, ways, timeout=600)
+    run_ranks(workers, read, folder, results, machines, ways, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -435,7 +435,7 @@ def test_a_rule_goes_to_the_other_side_of_the_blocks(tmp_path):
     run_ranks(2, go)
 
 
-def test_common_state_dict_is_for_those_who_have_all_of_it():
+def test_common_state_dict_needs_whole_parameters():
     def go():
         run = Run(("DiLoCo", "FSDP", "none", "SGD"), Groups(1 + dist.get_world_size() // 3))
         run.blocks.common_state_dict()
