@@ -158,6 +158,11 @@ def test_a_killed_worker_is_started_again(tmp_path):
     assert "[0] life 2" not in command.out.read_text()
 
 
+def test_the_pause_before_a_restart_grows_to_a_limit_and_never_overflows():
+    pauses = [_launcher._restart_pause(lives) for lives in (0, 1, 2, 3, 4, 20, 5000)]
+    assert pauses == [0, 0, 1, 2, 4, 30, 30]
+
+
 class Others:
     """The rest of a run, played by the test: a member that is alive on another host."""
 
