@@ -36,7 +36,7 @@ from typing import Any
 from faults.link import Link
 from faults.strangers import BAD, GUEST, Guest, Writer
 from manyhands.blocks.crew._launcher import _die_with_parent
-from manyhands.blocks.crew._store import VARIABLE
+from manyhands.blocks.crew._store import SECRET_VARIABLE
 
 COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
 HANGS = 90.0  # seconds without a line in the log, after which the benchmark gives up
@@ -228,7 +228,7 @@ class _Stage:
         self.link = Link(self.store)
         self._folder = folder
         self._told = {
-            VARIABLE: secrets.token_hex(),
+            SECRET_VARIABLE: secrets.token_hex(),
             "MANYHANDS_STORE": self.store,
             "MANYHANDS_WORKERS": str(plan.workers),
             "MANYHANDS_STALL": f"{plan.stall:g}",
@@ -254,7 +254,7 @@ class _Stage:
                 [*COMMAND, *words, "--stall", self._stall, "-m", *self._arguments],
                 stdout=file,
                 stderr=file,
-                env={**os.environ, VARIABLE: self._told[VARIABLE]},
+                env={**os.environ, SECRET_VARIABLE: self._told[SECRET_VARIABLE]},
                 preexec_fn=_die_with_parent(),
             )
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhands.blocks.crew._launcher import _die_with_parent
-from manyhands.blocks.crew._shared_roster import CREW
-from manyhands.blocks.crew._store import Signer, connect
+from manyhands.blocks.crew._shared_roster import ROSTER
+from manyhands.blocks.crew._store import Signer, connect_to_store
 
 BAD = ("every", "overlap", "codec", "float64", "order")  # what a bad newcomer has otherwise
 GUEST = 100  # the first number of those that `manyhands run` does not start
@@ -28,12 +28,12 @@ class Writer:
 
     def write(self) -> str:
         """Do one thing to one key; says what."""
-        client = connect(self._address)
+        client = connect_to_store(self._address)
         keys = sorted(key for key in client.list_keys() if key.startswith("manyhands/"))
         for key in keys:
             if client.check([key]):
                 self._old.setdefault(key, client.get(key))
-        key = CREW if self._dice.random() < 0.5 else self._dice.choice(keys)
+        key = ROSTER if self._dice.random() < 0.5 else self._dice.choice(keys)
         kind = self._dice.choice(["nonsense", "an end", "an old value", "nothing"])
         if kind == "nothing":
             client.delete_key(key)

@@ -103,7 +103,7 @@ class Diary:
         crew = self.crew
         self._own += 1
         if self.optimizer.rounds != self._met or crew.generation != self._generation:
-            given = crew.generation != self._generation and crew.rank in crew.newcomers
+            given = crew.generation != self._generation and crew.rank in crew.joiners
             met = self.optimizer.rounds == self._met + 1
             self.note("in" if given else "met" if met else "regrouped")
 

@@ -32,11 +32,11 @@ import torch.distributed as dist
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._shared_roster import SharedRoster
-from manyhands.blocks.crew._store import VARIABLE, Signer, StoreClient, serve
+from manyhands.blocks.crew._store import SECRET_VARIABLE, Signer, StoreClient, serve_store
 from manyhands.errors import WorkerLost
 
 SECRET = "the secret of the tests"
-os.environ[VARIABLE] = SECRET  # which the workers, and their commands, inherit
+os.environ[SECRET_VARIABLE] = SECRET  # which the workers, and their commands, inherit
 
 
 def fork(fn: Callable[[], None], errors: Path) -> int:
@@ -69,7 +69,7 @@ class Store:
         read, write = os.pipe()
 
         def host() -> None:
-            _store, address = serve("127.0.0.1")
+            _store, address = serve_store("127.0.0.1")
             os.write(write, address.encode())
             time.sleep(1000)
 
@@ -122,12 +122,12 @@ def train(
             members=crew.members,
             rank=crew.rank,
             source=crew.source,
-            newcomers=crew.newcomers,
+            joiners=crew.joiners,
             version=version,
         )
 
     def meet(exchange: Callable[[], None]) -> bool:
-        generation, meeting = crew.generation, crew._meeting
+        generation, meeting = crew.generation, crew._round
         arrived = attempt(crew, exchange)
         hook("settle", crew)
         kept = crew.settle(arrived)
@@ -143,7 +143,7 @@ def train(
     entered()
     brought = False
     while version < meetings:
-        if not brought and crew.newcomers:
+        if not brought and crew.joiners:
             told = torch.cat([state, torch.tensor([float(max(version, 0))])])
             hook("state", crew)
             if brought := meet(lambda told=told: broadcast(crew, told)):
@@ -216,14 +216,14 @@ class Team:
         self.lives: dict[int, int] = {}
 
     def __enter__(self) -> Team:
-        pulse = HeartbeatMonitor(self.options["stall"])
-        self.board = SharedRoster(
-            StoreClient(self.store.address, pulse.interval, Signer(SECRET)), pulse, self.parts
+        monitor = HeartbeatMonitor(self.options["stall"])
+        self.shared = SharedRoster(
+            StoreClient(self.store.address, monitor.interval, Signer(SECRET)), monitor, self.parts
         )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.board.line.close()
+        self.shared.client.close()
         for number in list(self.pids):
             self.kill(number)
 
@@ -250,7 +250,7 @@ class Team:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         if report:
-            self.board.report(number)
+            self.shared.report_end(number)
 
     def stop(self, number: int) -> None:
         os.kill(self.pids[number], signal.SIGSTOP)
@@ -282,7 +282,7 @@ class Team:
 
     def story(self) -> str:
         lines = [f"{n}: {self.events(n)[-3:]}\n{self.errors(n)}" for n in self.pids]
-        return "\n".join([*lines, self.board.look().text])
+        return "\n".join([*lines, self.shared.refresh().text])
 
     def last(self, number: int, event: str, fact: str) -> Any:
         """What the latest event of a worker says; None if there is none yet."""
@@ -355,7 +355,7 @@ class Team:
                     assert answers.setdefault(meeting, e["kept"]) == e["kept"], meeting
                     assert e["arrived"] or not e["kept"], meeting
                 if e["event"] == "entered":
-                    told = (e["members"], e["source"], e["newcomers"])
+                    told = (e["members"], e["source"], e["joiners"])
                     assert rosters.setdefault(e["generation"], told) == told, e
                     assert e["members"][e["rank"]] == number
         return answers

@@ -123,7 +123,7 @@ def test_a_death_in_the_middle_of_a_meeting_loses_no_work_of_the_others(store, t
         team.start(range(4), 100, {"every": 5}, dies_at(place, 2, 6), pause=0.005)
         team.until(lambda: team.ended() == {2: -signal.SIGKILL})
         died = time.monotonic()
-        team.board.report(2)
+        team.shared.report_end(2)
         team.until(lambda: any(e["time"] > died for e in team.events(0, "met")))
         assert time.monotonic() - died < 3.5
         team.start([2], 100, {"every": 5}, pause=0.005)

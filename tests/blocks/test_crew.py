@@ -19,7 +19,7 @@ import torch
 
 from crew_workers import SECRET, Store, Team
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.crew import _crew, _store, _transport
+from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._membership import BackgroundSync
 from manyhands.blocks.crew._roster import Roster
@@ -40,7 +40,7 @@ def kill_at(place, number, meeting):
 
     def of(worker):
         def hook(where, crew):
-            if worker == number and where == place and crew._meeting >= meeting:
+            if worker == number and where == place and crew._round >= meeting:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return hook
@@ -54,14 +54,14 @@ def test_the_others_go_on_at_once_when_a_death_is_reported(store, tmp_path, plac
         team.start(range(4), 30, kill_at(place, 2, 4))
         team.until(lambda: team.ended() == {2: -signal.SIGKILL})
         died = time.monotonic()
-        team.board.report(2)
+        team.shared.report_end(2)
         assert max(team.next_kept(number, died) for number in (0, 1, 3)) < AT_ONCE
         team.start([2], 30)
         team.finish()
         answers = team.agreed()
         assert [kept for kept in answers.values()].count(False) <= 1
         back = team.events(2, "entered")[-1]
-        assert back["members"] == [0, 1, 2, 3] and back["newcomers"] == [2]
+        assert back["members"] == [0, 1, 2, 3] and back["joiners"] == [2]
         assert back["source"] == 0
 
 
@@ -72,7 +72,7 @@ def test_a_worker_that_dies_while_all_regroup_is_left_behind(store, tmp_path):
         team.start([3], 60)  # for whose sake all regroup
         team.until(lambda: 1 in team.ended())
         died = time.monotonic()
-        team.board.report(1)
+        team.shared.report_end(1)
         assert max(team.next_kept(number, died) for number in (0, 2, 3)) < AT_ONCE
         team.start([1], 60)
         team.finish()
@@ -89,14 +89,14 @@ def test_without_a_report_silence_tells(store, tmp_path):
         team.start([1], 70)
         team.finish()
         team.agreed()
-        assert team.events(1, "entered")[-1]["newcomers"] == [1]
+        assert team.events(1, "entered")[-1]["joiners"] == [1]
 
 
 @pytest.mark.parametrize("place", ["steps", "exchange", "settle", "regroup"])
 def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
     def stop_itself(worker):
         def hook(where, crew):
-            if worker == 1 and where == place and crew.generation == 1 and crew._meeting >= 3:
+            if worker == 1 and where == place and crew.generation == 1 and crew._round >= 3:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         return hook
@@ -113,7 +113,7 @@ def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
         team.agreed()
         first, *_, last = team.events(1, "entered")
         assert first["generation"] == 1 and last["members"][last["rank"]] == 1
-        assert last["newcomers"] == [last["rank"]]
+        assert last["joiners"] == [last["rank"]]
         assert 0 < last["version"] < team.events(0, "done")[0]["version"]
 
 
@@ -160,7 +160,7 @@ def test_when_all_have_died_new_ones_begin_again(store, tmp_path):
         first = [team.events(n, "entered")[-1] for n in (0, 1)]
         assert [e["members"] for e in first] == [[0, 1]] * 2
         assert first[0]["generation"] > 1
-        assert (first[0]["source"], first[0]["newcomers"]) == (0, [1])
+        assert (first[0]["source"], first[0]["joiners"]) == (0, [1])
         team.agreed()
 
 
@@ -178,20 +178,20 @@ def test_when_all_have_died_and_nothing_is_left_that_is_said(store, tmp_path):
 def test_a_start_and_a_worker_that_comes_back_are_no_loss():
     roster = Roster()
     for id in ("0.1", "1.1"):
-        roster = roster.knock(id, -1)
+        roster = roster.ask_to_join(id, -1)
     roster = roster.next(frozenset())
-    assert not roster.anew  # nothing was there to lose
-    roster = roster.keep(1, 0).without("1.1").knock("1.2", -1).knock("0.1", -1)
+    assert not roster.all_lost  # nothing was there to lose
+    roster = roster.keep(1, 0).without("1.1").ask_to_join("1.2", -1).ask_to_join("0.1", -1)
     roster = roster.next(frozenset())  # in a local warm-up nobody holds anything yet
-    assert not roster.anew and len(roster.ids) == 2
-    roster = roster.undo(2, 0).without("0.1", "1.2").knock("0.2", -1).next(frozenset())
-    assert roster.anew
-    roster = roster.undo(3, 0).without("0.2").knock("0.3", 5).next(frozenset())
-    assert not roster.anew  # it has a checkpoint
+    assert not roster.all_lost and len(roster.ids) == 2
+    roster = roster.undo(2, 0).without("0.1", "1.2").ask_to_join("0.2", -1).next(frozenset())
+    assert roster.all_lost
+    roster = roster.undo(3, 0).without("0.2").ask_to_join("0.3", 5).next(frozenset())
+    assert not roster.all_lost  # it has a checkpoint
 
 
 def test_a_start_waits_for_those_expected_but_not_for_ever(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(_crew, "START", 0.5)
+    monkeypatch.setattr(_enrollment, "START_PATIENCE", 0.5)
     with Team(store, tmp_path, expected=3) as team:
         team.start(range(2), 3)
         team.finish()
@@ -201,7 +201,7 @@ def test_a_start_waits_for_those_expected_but_not_for_ever(store, tmp_path, monk
 def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
     def dawdle(worker):
         def hook(where, crew):
-            if worker == 1 and where == "steps" and crew._meeting == 2 and crew.generation == 1:
+            if worker == 1 and where == "steps" and crew._round == 2 and crew.generation == 1:
                 time.sleep(1.5)
 
         return hook
@@ -212,7 +212,7 @@ def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
         team.finish()
         team.agreed()
         assert [0] in [e["members"] for e in team.events(0, "entered")]
-        assert team.events(1, "entered")[-1]["newcomers"] == [1]
+        assert team.events(1, "entered")[-1]["joiners"] == [1]
 
 
 def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
@@ -225,7 +225,7 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
         def hook(where, crew, calls=[None, 0]):  # noqa: B006
             if calls[0] is None:
                 calls[0] = random.Random(seed).randrange(20, 400)
-                original = crew._board.line.call
+                original = crew._enrollment.shared.client.call
 
                 def call(name, *args):
                     calls[1] += 1
@@ -233,7 +233,7 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
                         os.kill(os.getpid(), signal.SIGKILL)
                     return original(name, *args)
 
-                crew._board.line.call = call
+                crew._enrollment.shared.client.call = call
 
         return hook
 
@@ -245,7 +245,7 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
                 assert code == -signal.SIGKILL, team.errors(number)
                 kills += 1
                 if draw.random() < 0.7:
-                    team.board.report(number)
+                    team.shared.report_end(number)
                 team.start([number], 100_000, die_somewhere, steps=0.002)
             if stopped in team.pids and draw.random() < 0.01:
                 team.wake(stopped)
@@ -272,7 +272,7 @@ def test_a_lost_store_is_an_error_that_says_so(store, tmp_path):
 
 
 def test_a_frozen_store_is_an_error_too(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(_store, "LIMIT", 1.0)
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 1.0)
     with Team(store, tmp_path, expected=2) as team:
         team.start(range(2), 1000)
         team.met(0, 2)
@@ -285,7 +285,7 @@ def test_a_frozen_store_is_an_error_too(store, tmp_path, monkeypatch):
 
 
 def test_a_store_that_was_never_there_is_an_error(monkeypatch):
-    monkeypatch.setattr(_store, "LIMIT", 0.3)
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 0.3)
     with pytest.raises(StoreLost, match=r"127\.0\.0\.1:9 is lost"):
         Crew("127.0.0.1:9", number=0).join()
 
@@ -307,16 +307,16 @@ def test_the_store_does_not_fill_up(store, tmp_path):
             team.start([1], 300, steps=0.0)
             team.met(1, 20)
         team.finish()
-        keys = [key.removeprefix("manyhands/") for key in team.board.line.call("list_keys")]
+        keys = [key.removeprefix("manyhands/") for key in team.shared.client.call("list_keys")]
         kinds = [key.partition("/")[0] for key in keys]
-        assert kinds.count("gen") == 0 and kinds.count("done") <= 2
+        assert kinds.count("group") == 0 and kinds.count("arrived") <= 2
         assert len(keys) < 12
 
 
 def test_without_a_store_a_worker_meets_alone():
     crew = Crew()
     crew.join()
-    assert (crew.size, crew.rank, crew.number, crew.group, crew.newcomers) == (1, 0, 0, None, ())
+    assert (crew.size, crew.rank, crew.number, crew.group, crew.joiners) == (1, 0, 0, None, ())
     rest = [False, True]
     crew.wait(lambda seconds: rest.pop(0))
     assert rest == []
@@ -363,7 +363,7 @@ def test_who_gives_up_when_the_others_have_just_kept_the_meeting_is_told_so(stor
         raise WorkerLost("seen a moment after")
 
     with monkeypatch.context() as patch:
-        patch.setattr(second, "_check", too_late)
+        patch.setattr(second, "_check_progress", too_late)
         answers.append(second.settle(True))
     assert answers == [True, True]
     for crew in crews:
@@ -375,40 +375,49 @@ def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, 
     environment = {**os.environ, "MANYHANDS_STORE": store.address, "MANYHANDS_WORKER": "0"}
     subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
     with Team(store, tmp_path, expected=1) as team:
-        roster = team.board.look()
+        roster = team.shared.refresh()
         assert roster.dead == ("0.1",) and not roster.finished
 
 
 def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):
-    doors = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
-    links = [_transport.Links(doors[rank], "given up", rank, 2, timeout=30.0) for rank in range(2)]
-    assert all(link.done(40.0) and link.group is not None for link in links)
-    works = [link.group.recv([torch.ones(3)], 1 - rank, 0) for rank, link in enumerate(links)]
+    connections = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    transports = [
+        _transport.GlooTransport(connections[rank], "given up", rank, 2, timeout=30.0)
+        for rank in range(2)
+    ]
+    assert all(transport.wait(40.0) and transport.group is not None for transport in transports)
+    works = [
+        transport.group.recv([torch.ones(3)], 1 - rank, 0)
+        for rank, transport in enumerate(transports)
+    ]
     began = time.monotonic()
-    links[0].give_up()
+    transports[0].abort()
     for work in works:
         with pytest.raises(RuntimeError, match="closed by peer"):
             work.wait()
     assert time.monotonic() - began < 10.0
-    for link in links:
-        link.let_go()
+    for transport in transports:
+        transport.release()
 
 
 def test_a_group_with_a_message_that_gloo_forgot_ends_without_a_wait(store):
     """Its destructor waits for its threads, and one of those until the timeout, here 3 s."""
     before = threading.enumerate()
-    doors = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
-    links = [_transport.Links(doors[rank], "forgotten", rank, 2, timeout=3.0) for rank in range(2)]
-    assert all(link.done(40.0) and link.group is not None for link in links)
-    work = links[0].group.allreduce([torch.ones(3)])
-    links[0]._ends = set()  # so that nothing ends it
+    connections = [_transport.StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    transports = [
+        _transport.GlooTransport(connections[rank], "forgotten", rank, 2, timeout=3.0)
+        for rank in range(2)
+    ]
+    assert all(transport.wait(40.0) and transport.group is not None for transport in transports)
+    work = transports[0].group.allreduce([torch.ones(3)])
+    transports[0]._endpoints = set()  # so that nothing ends it
     began = time.monotonic()
-    links[0].let_go()
+    transports[0].release()
     gc.collect()
     assert time.monotonic() - began < 2.0
     with pytest.raises(RuntimeError, match="Timed out"):
         work.wait()
-    links[1].let_go()
+    transports[1].release()
     until = time.monotonic() + 10.0
     while any(t.name == "manyhands end" and t not in before for t in threading.enumerate()):
         assert time.monotonic() < until
@@ -421,15 +430,15 @@ def test_a_group_that_ends_when_python_goes_is_left_to_the_system(store, monkeyp
     def refused(_):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    link = _transport.Links(
+    transport = _transport.GlooTransport(
         _transport.StoreConnection(store.address, Signer(SECRET)), "left", 0, 1, timeout=2.0
     )
-    assert link.done(40.0)
-    group = link.group
+    assert transport.wait(40.0)
+    group = transport.group
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        link.let_go()
-    assert link.group is None
+        transport.release()
+    assert transport.group is None
     gc.collect()
     assert sys.getrefcount(group) >= 3  # ours, the call's, and one that nobody has
 
@@ -473,11 +482,11 @@ def test_a_connection_that_the_other_side_ends_while_it_is_given_up(monkeypatch)
                     end.shutdown(socket.SHUT_RDWR)
         return ends
 
-    links = _transport.Links.__new__(_transport.Links)
-    links._ends = {_transport._both(end) for end in ours}
-    looked = _transport._both
-    monkeypatch.setattr(_transport, "_both", look)
-    links.give_up()
+    transports = _transport.GlooTransport.__new__(_transport.GlooTransport)
+    transports._endpoints = {_transport._endpoints_of(end) for end in ours}
+    looked = _transport._endpoints_of
+    monkeypatch.setattr(_transport, "_endpoints_of", look)
+    transports.abort()
     for end in ours:
         with pytest.raises(OSError), closing(end):
             end.shutdown(socket.SHUT_RDWR)

@@ -110,7 +110,7 @@ BAD = [
 ]
 
 
-def test_bad_newcomers_are_refused_alone_by_name_and_the_others_lose_nothing(store, tmp_path):
+def test_bad_joiners_are_refused_alone_by_name_and_the_others_lose_nothing(store, tmp_path):
     with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
         team.start(range(3))
         team.step(0, 20)
@@ -123,7 +123,7 @@ def test_bad_newcomers_are_refused_alone_by_name_and_the_others_lose_nothing(sto
             assert ended == {2: 1}, team.story()
             assert "worker 2 was not let in" in team.errors(2)
             assert message in team.errors(2)
-            assert team.board.look().refused == (2,)
+            assert team.shared.refresh().refused == (2,)
         assert team.last(0, "step", "steps") < STEPS, "the others have not waited for it"
         team.start([2])
         (tmp_path / "slow").unlink()
@@ -132,13 +132,13 @@ def test_bad_newcomers_are_refused_alone_by_name_and_the_others_lose_nothing(sto
         for e in done:
             assert (e["first"], e["second"]) == ([-STEPS] * 2, [-2 * STEPS] * 2)
         assert {e["undone"] for e in done[:2]} <= {0, 1}  # the round that the killed one missed
-        assert team.board.look().refused == ()
+        assert team.shared.refresh().refused == ()
 
 
 def test_the_first_to_come_says_what_the_others_must_have(store, tmp_path):
     with Joiners(store, tmp_path, expected=2, stall=5.0) as team:
         team.start([0], options={**OPTIONS, "every": 6})
-        team.until(lambda: team.board.look().waiting != ())
+        team.until(lambda: team.shared.refresh().waiting != ())
         team.start([1])
         team.until(lambda: team.ended() == {1: 1})
         assert "every: 5 here, 6 in the run" in team.errors(1)
@@ -225,29 +225,29 @@ def test_one_that_dies_while_all_are_done_is_not_waited_for(store, tmp_path):
     with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
         team.start([0, 1], steps=28, options={"every": 50})
         team.start([2], options={"every": 50})
-        team.until(lambda: len(team.board.look().closing) == 2)
+        team.until(lambda: len(team.shared.refresh().closing) == 2)
         team.kill(2, report=True)
         team.finish(40.0)
         assert [team.events(n, "done")[-1]["first"] for n in (0, 1)] == [[-28] * 2] * 2
 
 
 def test_a_generation_forgets_who_was_closing():
-    roster = Roster().knock("0.1", 1).knock("1.1", 1).next(frozenset())
+    roster = Roster().ask_to_join("0.1", 1).ask_to_join("1.1", 1).next(frozenset())
     roster = roster.close("1.1", 1, 0, 7)
     assert roster.closing_at(0) == {"1.1": 7} and roster.closing_at(1) == {}
     assert roster.close("2.1", 1, 0, 7) == roster  # no member
     assert roster.undo(1, 0).close("0.1", 1, 0, 7).closing_at(0) == {"1.1": 7}
-    assert roster.undo(1, 0).knock("0.1", 2).next(frozenset({"1.1"})).closing == ()
+    assert roster.undo(1, 0).ask_to_join("0.1", 2).next(frozenset({"1.1"})).closing == ()
 
 
 def test_an_error_before_the_first_sync_round_ends_all_and_a_later_one_does_not():
-    roster = Roster().knock("0.1", -1).knock("1.1", -1).next(frozenset())
+    roster = Roster().ask_to_join("0.1", -1).ask_to_join("1.1", -1).next(frozenset())
     roster = roster.keep(1, 0, sync_round=False)
     assert roster.fail("1.1").failed == ("1.1",) and roster.fail("1.1").dead == ("1.1",)
     assert roster.fail("2.1") == roster  # no member yet: nobody has noticed it
     assert roster.without_number(1).failed == ()  # killed: it is started again
     assert roster.keep(1, 1).fail("1.1").failed == ()
-    over = roster.fail("1.1").undo(1, 1).without("0.1").knock("0.2", -1)
+    over = roster.fail("1.1").undo(1, 1).without("0.1").ask_to_join("0.2", -1)
     assert over.next(frozenset()).failed == ()
 
 

@@ -16,30 +16,36 @@ def met(*ids, version=3):
     """A generation of these, in its first meeting."""
     roster = Roster()
     for id in ids:
-        roster = roster.knock(id, version)
+        roster = roster.ask_to_join(id, version)
     return roster.next(NOBODY)
 
 
 def test_the_first_generation_waits_for_those_expected_unless_it_is_late():
-    roster = Roster().knock("2.1", -1).knock("0.1", -1)
+    roster = Roster().ask_to_join("2.1", -1).ask_to_join("0.1", -1)
     assert not roster.complete(NOBODY, 3)
     assert roster.complete(NOBODY, 3, late=True)
-    assert roster.knock("1.1", -1).complete(NOBODY, 3)
-    assert roster.knock("1.1", -1).next(NOBODY).ids == ("0.1", "1.1", "2.1")
+    assert roster.ask_to_join("1.1", -1).complete(NOBODY, 3)
+    assert roster.ask_to_join("1.1", -1).next(NOBODY).ids == ("0.1", "1.1", "2.1")
 
 
 def test_where_nobody_holds_anything_the_first_brings_the_state_to_all():
-    assert (met("0.1", "1.1", version=-1).source, met("0.1", "1.1", version=-1).newcomers) == (
+    assert (met("0.1", "1.1", version=-1).source, met("0.1", "1.1", version=-1).joiners) == (
         0,
         (1,),
     )
 
 
 def test_who_holds_the_most_brings_the_state_to_those_with_less():
-    roster = Roster().knock("0.2", -1).knock("1.1", 7).knock("2.1", 7).knock("3.1", 6)
+    roster = (
+        Roster()
+        .ask_to_join("0.2", -1)
+        .ask_to_join("1.1", 7)
+        .ask_to_join("2.1", 7)
+        .ask_to_join("3.1", 6)
+    )
     roster = roster.next(NOBODY)
-    assert (roster.source, roster.newcomers) == (1, (0, 3))
-    assert met("0.1", "1.1").newcomers == ()
+    assert (roster.source, roster.joiners) == (1, (0, 3))
+    assert met("0.1", "1.1").joiners == ()
 
 
 def test_the_first_to_decide_about_a_meeting_decides():
@@ -54,13 +60,13 @@ def test_the_first_to_decide_about_a_meeting_decides():
 
 def test_a_kept_meeting_is_the_last_when_somebody_waits_or_has_gone():
     roster = met("0.1", "1.1")
-    assert not roster.keep(1, 0).over
-    assert roster.knock("2.1", -1).keep(1, 0).over
-    assert roster.without("1.1").keep(1, 0).over
+    assert not roster.keep(1, 0).ended
+    assert roster.ask_to_join("2.1", -1).keep(1, 0).ended
+    assert roster.without("1.1").keep(1, 0).ended
 
 
 def test_all_living_members_are_waited_for():
-    roster = met("0.1", "1.1", "2.1").undo(1, 0).knock("0.1", 3).knock("3.1", -1)
+    roster = met("0.1", "1.1", "2.1").undo(1, 0).ask_to_join("0.1", 3).ask_to_join("3.1", -1)
     assert roster.absent(NOBODY) == ("1.1", "2.1")
     roster = roster.without("2.1")
     assert not roster.complete(NOBODY, 4)
@@ -69,18 +75,20 @@ def test_all_living_members_are_waited_for():
 
 
 def test_one_who_slept_learns_what_became_of_its_meeting_and_the_dead_are_forgotten():
-    roster = met("0.1", "1.1", "2.1").keep(1, 0).undo(1, 1).without("2.1").knock("0.1", 4)
-    roster = roster.next(frozenset({"1.1"})).keep(2, 0).undo(2, 1).knock("0.1", 5).next(NOBODY)
+    roster = met("0.1", "1.1", "2.1").keep(1, 0).undo(1, 1).without("2.1").ask_to_join("0.1", 4)
+    roster = (
+        roster.next(frozenset({"1.1"})).keep(2, 0).undo(2, 1).ask_to_join("0.1", 5).next(NOBODY)
+    )
     assert roster.settled(1, 0, "1.1") is True
     assert roster.settled(1, 1, "1.1") is False
     assert roster.missed == (("1.1", 1, 1, False),)
-    assert roster.knock("1.2", 4).missed == ()  # it is back
+    assert roster.ask_to_join("1.2", 4).missed == ()  # it is back
     with pytest.raises(RuntimeError, match="worker 1 was stopped for some time"):
-        roster.knock("1.2", 4).settled(1, 0, "1.1")
+        roster.ask_to_join("1.2", 4).settled(1, 0, "1.1")
 
 
 def test_of_two_with_one_number_neither_begins():
-    roster = Roster().knock("0.1", -1).knock("0.2", -1)
+    roster = Roster().ask_to_join("0.1", -1).ask_to_join("0.2", -1)
     assert not roster.complete(NOBODY, 2, late=True)
     assert roster.complete(frozenset({"0.1"}), 1)
 
@@ -93,20 +101,20 @@ def test_finished_is_when_all_are_gone_and_some_were_done():
     assert roster.without("0.1", left=True).without_number(1).finished
 
 
-STEPS = ("knock", "keep", "undo", "left", "dead", "next")
+STEPS = ("ask", "keep", "undo", "left", "dead", "next")
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.sampled_from([1, 2]))
 def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed, length, parts):
     draw = random.Random(seed)
-    roster, told, last = Roster(parts=parts), {}, {}
+    roster, told, last = Roster(processes=parts), {}, {}
     ids = [f"{number}.{life}" for number in range(4) for life in (1, 2)]
     for _ in range(length):
         step, id = draw.choice(STEPS), draw.choice(ids)
-        generation, meeting = roster.generation, roster.meeting
+        generation, meeting = roster.generation, roster.rounds
         silent = frozenset(draw.sample(ids, draw.randrange(3)))
-        if step == "knock":
-            roster = roster.knock(id, draw.randrange(-1, 5))
+        if step == "ask":
+            roster = roster.ask_to_join(id, draw.randrange(-1, 5))
         elif step == "next":
             roster = (
                 roster.next(silent) if roster.complete(silent, 2, draw.random() < 0.2) else roster
@@ -120,7 +128,7 @@ def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed
         assert numbers == sorted(set(numbers))
         assert all(isinstance(member, Member) for member in roster.members)
         for member in roster.ids:
-            for at in range(roster.meeting + 1):
+            for at in range(roster.rounds + 1):
                 if (answer := roster.settled(roster.generation, at, member)) is not None:
                     key = (roster.generation, at)
                     assert told.setdefault(key, answer) == answer
@@ -135,12 +143,12 @@ def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed
 
 
 def test_silence_is_what_was_watched_and_not_what_was_slept():
-    pulse = HeartbeatMonitor(stall=5.0)
-    pulse.look({"0.1": 1}, now=0.0)
-    pulse.look({"0.1": 1}, now=1000.0)  # we were stopped ourselves
-    assert pulse.silent == NOBODY
+    monitor = HeartbeatMonitor(stall=5.0)
+    monitor.observe({"0.1": 1}, now=0.0)
+    monitor.observe({"0.1": 1}, now=1000.0)  # we were stopped ourselves
+    assert monitor.silent == NOBODY
     for second in range(1001, 1005):
-        pulse.look({"0.1": 1}, now=float(second))
-    assert pulse.silent == {"0.1"} and not pulse.moved("0.1")
-    pulse.look({"0.1": 2}, now=1005.0)
-    assert pulse.silent == NOBODY and pulse.moved("0.1")
+        monitor.observe({"0.1": 1}, now=float(second))
+    assert monitor.silent == {"0.1"} and not monitor.has_advanced("0.1")
+    monitor.observe({"0.1": 2}, now=1005.0)
+    assert monitor.silent == NOBODY and monitor.has_advanced("0.1")

@@ -138,7 +138,7 @@ def test_an_error_at_the_start_ends_the_run_with_it(tmp_path):
         assert command.wait() == 1
         assert time.monotonic() - began < 30
     assert "[1] no such data" in command.err.read_text()
-    assert "worker 1 ended (exit code 1) before the first meeting." in command.err.read_text()
+    assert "worker 1 ended (exit code 1) before the first sync round." in command.err.read_text()
 
 
 def test_a_killed_worker_is_started_again(tmp_path):
@@ -158,24 +158,29 @@ def test_a_killed_worker_is_started_again(tmp_path):
     assert "[0] life 2" not in command.out.read_text()
 
 
+def test_the_pause_before_a_restart_grows_to_a_limit_and_never_overflows():
+    pauses = [_launcher._restart_pause(lives) for lives in (0, 1, 2, 3, 4, 20, 5000)]
+    assert pauses == [0, 0, 1, 2, 4, 30, 30]
+
+
 class Others:
     """The rest of a run, played by the test: a member that is alive on another host."""
 
     def __init__(self, port):
-        pulse = HeartbeatMonitor(1.0)
-        self.board = SharedRoster(StoreClient(f"127.0.0.1:{port}", 0.2, Signer(SECRET)), pulse)
+        monitor = HeartbeatMonitor(1.0)
+        self.shared = SharedRoster(StoreClient(f"127.0.0.1:{port}", 0.2, Signer(SECRET)), monitor)
 
     def meet(self, *ids):
         for id in ids:
-            self.board.line.put(f"manyhands/beat/{id}", "1 0")
-            self.board.change(lambda roster, id=id: roster.knock(id, 0))
-        self.board.change(lambda roster: roster.next(frozenset()))
-        self.board.change(lambda roster: roster.keep(roster.generation, 0))
+            self.shared.client.put(f"manyhands/heartbeat/{id}", "1 0")
+            self.shared.change(lambda roster, id=id: roster.ask_to_join(id, 0))
+        self.shared.change(lambda roster: roster.next(frozenset()))
+        self.shared.change(lambda roster: roster.keep(roster.generation, 0))
 
     def leave(self, id):
-        self.board.look()
-        self.board.change(lambda roster: roster.without(id, left=True))
-        self.board.line.close()
+        self.shared.refresh()
+        self.shared.change(lambda roster: roster.without(id, left=True))
+        self.shared.client.close()
 
 
 ERROR_IN_A_STEP = """
@@ -206,7 +211,7 @@ def test_an_error_before_the_first_sync_round_ends_the_run(tmp_path, monkeypatch
     with Command(tmp_path, ERROR_IN_A_STEP, "--workers", "2") as command:
         assert command.wait(60) == 1
     assert command.out.read_text().count("came 2") == 2
-    assert "ended (exit code 1) before the first meeting." in command.err.read_text()
+    assert "ended (exit code 1) before the first sync round." in command.err.read_text()
     assert "[1] no such data" in command.err.read_text()
 
 
@@ -243,7 +248,7 @@ REFUSED = """
 @pytest.mark.long
 def test_a_worker_that_is_refused_is_not_started_again_and_the_run_has_not_ended_well(tmp_path):
     with Command(tmp_path, REFUSED, "--workers", "2") as command:
-        command.until("worker 1 was not let in .*: it stays away", 60)
+        command.until("worker 1 was not let in .*: it is not started again", 60)
         (tmp_path / "enough").touch()
         assert command.wait(60) == 1
     assert "every: 5 here, 4 in the run" in command.err.read_text()
@@ -254,12 +259,12 @@ def test_a_worker_that_is_refused_is_not_started_again_and_the_run_has_not_ended
 LISTENERS = """
     import os, torch
     import torch.distributed as dist
-    from manyhands.blocks.crew._transport import _sockets
+    from manyhands.blocks.crew._transport import _internet_sockets
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
     found = set()
-    for end in _sockets():
+    for end in _internet_sockets():
         if end.getsockopt(1, 30):  # SOL_SOCKET, SO_ACCEPTCONN
             found.add(end.getsockname()[0])
         end.close()
@@ -303,7 +308,7 @@ def test_errors_after_the_first_meeting_are_tried_again_so_many_times(tmp_path):
         others = Others(port)
         others.meet("9.1")
         (tmp_path / "met").touch()
-        command.until("it stays away")
+        command.until("it is not started again")
         time.sleep(0.3)
         assert alive(command.pid)  # it serves the store to the others
         others.leave("9.1")
@@ -330,7 +335,7 @@ def test_what_ends_badly_after_the_others_have_finished_does_not_count(tmp_path)
 
 
 def test_a_stopped_worker_is_killed_and_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(_launcher, "STOPPED", 0.5)
+    monkeypatch.setattr(_launcher, "STOPPED_LIMIT", 0.5)
     script = """
         import os, signal, time
         if not os.path.exists("stopped"):
@@ -341,9 +346,9 @@ def test_a_stopped_worker_is_killed_and_started_again(tmp_path, monkeypatch):
     with Command(tmp_path, script, "--workers", "1", "--listen", f"127.0.0.1:{port}") as command:
         others = Others(port)
         others.meet("0.1")
-        others.board.line.close()
+        others.shared.client.close()
         assert command.wait() == 0
-    assert "worker 0 has not beaten for 0.5 s and is killed" in command.err.read_text()
+    assert "worker 0 had no heartbeat for 0.5 s and is killed" in command.err.read_text()
     assert "worker 0 ended (SIGKILL) and is started again" in command.err.read_text()
 
 
@@ -391,18 +396,18 @@ CREW = """
     from manyhands.blocks.crew._crew import Crew
     crew = Crew()
     crew.join()
-    life = crew._id.partition(".")[2]
-    print("entered", crew.members, crew.newcomers, flush=True)
+    life = crew._enrollment.id.partition(".")[2]
+    print("entered", crew.members, crew.joiners, flush=True)
     while not os.path.exists("enough"):
         time.sleep(0.02)
-        if crew.number == 0 and life == "1" and crew._meeting:
+        if crew.number == 0 and life == "1" and crew._round:
             os.kill(os.getpid(), signal.SIGKILL)
         if crew.number == 1 and crew.members == (0, 1) and crew.generation > 2:
             open("enough", "a").close()
         crew.settle(True)
         if crew.regroup_due:
             crew.regroup(1)
-            print("entered", crew.members, crew.newcomers, flush=True)
+            print("entered", crew.members, crew.joiners, flush=True)
     crew.leave()
 """
 
@@ -461,7 +466,7 @@ WAITS = "import time; time.sleep(100)"
 @pytest.mark.long
 def test_a_store_that_vanishes_is_noticed_within_the_limit(tmp_path, monkeypatch):
     """Not after twice as long: what was to connect in had been added to it."""
-    monkeypatch.setattr(_store, "LIMIT", 6.0)
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 6.0)
     with Store() as store:
         options = ("--store", store.address, "--numbers", "1")
         with Command(tmp_path, WAITS, *options) as command:
@@ -475,7 +480,7 @@ def test_a_store_that_vanishes_is_noticed_within_the_limit(tmp_path, monkeypatch
 
 @pytest.mark.long
 def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monkeypatch):
-    monkeypatch.setattr(_store, "LIMIT", 8.0)
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 8.0)
     script = """
         import os, time
         while not os.path.exists("enough"):
@@ -484,9 +489,9 @@ def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monke
     port = free_port()
     with Command(tmp_path, script, "--workers", "1", "--listen", f"127.0.0.1:{port}") as command:
         others = Others(port)
-        others.board.change(lambda roster: roster.with_host("host-gone"))
-        others.board.line.put("manyhands/beat/host-gone", "1 0")
-        others.board.line.close()
+        others.shared.change(lambda roster: roster.with_launcher("host-gone"))
+        others.shared.client.put("manyhands/heartbeat/host-gone", "1 0")
+        others.shared.client.close()
         (tmp_path / "enough").touch()
         time.sleep(2.0)
         assert alive(command.pid)  # it may still need the store
@@ -512,19 +517,19 @@ def test_options_that_do_not_fit_are_said_at_once(tmp_path, words, message):
 
 def test_a_further_host_waits_to_be_told_how_many_are_expected(monkeypatch):
     with Store() as store:
-        line = StoreClient(store.address, 1.0, Signer(SECRET))
+        client = StoreClient(store.address, 1.0, Signer(SECRET))
 
         def told():
             launcher = _launcher.Launcher(["true"], range(3), store.address, serving=False)
-            launcher.board.line.close()
+            launcher.shared.client.close()
             return launcher.environment["MANYHANDS_WORKERS"]
 
-        monkeypatch.setattr(_launcher, "SAID", 0.0)
+        monkeypatch.setattr(_launcher, "EXPECTED_WAIT", 0.0)
         assert told() == "3"  # nobody says so in time: as many as are here
-        line.call("delete_key", "manyhands/expected")
-        monkeypatch.setattr(_launcher, "SAID", 20.0)
-        said = threading.Timer(0.3, line.put, ("manyhands/expected", "7"))
+        client.call("delete_key", "manyhands/expected")
+        monkeypatch.setattr(_launcher, "EXPECTED_WAIT", 20.0)
+        said = threading.Timer(0.3, client.put, ("manyhands/expected", "7"))
         said.start()
         assert told() == "7"
         said.join()
-        line.close()
+        client.close()

@@ -14,9 +14,9 @@ from manyhands.blocks.crew import _shared_roster
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Member, Roster
-from manyhands.blocks.crew._shared_roster import CREW, NEWS, SharedRoster
-from manyhands.blocks.crew._store import Signer, StoreClient, connect
-from manyhands.blocks.crew._transport import Links, SignedStore, StoreConnection
+from manyhands.blocks.crew._shared_roster import REVISION, ROSTER, SharedRoster
+from manyhands.blocks.crew._store import Signer, StoreClient, connect_to_store
+from manyhands.blocks.crew._transport import GlooTransport, SignedStore, StoreConnection
 from manyhands.errors import StoreLost
 from test_run_command import Command, free_port
 
@@ -24,8 +24,8 @@ OTHER = "a secret that is not the run's"
 
 
 @pytest.fixture(autouse=True)
-def heal_soon(monkeypatch):
-    monkeypatch.setattr(_shared_roster, "HEALING", 0.5)
+def repair_soon(monkeypatch):
+    monkeypatch.setattr(_shared_roster, "REPAIR_DELAY", 0.5)
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def store():
         yield store
 
 
-def board(store, secret=SECRET, stall=1.0):
-    pulse = HeartbeatMonitor(stall)
-    return SharedRoster(StoreClient(store.address, pulse.interval, Signer(secret)), pulse)
+def shared(store, secret=SECRET, stall=1.0):
+    monitor = HeartbeatMonitor(stall)
+    return SharedRoster(StoreClient(store.address, monitor.interval, Signer(secret)), monitor)
 
 
 # -- signatures ------------------------------------------------------------------------------------
@@ -44,17 +44,19 @@ def board(store, secret=SECRET, stall=1.0):
 
 def test_a_value_is_verified_under_its_key_and_nowhere_else(caplog):
     signer = Signer(SECRET)
-    value = signer.sign("manyhands/done/1/0.1", "7").encode()
-    assert signer.verified("manyhands/done/1/0.1", value) == "7" and signer.ignored == 0
+    value = signer.sign("manyhands/arrived/1/0.1", "7").encode()
+    assert signer.verify_or_ignore("manyhands/arrived/1/0.1", value) == "7" and signer.ignored == 0
     with caplog.at_level(logging.WARNING, "manyhands"):
-        assert signer.verified("manyhands/done/2/0.1", value) is None  # another generation
-        assert signer.verified("manyhands/done/1/1.1", value) is None  # another member
-        assert signer.verified("manyhands/done/1/0.1", value[:-1] + b"8") is None
-        assert signer.verified("manyhands/done/1/0.1", b"\xff\x00") is None
-        assert signer.verified("manyhands/done/1/0.1", b"") is None
-        assert Signer(OTHER).verified("manyhands/done/1/0.1", value) is None
+        assert (
+            signer.verify_or_ignore("manyhands/arrived/2/0.1", value) is None
+        )  # another generation
+        assert signer.verify_or_ignore("manyhands/arrived/1/1.1", value) is None  # another member
+        assert signer.verify_or_ignore("manyhands/arrived/1/0.1", value[:-1] + b"8") is None
+        assert signer.verify_or_ignore("manyhands/arrived/1/0.1", b"\xff\x00") is None
+        assert signer.verify_or_ignore("manyhands/arrived/1/0.1", b"") is None
+        assert Signer(OTHER).verify_or_ignore("manyhands/arrived/1/0.1", value) is None
     assert signer.ignored == 5
-    assert "is ignored (1 so far): 'manyhands/done/2/0.1'" in caplog.text
+    assert "is ignored (1 so far): 'manyhands/arrived/2/0.1'" in caplog.text
     assert SECRET not in caplog.text
 
 
@@ -62,7 +64,7 @@ def test_of_many_values_that_are_ignored_few_are_logged(caplog):
     signer = Signer(SECRET)
     with caplog.at_level(logging.WARNING, "manyhands"):
         for _ in range(1000):
-            signer.verified("key", b"forged")
+            signer.verify_or_ignore("key", b"forged")
     assert signer.ignored == 1000 and len(caplog.records) == 10
 
 
@@ -81,139 +83,143 @@ def test_a_secret_is_needed_and_must_be_long(monkeypatch):
 
 def forged_rosters():
     """What the run's end, another member, or nonsense would look like."""
-    done = Roster(generation=1, members=(Member("0.1", 5),), left=("0.1",), change=10**6)
+    done = Roster(generation=1, members=(Member("0.1", 5),), left=("0.1",), revision=10**6)
     other = Signer(OTHER)
     return {
         "garbage": "garbage",
         "nothing": "",
         "not text": "\x00\x7f",
         "a finished run, not signed": done.text,
-        "a finished run, signed by a stranger": other.sign(CREW, done.text),
-        "signed for another key": Signer(SECRET).sign(NEWS, done.text),
-        "not well-formed": Signer(SECRET).sign(CREW, "[1]"),
-        "of another version": Signer(SECRET).sign(CREW, json.dumps({"generation": 3})),
+        "a finished run, signed by a stranger": other.sign(ROSTER, done.text),
+        "signed for another key": Signer(SECRET).sign(REVISION, done.text),
+        "not well-formed": Signer(SECRET).sign(ROSTER, "[1]"),
+        "of another version": Signer(SECRET).sign(ROSTER, json.dumps({"generation": 3})),
         "large": "x" * 10**6,
     }
 
 
 @pytest.mark.parametrize("name", forged_rosters())
 def test_a_forged_roster_is_put_right(store, name):
-    ours, theirs = board(store), connect(store.address)
-    ours.change(lambda roster: roster.knock("0.1", 3))
-    theirs.set(CREW, forged_rosters()[name])
-    theirs.check([CREW])  # its answer comes after what was set is there
-    assert [member.id for member in ours.look().waiting] == ["0.1"]
-    assert ours.line.signer.ignored == 1
-    assert ours.change(lambda roster: roster.knock("1.1", 3)).change == 2
-    assert [member.id for member in board(store).look().waiting] == ["0.1", "1.1"]
-    ours.line.close()
+    ours, theirs = shared(store), connect_to_store(store.address)
+    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
+    theirs.set(ROSTER, forged_rosters()[name])
+    theirs.check([ROSTER])  # its answer comes after what was set is there
+    assert [member.id for member in ours.refresh().waiting] == ["0.1"]
+    assert ours.client.signer.ignored == 1
+    assert ours.change(lambda roster: roster.ask_to_join("1.1", 3)).revision == 2
+    assert [member.id for member in shared(store).refresh().waiting] == ["0.1", "1.1"]
+    ours.client.close()
 
 
 def test_an_older_roster_and_a_deleted_one_are_put_right(store):
-    ours, theirs = board(store), connect(store.address)
-    ours.change(lambda roster: roster.knock("0.1", 3))
-    old = theirs.get(CREW)
-    ours.change(lambda roster: roster.knock("1.1", 3))
-    theirs.set(CREW, old)
-    theirs.check([CREW])
-    assert ours.change(lambda roster: roster.knock("2.1", 3)).change == 3
-    for key in (CREW, NEWS):
+    ours, theirs = shared(store), connect_to_store(store.address)
+    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
+    old = theirs.get(ROSTER)
+    ours.change(lambda roster: roster.ask_to_join("1.1", 3))
+    theirs.set(ROSTER, old)
+    theirs.check([ROSTER])
+    assert ours.change(lambda roster: roster.ask_to_join("2.1", 3)).revision == 3
+    for key in (ROSTER, REVISION):
         theirs.delete_key(key)
-    assert ours.change(lambda roster: roster.knock("3.1", 3)).change == 4
-    assert len(board(store).look().waiting) == 4 and ours.line.signer.ignored == 2
-    ours.line.close()
+    assert ours.change(lambda roster: roster.ask_to_join("3.1", 3)).revision == 4
+    assert len(shared(store).refresh().waiting) == 4 and ours.client.signer.ignored == 2
+    ours.client.close()
 
 
 def test_who_knows_less_than_somebody_alive_does_not_put_back_what_it_knows(store):
-    first, second, theirs = board(store), board(store), connect(store.address)
-    first.change(lambda roster: roster.knock("0.1", 3))
-    second.look()
-    first.line.beat("manyhands/beat/0.1")
-    first.change(lambda roster: roster.knock("1.1", 3))  # that the second has not seen
-    theirs.set(CREW, "garbage")
+    first, second, theirs = shared(store), shared(store), connect_to_store(store.address)
+    first.change(lambda roster: roster.ask_to_join("0.1", 3))
+    second.refresh()
+    first.client.start_heartbeat("manyhands/heartbeat/0.1")
+    first.change(lambda roster: roster.ask_to_join("1.1", 3))  # that the second has not seen
+    theirs.set(ROSTER, "garbage")
     seen = []
-    looking = threading.Thread(target=lambda: seen.append(second.look()))
+    looking = threading.Thread(target=lambda: seen.append(second.refresh()))
     looking.start()
     time.sleep(1.5)
-    assert seen == [] and theirs.get(CREW) == b"garbage"
-    first.look()
+    assert seen == [] and theirs.get(ROSTER) == b"garbage"
+    first.refresh()
     looking.join(5.0)
     assert len(seen[0].waiting) == 2
     for one in (first, second):
-        one.line.close()
+        one.client.close()
 
 
 def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
-    monkeypatch.setattr(_shared_roster, "LIMIT", 1.0)
-    monkeypatch.setattr(_shared_roster, "HEALING", 0.1)
-    ours, theirs = board(store), connect(store.address)
-    ours.change(lambda roster: roster.knock("0.1", 3))
+    monkeypatch.setattr(_shared_roster, "STORE_TIMEOUT", 1.0)
+    monkeypatch.setattr(_shared_roster, "REPAIR_DELAY", 0.1)
+    ours, theirs = shared(store), connect_to_store(store.address)
+    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
 
     def overwrite():
-        theirs.set(CREW, "garbage")
-        theirs.check([CREW])
+        theirs.set(ROSTER, "garbage")
+        theirs.check([ROSTER])
 
-    heal = ours._heal
-    monkeypatch.setattr(ours, "_heal", lambda: (heal(), overwrite()))
+    heal = ours._repair
+    monkeypatch.setattr(ours, "_repair", lambda: (heal(), overwrite()))
     overwrite()
     with pytest.raises(StoreLost, match="its roster stays wrong"):
-        ours.look()
-    ours.line.close()
+        ours.refresh()
+    ours.client.close()
 
 
 def test_a_beat_that_is_put_back_or_forged_is_no_sign_of_life(store):
-    ours, theirs = board(store, stall=1.0), connect(store.address)
-    ours.change(lambda roster: roster.knock("0.1", 3))
+    ours, theirs = shared(store, stall=1.0), connect_to_store(store.address)
+    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
     signer = Signer(SECRET)
     for value in ("3 0", "2 0", "forged", "1 0", "2 0"):
-        signed = value if value == "forged" else signer.sign("manyhands/beat/0.1", value)
-        theirs.set("manyhands/beat/0.1", signed)
-        ours.listen()
+        signed = value if value == "forged" else signer.sign("manyhands/heartbeat/0.1", value)
+        theirs.set("manyhands/heartbeat/0.1", signed)
+        ours.observe_heartbeats()
         time.sleep(0.35)
-    assert ours.pulse.silent == {"0.1"} and not ours.pulse.moved("0.1")
-    theirs.set("manyhands/beat/0.1", signer.sign("manyhands/beat/0.1", "4 0"))
-    ours.listen()
-    assert ours.pulse.silent == frozenset()
-    ours.line.close()
+    assert ours.monitor.silent == {"0.1"} and not ours.monitor.has_advanced("0.1")
+    theirs.set("manyhands/heartbeat/0.1", signer.sign("manyhands/heartbeat/0.1", "4 0"))
+    ours.observe_heartbeats()
+    assert ours.monitor.silent == frozenset()
+    ours.client.close()
 
 
 def test_an_arrival_counts_for_its_member_its_generation_and_its_meeting(store):
-    ours, theirs = board(store), connect(store.address)
+    ours, theirs = shared(store), connect_to_store(store.address)
     ours.arrive(1, 0, "0.1")
     assert not ours.have_arrived(1, 0, ["0.1", "1.1"])
-    theirs.set("manyhands/done/1/1.1", "0")
-    theirs.set("manyhands/done/2/1.1", theirs.get("manyhands/done/1/0.1"))
-    assert not ours.have_arrived(1, 0, ["0.1", "1.1"]) and ours.line.signer.ignored == 1
+    theirs.set("manyhands/arrived/1/1.1", "0")
+    theirs.set("manyhands/arrived/2/1.1", theirs.get("manyhands/arrived/1/0.1"))
+    assert not ours.have_arrived(1, 0, ["0.1", "1.1"]) and ours.client.signer.ignored == 1
     ours.arrive(1, 0, "1.1")
     assert ours.have_arrived(1, 0, ["0.1", "1.1"]) and not ours.have_arrived(1, 1, ["0.1"])
-    theirs.set("manyhands/gen/nonsense", "x")
-    theirs.set("manyhands/done/", "x")
+    theirs.set("manyhands/group/nonsense", "x")
+    theirs.set("manyhands/arrived/", "x")
     ours.sweep(2)
-    assert not theirs.check(["manyhands/done/1/1.1"])
-    ours.line.close()
+    assert not theirs.check(["manyhands/arrived/1/1.1"])
+    ours.client.close()
 
 
 def test_members_find_each_others_addresses_and_no_strangers(store):
-    theirs = connect(store.address)
-    for key in ("door/0", "door/1", "0/0", "0/1"):
+    theirs = connect_to_store(store.address)
+    for key in ("ports/0", "ports/1", "0/0", "0/1"):
         theirs.set(f"here/{key}", "10.9.9.9")
-    doors = [StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
-    links = [Links(doors[rank], "here", rank, 2, timeout=30.0) for rank in range(2)]
-    assert all(link.done(40.0) and link.group is not None for link in links)
+    connections = [StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
+    transports = [
+        GlooTransport(connections[rank], "here", rank, 2, timeout=30.0) for rank in range(2)
+    ]
+    assert all(transport.wait(40.0) and transport.group is not None for transport in transports)
     tensors = [torch.ones(3), torch.ones(3)]
-    for work in [link.group.allreduce([tensors[rank]]) for rank, link in enumerate(links)]:
+    for work in [
+        transport.group.allreduce([tensors[rank]]) for rank, transport in enumerate(transports)
+    ]:
         work.wait()
     assert tensors[0].tolist() == [2.0] * 3
-    for link in links:
-        link.let_go()
+    for transport in transports:
+        transport.release()
 
 
 def test_an_address_that_only_a_stranger_has_written_is_waited_for_in_vain(store):
-    theirs = connect(store.address)
-    theirs.set("here/door/1", "1234")
+    theirs = connect_to_store(store.address)
+    theirs.set("here/ports/1", "1234")
     signer = Signer(SECRET)
-    with pytest.raises(RuntimeError, match=r"no member has written here/door/1 for 0\.3 s"):
-        SignedStore(connect(store.address), "here", signer, 0.3).get("door/1")
+    with pytest.raises(RuntimeError, match=r"no member has written here/ports/1 for 0\.3 s"):
+        SignedStore(connect_to_store(store.address), "here", signer, 0.3).get("ports/1")
     assert signer.ignored == 1
 
 
@@ -224,7 +230,11 @@ class Stranger:
     """Writes to every key that it finds, again and again."""
 
     def __init__(self, address, seed, pause):
-        self._client, self._dice, self._pause = connect(address), random.Random(seed), pause
+        self._client, self._dice, self._pause = (
+            connect_to_store(address),
+            random.Random(seed),
+            pause,
+        )
         self.writes = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -242,7 +252,7 @@ class Stranger:
         old = {}
         while not self._over.wait(self._pause * (0.5 + self._dice.random())):
             keys = [key for key in self._client.list_keys() if key.startswith("manyhands/")]
-            key = self._dice.choice([CREW, self._dice.choice(keys)]) if keys else CREW
+            key = self._dice.choice([ROSTER, self._dice.choice(keys)]) if keys else ROSTER
             kind = self._dice.random()
             if kind < 0.3 and key in old:
                 self._client.set(key, old[key])
@@ -295,12 +305,12 @@ def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
     with Command(tmp_path, RUN, "--workers", "2", "--listen", address) as command:
         command.until(r"\[0\] in")
         command.until(r"\[1\] in")
-        theirs = connect(address)
+        theirs = connect_to_store(address)
         forged = forged_rosters()
         for name in ("a finished run, not signed", "a finished run, signed by a stranger"):
-            theirs.set(CREW, forged[name])
+            theirs.set(ROSTER, forged[name])
             until = time.monotonic() + 15
-            while theirs.get(CREW).decode() == forged[name]:
+            while theirs.get(ROSTER).decode() == forged[name]:
                 assert time.monotonic() < until, command.said()
                 time.sleep(0.05)
         (tmp_path / "enough").touch()
@@ -310,11 +320,11 @@ def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
 
 
 def test_a_worker_with_another_secret_is_told_so_and_changes_nothing(store, monkeypatch):
-    ours = board(store)
-    ours.change(lambda roster: roster.knock("0.1", 3))
-    before = ours.line.fetch(CREW)
-    monkeypatch.setattr(_shared_roster, "LIMIT", 0.5)
-    with pytest.raises(ValueError, match=r"is of no use: it is not signed .* the same MANYHANDS_S"):
-        board(store, OTHER)
-    assert ours.line.fetch(CREW) == before
-    ours.line.close()
+    ours = shared(store)
+    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
+    before = ours.client.fetch(ROSTER)
+    monkeypatch.setattr(_shared_roster, "STORE_TIMEOUT", 0.5)
+    with pytest.raises(ValueError, match=r"cannot be used: it is not signed .* the same MANY"):
+        shared(store, OTHER)
+    assert ours.client.fetch(ROSTER) == before
+    ours.client.close()

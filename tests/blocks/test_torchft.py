@@ -173,7 +173,7 @@ def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, 
 def test_who_comes_with_a_number_that_is_taken_ends_and_the_others_do_not(
     lighthouse, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_torchft, "TWIN", 0.3)
+    monkeypatch.setattr(_torchft, "NUMBER_TAKEN", 0.3)
     with TorchftTeam(lighthouse, tmp_path, expected=2) as team:
         team.start([0, 1], 300, {"every": 5})
         team.met(0, 2)

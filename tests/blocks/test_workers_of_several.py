@@ -32,9 +32,9 @@ PARTS = 2
 
 def waiting(*members, roster=None):
     """A roster at whose door these are: (number of the process, version, team)."""
-    roster = roster or Roster(parts=PARTS)
+    roster = roster or Roster(processes=PARTS)
     for number, version, team in members:
-        roster = roster.knock(f"{number}.1", version, team)
+        roster = roster.ask_to_join(f"{number}.1", version, team)
     return roster
 
 
@@ -44,8 +44,8 @@ def test_a_worker_is_there_when_all_of_its_processes_are():
     assert roster.complete(NOBODY, 2, late=True)
     first = roster.next(NOBODY)
     assert first.workers == (0,) and [m.id for m in first.waiting] == ["3.1"]
-    assert not first.keep(1, 0).over  # nobody can be taken in yet
-    assert first.knock("2.1", -1, 9).keep(1, 0).over
+    assert not first.keep(1, 0).ended  # nobody can be taken in yet
+    assert first.ask_to_join("2.1", -1, 9).keep(1, 0).ended
 
 
 def test_processes_of_two_lives_are_not_one_worker():
@@ -53,10 +53,10 @@ def test_processes_of_two_lives_are_not_one_worker():
     assert roster.next(NOBODY).workers == (0,)
 
 
-def test_the_source_and_the_newcomers_are_workers():
+def test_the_source_and_the_joiners_are_workers():
     roster = waiting((0, -1, 1), (1, -1, 1), (2, 5, 2), (3, 5, 2), (4, 5, 3), (5, 5, 3))
     roster = roster.next(NOBODY)
-    assert (roster.workers, roster.source, roster.newcomers) == ((0, 1, 2), 1, (0,))
+    assert (roster.workers, roster.source, roster.joiners) == ((0, 1, 2), 1, (0,))
 
 
 def test_nobody_waits_for_the_rest_of_a_broken_worker():
@@ -118,7 +118,7 @@ class TeamOfPairs(Team):
             if number in self.pids:
                 self.kill(number, report)
             elif report:
-                self.board.report(number)
+                self.shared.report_end(number)
         self.start([worker], steps, options)
 
 

@@ -1,4 +1,4 @@
-"""`manyhands run`: start the workers of a run, and start those again that die."""
+"""`manyhands run`: start the workers of a run, and start workers that die again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from manyhands.blocks.crew import _launcher
-from manyhands.blocks.crew._store import VARIABLE, address, serve
+from manyhands.blocks.crew._store import SECRET_VARIABLE, parse_address, serve_store
 from manyhands.errors import StoreLost
 
-# What follows the script is the script's.
+# Arguments after the script are passed to it, even if they look like options of ours.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 
@@ -32,11 +32,13 @@ def run(
     ] = None,
     numbers: Annotated[
         str | None,
-        typer.Option(metavar="FIRST-LAST", help="Their numbers instead, on a further host."),
+        typer.Option(
+            metavar="FIRST-LAST", help="The numbers of the workers on this host, if not from 0."
+        ),
     ] = None,
     expected: Annotated[
         int | None,
-        typer.Option(min=1, help="Workers of all hosts that the first meeting waits for."),
+        typer.Option(min=1, help="Workers of all hosts that the first sync round waits for."),
     ] = None,
     listen: Annotated[
         str | None,
@@ -47,10 +49,11 @@ def run(
         typer.Option(metavar="HOST:PORT", help="Use the store that another host serves."),
     ] = None,
     stall: Annotated[
-        float, typer.Option(min=0.1, help="Seconds of silence after which a worker is lost.")
+        float,
+        typer.Option(min=0.1, help="Seconds without a heartbeat after which a worker is lost."),
     ] = 5.0,
     patience: Annotated[
-        float, typer.Option(help="Seconds that a slow worker is waited for.")
+        float, typer.Option(help="Seconds that a slow worker is waited for at most.")
     ] = 600.0,
     processes: Annotated[
         int,
@@ -62,7 +65,7 @@ def run(
     ] = 1,
     restarts: Annotated[
         int,
-        typer.Option(min=0, help="Times in an hour that a worker with an error starts again."),
+        typer.Option(min=0, help="Restarts of a worker with an error, in an hour."),
     ] = 3,
 ) -> None:
     """Run a script in several workers, which may die and come back.
@@ -71,48 +74,62 @@ def run(
     ended with 0. Several hosts need one secret, in the environment variable MANYHANDS_SECRET.
     """
     arguments = list(script or [])
-    if module is None and not arguments:
-        _stop("there is no script to run. Such as: manyhands run --workers 4 train.py --steps 100")
-    if module is None and not Path(arguments[0]).is_file():
-        _stop(f"{arguments[0]} is not a file. It runs Python scripts, and modules with -m.")
-    if store is not None and listen is not None:
-        _stop("--listen serves a store and --store uses another host's: give one of them.")
-    if store is not None and numbers is None:
-        _stop("--store needs --numbers, such as 4-7: no two workers of a run may have the same.")
+    _check_script(arguments, module)
+    _check_hosts(store, listen, numbers)
     if patience < stall:
         _stop(f"--patience must be at least --stall, which is {stall:g}, got {patience:g}.")
-    if (store or listen) and not os.environ.get(VARIABLE):
-        _stop(
-            f"hosts of one run need a secret that all of them know: set {VARIABLE} to the same "
-            'text on each, such as `python -c "import secrets; print(secrets.token_hex())"` prints.'
-        )
-    here = _numbers(workers, numbers)
+    worker_numbers = _parse_numbers(workers, numbers)
     try:
-        serving = store is None
+        serving = store is None  # the launcher that serves the store ends last
         if store is None:
-            host, port = ("127.0.0.1", 0) if listen is None else address(listen)
-            _served, store = serve(host, port)  # for as long as this variable lives
+            host, port = ("127.0.0.1", 0) if listen is None else parse_address(listen)
+            _served, store = serve_store(host, port)  # served while this variable lives
         launcher = _launcher.Launcher(
             [sys.executable, *(["-m", module] if module else []), *arguments],
-            here,
+            worker_numbers,
             store,
             expected=expected,
             processes=processes,
             restarts=restarts,
             environment={"MANYHANDS_STALL": f"{stall:g}", "MANYHANDS_PATIENCE": f"{patience:g}"},
             serving=serving,
-            secret=os.environ.get(VARIABLE) or secrets.token_hex(),
+            # One host draws a secret of its own: nothing has to be set for a run on one machine.
+            secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         )
     except (OSError, ValueError, StoreLost) as error:
         _stop(f"{error}")
     raise typer.Exit(launcher.run())
 
 
-def _numbers(workers: int | None, numbers: str | None) -> list[int]:
+def _check_script(arguments: list[str], module: str | None) -> None:
+    if module is None and not arguments:
+        _stop("there is no script to run. Such as: manyhands run --workers 4 train.py --steps 100")
+    if module is None and not Path(arguments[0]).is_file():
+        _stop(
+            f"{arguments[0]} is not a file. The command runs Python scripts, and modules with -m."
+        )
+
+
+def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> None:
+    if store is not None and listen is not None:
+        _stop("--listen serves a store and --store uses another host's: give only one of them.")
+    if store is not None and numbers is None:
+        _stop("--store needs --numbers, such as 4-7: each worker of a run has a number of its own.")
+    if (store or listen) and not os.environ.get(SECRET_VARIABLE):
+        # Otherwise each host would draw its own, and ignore what the others write.
+        _stop(
+            f"the hosts of a run need one secret: set {SECRET_VARIABLE} to the same "
+            'text on each, such as `python -c "import secrets; print(secrets.token_hex())"` prints.'
+        )
+
+
+def _parse_numbers(workers: int | None, numbers: str | None) -> list[int]:
+    """Return the numbers of this host's workers, from either option."""
     if numbers is None:
         if workers is None:
             _stop("how many workers? Such as --workers 4.")
         return list(range(workers))
+    # One number is a range, too. No match becomes an empty one, so one check covers both mistakes.
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", numbers)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if last < first:

@@ -1,30 +1,36 @@
-"""Who meets now, and the connections between them: what every kind of crew shows and does alike."""
+"""What `Crew` and `TorchftCrew` have in common: the present generation, and its connections."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.blocks.crew._transport import Links, StoreConnection
+from manyhands.blocks.crew._transport import GlooTransport, StoreConnection
 from manyhands.errors import WorkerLost
 
-QUICK, SLOW = 0.002, 0.03  # seconds between two looks: at first, and when a wait grows long
+# Seconds between two checks of something that is waited for: at first, and in a long wait.
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.03
 
 
-class Members:
-    """A generation: its members by their numbers, this worker's rank, and the group."""
+class CrewBase:
+    """A generation: its members by number, this worker's rank, and their process group."""
 
-    patience: float  # seconds that a member is waited for
+    patience: float  # seconds that a living member is waited for
 
     def __init__(self) -> None:
         self.generation = 0
-        self.members: tuple[int, ...] = ()
+        self.members: tuple[int, ...] = ()  # worker numbers, in rank order
         self.rank = 0
-        self.source = 0  # the rank that brings newcomers the state
-        self.newcomers: tuple[int, ...] = ()
+        self.source = 0  # the rank that sends joiners the state
+        self.joiners: tuple[int, ...] = ()  # the ranks that need the state
         self.regroup_due = False
-        self._meeting = 0
-        self._links: Links | None = None
+        self._round = 0  # index of the current round of this generation
+        self._transport: GlooTransport | None = None
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """The old name of `joiners`."""  # until blocks/_joiners.py reads `joiners`
+        return self.joiners
 
     @property
     def size(self) -> int:
@@ -32,49 +38,50 @@ class Members:
 
     @property
     def group(self) -> Any:
-        """The members' gloo group (a ProcessGroupGloo); None where there is nobody else."""
-        return None if self._links is None else self._links.group
+        """The members' gloo group (a ProcessGroupGloo); None for a worker that is alone."""
+        return None if self._transport is None else self._transport.group
 
     def wait(self, done: Callable[[float], bool]) -> None:
-        """Call `done(seconds)`, which waits up to so long and says whether all is done, until so.
+        """Call `done(seconds)`, which waits up to that long, until it returns True.
 
-        Raises WorkerLost as soon as it is known that the meeting cannot be kept any more.
+        Raise WorkerLost as soon as it is known that the round cannot be kept.
         """
         raise NotImplementedError
 
     def close(self, steps: int) -> bool:
-        """Whether to hold a last meeting: if all others are done after as many steps, too."""
+        """Return whether to hold a last round: whether all others finished after as many steps."""
         return True
 
     def drop_out(self) -> None:
-        """Be gone, as if dead, so that nobody waits for this worker."""
+        """Leave as if dead, so that the others do not wait for this worker."""
         raise NotImplementedError
 
     def abort(self) -> None:
         """Make every message that waits in the group fail, here and on the other members.
 
-        The group is of no use afterwards. Threads that wait in it end within milliseconds, but for
-        a rare one (_transport.py): nothing may wait for them.
+        The group is unusable afterwards. Threads that wait in it end within milliseconds, with
+        rare exceptions (_transport.py): do not wait for them.
         """
-        if self._links is not None:
-            self._links.give_up()
+        if self._transport is not None:
+            self._transport.abort()
 
-    def _drop(self) -> None:
-        if self._links is not None:
-            self._links.let_go()
-            self._links = None
+    def _disconnect(self) -> None:
+        if self._transport is not None:
+            self._transport.release()
+            self._transport = None
 
-    def _connect(self, door: StoreConnection, place: str) -> bool:
-        """Build the group; False if somebody was lost meanwhile, or it failed."""
+    def _connect(self, connection: StoreConnection, prefix: str) -> bool:
+        """Connect the members; return False if that failed, or if a member was lost meanwhile."""
         if self.size == 1:
             return True
-        self._links = Links(door, place, self.rank, self.size, self.patience)
+        self._transport = GlooTransport(connection, prefix, self.rank, self.size, self.patience)
         try:
-            self.wait(self._links.done)
+            # Not a plain join of the transport's thread: a member may die before it connects.
+            self.wait(self._transport.wait)
         except WorkerLost:
-            self._drop()
+            self._disconnect()
             return False
-        if self._links.group is None:
-            self._drop()
+        if self._transport.group is None:
+            self._disconnect()
             return False
         return True

@@ -1,10 +1,10 @@
-"""A process that ends what a killed launcher leaves behind: its workers, and their children.
+"""A process that kills the workers, and their children, if their launcher is killed.
 
-The launcher runs this file and writes to it, one to a line, `+PID` for each process group that it
-has started and `-PID` for each that it has ended. When the launcher dies, however that happens, its
-end of the pipe is closed, and the groups that are left are killed.
+The launcher runs this file as a script and writes to its standard input, one per line, `+PID` for
+each process group that it has started and `-PID` for each that has ended. When the launcher dies,
+for whatever reason, its end of the pipe closes. The remaining process groups are then killed.
 
-Nothing but the standard library is imported, so that it starts within milliseconds and is small.
+This file imports only the standard library, so that it starts within milliseconds and stays small.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ import time
 
 def main() -> None:
     groups: set[int] = set()
-    for line in sys.stdin:
+    for line in sys.stdin:  # ends when the launcher does
         change = groups.add if line[0] == "+" else groups.discard
         change(int(line[1:]))
-    for _ in range(3):  # a child may be in the middle of making another
+    for _ in range(3):  # again: a child may be forking while the first signal arrives
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)

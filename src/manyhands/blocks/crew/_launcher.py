@@ -1,26 +1,28 @@
-"""Start workers, pass on what they print, and start those again that die.
+"""Start workers, forward their output, and start workers that die again.
 
 A worker is one process, or several that train one model together: these live and die together.
 
-    an end with 0           the worker is done
-    an error                started again, `restarts` times within an hour; but before the first
-                            sync round it ends them all: there is nothing to lose
-    refused                 it differs from the others (_terms.py): it stays away
-    a crash (SIGSEGV, ...)  is an error
-    another signal          somebody else's doing: always started again, with a growing pause if it
-                            did not live for long
-    stopped                 a worker that has not beaten for `STOPPED` seconds is killed
+    exit code 0              the worker is done
+    an error                 restarted, `restarts` times within an hour. Before the first sync round
+                             it ends the run: there is nothing to lose yet
+    refused                  its options or model differ (_terms.py): not restarted
+    a crash (SIGSEGV, ...)   counts as an error
+    another signal           came from outside: always restarted, after a growing pause if the
+                             worker lived only for a short time
+    stopped                  a worker without a heartbeat for `STOPPED_LIMIT` seconds is killed
 
-A worker that dies when the others have finished is not started again, and does not count.
+A worker that dies after the others have finished is not restarted, and its exit code does not
+count.
 
-One thread does it all, between waiting for output. What the crew has to know (this one died, this
-one is done) stands in the store before a worker is started again.
+One thread does all this, between waiting for output. What the crew has to know (this worker died,
+this one is done) is in the store before a worker is restarted.
 
-Each worker is a process group. However the launcher ends, no process of these is left: on Linux the
-workers get a signal when it dies, and everywhere a process beside it (_guard.py) kills the groups.
+Each worker is a process group. However the launcher ends, none of its processes is left behind: on
+Linux they get a signal when the launcher dies, and on every system a separate process (_guard.py)
+kills the process groups.
 
-A launcher that needs the store stands in the roster as a host, until it has ended. Whoever serves
-the store waits for the others.
+A launcher that needs the store is in the roster until it ends. The launcher that serves the store
+waits for the others.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ import contextlib
 import ctypes
 import os
 import secrets
-import selectors
 import signal
 import subprocess
 import sys
@@ -41,34 +42,41 @@ from typing import IO, Any
 
 from manyhands.blocks.crew import _guard, _store
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
+from manyhands.blocks.crew._output import OutputForwarder
 from manyhands.blocks.crew._roster import Roster, number_of
-from manyhands.blocks.crew._shared_roster import PLACE, SharedRoster
-from manyhands.blocks.crew._store import VARIABLE, Signer, StoreClient, address, serve
+from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
+from manyhands.blocks.crew._store import (
+    SECRET_VARIABLE,
+    Signer,
+    StoreClient,
+    parse_address,
+    serve_store,
+)
 from manyhands.errors import StoreLost
 
-STOPPED = 60.0  # seconds without a beat, until a worker is killed
-SAID = 2.0  # seconds after which nobody says any more how many workers are expected
-GRACE = 5.0  # seconds from asking to stop until killing
-HOUR = 3600.0
-SHORT = 10.0  # seconds: a life so short is followed by a pause, at most PAUSE
-PAUSE = 30.0
-LINE = 1 << 20  # bytes: a longer line is passed on in parts
+STOPPED_LIMIT = 60.0  # seconds without a heartbeat after which a worker is killed
+EXPECTED_WAIT = 2.0  # seconds that the serving launcher has to publish how many are expected
+STOP_GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+ERROR_WINDOW = 3600.0  # seconds in which errors are counted against `restarts`
+SHORT_LIFE = 10.0  # seconds: a worker that lives no longer is restarted after a pause
+LONGEST_RESTART_PAUSE = 30.0  # seconds before a restart
+POLL = 0.05  # seconds between two looks at the processes
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
 
 
 @dataclass
-class Worker:
-    """One worker's number and its present processes, if it has any."""
+class LaunchedWorker:
+    """One worker: its number, and its present processes, if it runs."""
 
     number: int
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # all, or none
     began: float = 0.0
-    due: float | None = 0.0  # when to start it; None: not any more
+    due: float | None = 0.0  # when to start it; None: never again
     code: int = 0
-    errors: list[float] = field(default_factory=list)
-    short: int = 0  # lives in a row
+    errors: list[float] = field(default_factory=list)  # times of the latest ones
+    short_lives: int = 0  # in a row
     store: Any = None  # where its own processes find each other, if it has several
-    open: dict[IO[bytes], bytes] = field(default_factory=dict)  # pipes, and a line's beginning
+    pipes: list[IO[bytes]] = field(default_factory=list)
 
 
 class Launcher:
@@ -88,139 +96,151 @@ class Launcher:
         secret: str | None = None,
     ) -> None:
         self.command = list(command)
-        self.workers = [Worker(number) for number in numbers]
+        self.workers = [LaunchedWorker(number) for number in numbers]
         self.processes = processes
         self.restarts = restarts
         self.serving = serving
         self.signer = Signer.from_environment(secret)
-        line = StoreClient(store, 1.0, self.signer)
-        self.board: SharedRoster | None = SharedRoster(line, HeartbeatMonitor(STOPPED), processes)
-        self.host = f"host-{secrets.token_hex(4)}"
-        line.beat(f"{PLACE}beat/{self.host}")
-        self.board.change(lambda roster: roster.with_host(self.host))
+        client = StoreClient(store, 1.0, self.signer)
+        monitor = HeartbeatMonitor(STOPPED_LIMIT)
+        self.shared: SharedRoster | None = SharedRoster(client, monitor, processes)
+        self.id = f"host-{secrets.token_hex(4)}"
+        # The heartbeat first: whoever finds this launcher in the roster finds its heartbeat too.
+        client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
+        self.shared.change(lambda roster: roster.with_launcher(self.id))
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",  # or a killed worker's last lines would be lost
             **os.environ,
             **(environment or {}),
             "MANYHANDS_STORE": store,
-            "MANYHANDS_RUN": self.board.roster.run,
-            "MANYHANDS_WORKERS": self._expected(line, expected),
+            "MANYHANDS_RUN": self.shared.roster.run,
+            "MANYHANDS_WORKERS": self._agree_on_expected(client, expected),
         }
         if secret is not None:
-            self.environment[VARIABLE] = secret
-        self._asked = 0  # by which signal we were asked to stop
-        self._final: int | None = None  # the exit code, once that is settled
-        self._watched = 0.0
-        self._pipes = selectors.DefaultSelector()
+            self.environment[SECRET_VARIABLE] = secret
+        self._stop_signal = 0  # the signal that asked us to stop; negative after a second one
+        self._exit_code: int | None = None  # set early if the run must end
+        self._last_check = 0.0  # for stopped workers
+        self._output = OutputForwarder()
         self._guard: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Until all workers have ended; gives the exit code."""
-        with self._signals():
+        """Run until all workers have ended; return the exit code."""
+        with self._handle_signals():
             try:
-                while self._final is None and not self._asked and self._living():
+                while self._exit_code is None and not self._stop_signal and self._has_work():
                     self._turn()
-                if self._final is None and not self._asked:
-                    self._linger()
+                if self._exit_code is None and not self._stop_signal:
+                    self._serve_until_others_end()
             finally:
                 self._stop_all()
-                self._at_board(lambda board: board.change(lambda r: r.without_host(self.host)))
-                if self.board is not None:
-                    self.board.line.close()
+                self._with_roster(lambda s: s.change(lambda r: r.without_launcher(self.id)))
+                if self.shared is not None:
+                    self.shared.client.close()
                 if self._guard is not None:
-                    self._guard.communicate()
+                    self._guard.communicate()  # closes its input, so that it ends
                 if self.signer.ignored:
-                    _say(
+                    _print(
                         f"{self.signer.ignored} value(s) in the store were ignored here: they were "
                         "not signed with the secret of this run, or not what a member writes."
                     )
-        if self._asked:
-            return 128 + self._asked
-        if self._final is not None:
-            return self._final
+        if self._stop_signal:
+            return 128 + self._stop_signal  # as a shell reports it
+        if self._exit_code is not None:
+            return self._exit_code
         return next((worker.code for worker in self.workers if worker.code), 0)
 
-    def _expected(self, line: StoreClient, expected: int | None) -> str:
-        """For how many workers the first meeting waits: who serves the store says so there."""
+    def _agree_on_expected(self, client: StoreClient, expected: int | None) -> str:
+        """Return how many workers the first round waits for.
 
-        key = PLACE + "expected"
-        until = time.monotonic() + SAID
+        The launcher that serves the store publishes the number; the others read it, or decide
+        themselves if it is not published in time.
+        """
+        key = PREFIX + "expected"
+        until = time.monotonic() + EXPECTED_WAIT
         while expected is None and not self.serving and time.monotonic() < until:
-            if said := line.verified(key, line.fetch(key)):
-                return said
+            if published := client.verify_or_ignore(key, client.fetch(key)):
+                return published
             time.sleep(0.05)
-        mine = str(expected or len(self.workers))
-        found = line.fetch(key)
-        if said := line.verified(key, found):
-            return said
-        line.call("compare_set", key, found or "", line.signer.sign(key, mine))
-        return line.verified(key, line.fetch(key)) or mine
+        own = str(expected or len(self.workers))
+        found = client.fetch(key)
+        if published := client.verify_or_ignore(key, found):
+            return published
+        # Compare and set: if another launcher publishes at this moment, its number counts.
+        client.call("compare_set", key, found or "", client.signer.sign(key, own))
+        return client.verify_or_ignore(key, client.fetch(key)) or own
 
-    def _living(self) -> bool:
-        return any(w.processes or w.due is not None for w in self.workers)
+    def _has_work(self) -> bool:
+        return any(worker.processes or worker.due is not None for worker in self.workers)
 
     def _turn(self) -> None:
+        """Do once all that may be due: start, forward output, notice ends, kill stopped workers."""
         now = time.monotonic()
         for worker in self.workers:
             if not worker.processes and worker.due is not None and worker.due <= now:
                 self._start(worker)
-        self._pass_on(0.05)
+        self._output.forward(POLL)
         for worker in self.workers:
             if (code := _code_of(worker)) is not None:
-                self._ended(worker, code)
-        if self.board is not None and now - self._watched >= self.board.pulse.interval:
-            self._watched = now
+                self._handle_end(worker, code)
+        if self.shared is not None and now - self._last_check >= self.shared.monitor.interval:
+            self._last_check = now
             self._kill_stopped()
 
     # -- one worker ----------------------------------------------------------------------------
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: LaunchedWorker) -> None:
         worker.began = time.monotonic()
         port = None
         if self.processes > 1:
-            worker.store, name = serve("127.0.0.1")
-            port = address(name)[1]
-        for part in range(self.processes):
+            worker.store, name = serve_store("127.0.0.1")
+            port = parse_address(name)[1]
+        for inner_rank in range(self.processes):
             process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**self.environment, **self._told(worker, part, port)},
-                start_new_session=True,  # Ctrl-C is for us; and its own children end with it
+                env={**self.environment, **self._own_environment(worker, inner_rank, port)},
+                # A process group: Ctrl-C reaches only us, and its children end with it.
+                start_new_session=True,
                 preexec_fn=_die_with_parent(),
             )
             worker.processes.append(process)
-            self._tell_guard(f"+{process.pid}")
-            name = f"{worker.number}.{part}" if self.processes > 1 else f"{worker.number}"
-            for pipe, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            self._inform_guard(f"+{process.pid}")
+            name = f"{worker.number}.{inner_rank}" if self.processes > 1 else f"{worker.number}"
+            for pipe, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
-                worker.open[pipe] = b""
-                self._pipes.register(pipe, selectors.EVENT_READ, (worker, name, to))
+                worker.pipes.append(pipe)
+                self._output.add(pipe, name, target)
 
-    def _told(self, worker: Worker, part: int, port: int | None) -> dict[str, str]:
-        """What a process knows of itself; with a port, of its worker's own group as well.
+    def _own_environment(
+        self, worker: LaunchedWorker, inner_rank: int, port: int | None
+    ) -> dict[str, str]:
+        """Return the variables that differ between processes.
 
-        The store of that group is ours, as torchrun's is: one that torch's rank 0 hosts would
-        listen on all interfaces.
+        With a port they include the address of the worker's own process group. We serve that
+        group's store, as torchrun does: a store hosted by torch's rank 0 would listen on all
+        interfaces.
         """
-        told: dict[str, object] = {"MANYHANDS_WORKER": worker.number}
+        values: dict[str, object] = {"MANYHANDS_WORKER": worker.number}
         if port is not None:
-            here = self.workers.index(worker) * self.processes + part
-            told |= {"RANK": part, "LOCAL_RANK": here, "WORLD_SIZE": self.processes}
-            told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-        return {name: str(value) for name, value in told.items()}
+            # Counts all processes of this host, because it selects the GPU.
+            local_rank = self.workers.index(worker) * self.processes + inner_rank
+            values |= {"RANK": inner_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": self.processes}
+            values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            # torch then connects to the store instead of hosting one on rank 0.
+            values |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+        return {name: str(value) for name, value in values.items()}
 
-    def _ended(self, worker: Worker, code: int) -> None:
-        """A worker is over: tell the crew, and say when it starts again."""
+    def _handle_end(self, worker: LaunchedWorker, code: int) -> None:
+        """Report a worker's end to the crew, and decide whether it is restarted."""
         now = time.monotonic()
-        self._signal(worker, signal.SIGKILL)  # its other processes, and what they left behind
+        self._signal(worker, signal.SIGKILL)  # its other processes, and its children
         self._reap(worker)
-        self._report(worker.number, left=code == 0)
-        roster = None if self.board is None else self.board.roster
+        self._report_end(worker.number, left=code == 0)
+        roster = None if self.shared is None else self.shared.roster
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         worker.code = code if code >= 0 else 128 - code
         worker.due = None
@@ -228,64 +248,66 @@ class Launcher:
             return
         if roster is not None and roster.finished:
             worker.code = 0
-            _say(f"worker {worker.number} ended ({how}) when the others had finished.")
+            _print(f"worker {worker.number} ended ({how}) when the others had finished.")
             return
-        worker.short = worker.short + 1 if now - worker.began < SHORT else 0
+        worker.short_lives = worker.short_lives + 1 if now - worker.began < SHORT_LIFE else 0
         if code > 0 and roster is not None and self._is_refused(worker, roster) and roster.begun:
-            _say(f"worker {worker.number} was not let in ({how}): it stays away.")
+            _print(f"worker {worker.number} was not let in ({how}): it is not started again.")
             return
         if code > 0 or how in CRASHES:
-            worker.errors = [t for t in worker.errors if now - t < HOUR] + [now]
+            worker.errors = [t for t in worker.errors if now - t < ERROR_WINDOW] + [now]
             if roster is None:
-                self._final = worker.code
-                _say(f"worker {worker.number} ended ({how}), and without the store none can go on.")
+                self._exit_code = worker.code
+                _print(
+                    f"worker {worker.number} ended ({how}), and no worker can go on without the "
+                    "store."
+                )
                 return
             if not roster.begun:
-                self._final = worker.code
-                _say(f"worker {worker.number} ended ({how}) before the first meeting.")
+                self._exit_code = worker.code
+                _print(f"worker {worker.number} ended ({how}) before the first sync round.")
                 return
             if len(worker.errors) > self.restarts:
-                _say(f"worker {worker.number} ended ({how}), and too often: it stays away.")
+                _print(f"worker {worker.number} ended ({how}), too often: it is not started again.")
                 return
-        elif self.board is None:
-            _say(f"worker {worker.number} ended ({how}), and the store is lost.")
+        elif self.shared is None:
+            _print(f"worker {worker.number} ended ({how}), and the store is lost.")
             return
-        pause = min(2.0 ** (worker.short - 2), PAUSE) if worker.short > 1 else 0.0
-        worker.due = now + pause
-        _say(f"worker {worker.number} ended ({how}) and is started again.")
+        worker.due = now + _restart_pause(worker.short_lives)
+        _print(f"worker {worker.number} ended ({how}) and is started again.")
 
-    def _is_refused(self, worker: Worker, roster: Roster) -> bool:
+    def _is_refused(self, worker: LaunchedWorker, roster: Roster) -> bool:
         return any(number // self.processes == worker.number for number in roster.refused)
 
-    def _reap(self, worker: Worker) -> None:
-        """Wait for the end of a worker's processes, and read what they have said to the last."""
+    def _reap(self, worker: LaunchedWorker) -> None:
+        """Wait for the end of a worker's processes, and forward the last of their output."""
         for process in worker.processes:
             process.wait()
-            self._tell_guard(f"-{process.pid}")
-        for pipe in list(worker.open):
-            self._read(pipe, last=True)
-        worker.processes, worker.store = [], None
+            self._inform_guard(f"-{process.pid}")
+        self._output.finish(worker.pipes)
+        worker.processes, worker.pipes, worker.store = [], [], None
 
-    def _tell_guard(self, change: str) -> None:
-        """Say which process groups are to end with us."""
+    def _inform_guard(self, change: str) -> None:
+        """Write to the guard which process group has started or ended. Replace a killed guard."""
         while True:
             if self._guard is None or self._guard.poll() is not None:
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(Path(_guard.__file__))],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # so that what kills our group leaves it
+                    start_new_session=True,  # a signal that kills our process group spares it
                 )
+                # A new guard knows nothing yet: it needs all groups that run.
                 running = [p.pid for worker in self.workers for p in worker.processes]
                 change = "\n".join([*(f"+{pid}" for pid in running), change])
             assert self._guard.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):  # the guard was killed: make another one
                 self._guard.stdin.write(f"{change}\n".encode())
                 self._guard.stdin.flush()
                 return
 
-    def _signal(self, worker: Worker, number: int) -> None:
-        """To the worker's processes and their children."""
+    def _signal(self, worker: LaunchedWorker, number: int) -> None:
+        """Send a signal to the worker's processes and their children."""
         for process in worker.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
@@ -294,12 +316,12 @@ class Launcher:
         running = [worker for worker in self.workers if worker.processes]
         for worker in running:
             self._signal(worker, signal.SIGTERM)
-            self._signal(worker, signal.SIGCONT)  # one that is stopped hears nothing else
-        until, asked = time.monotonic() + GRACE, self._asked
-        while time.monotonic() < until and asked == self._asked:
+            self._signal(worker, signal.SIGCONT)  # a stopped process handles no other signal
+        until, asked = time.monotonic() + STOP_GRACE, self._stop_signal
+        while time.monotonic() < until and asked == self._stop_signal:  # changed: asked again
             if all(p.poll() is not None for worker in running for p in worker.processes):
                 break
-            self._pass_on(0.05)
+            self._output.forward(POLL)
         for worker in running:
             self._signal(worker, signal.SIGKILL)
         for worker in running:
@@ -307,117 +329,99 @@ class Launcher:
 
     # -- the crew ------------------------------------------------------------------------------
 
-    def _report(self, number: int, left: bool) -> None:
-        def all_parts(board: SharedRoster) -> None:
-            for part in range(self.processes):
-                board.report(number * self.processes + part, left)
+    def _report_end(self, number: int, left: bool) -> None:
+        def report(shared: SharedRoster) -> None:
+            for inner_rank in range(self.processes):
+                shared.report_end(number * self.processes + inner_rank, left)
 
-        self._at_board(all_parts)
+        self._with_roster(report)
 
     def _kill_stopped(self) -> None:
-        self._at_board(SharedRoster.look)
-        if self.board is None:
+        """Kill workers without a heartbeat: a stopped one does not end by itself."""
+        self._with_roster(SharedRoster.refresh)
+        if self.shared is None:
             return
-        silent = self.board.pulse.silent - {*self.board.roster.hosts}
+        silent = self.shared.monitor.silent - {*self.shared.roster.launchers}
         numbers = {number_of(id) // self.processes for id in silent}
         for worker in self.workers:
             if worker.number in numbers and worker.processes:
-                _say(f"worker {worker.number} has not beaten for {STOPPED:g} s and is killed.")
+                _print(
+                    f"worker {worker.number} had no heartbeat for {STOPPED_LIMIT:g} s and is "
+                    "killed."
+                )
                 for process in worker.processes:
                     process.kill()
 
-    def _linger(self) -> None:
-        """The store is needed for as long as other hosts' workers live, and their launchers."""
-        while self.serving and not self._asked:
-            self._at_board(SharedRoster.look)
-            if self.board is None:
+    def _serve_until_others_end(self) -> None:
+        """Wait for other hosts' workers and launchers, which still need the store served here."""
+        while self.serving and not self._stop_signal:
+            self._with_roster(SharedRoster.refresh)
+            if self.shared is None:
                 return
-            roster = self.board.roster
-            out = {*roster.gone, *self.board.pulse.silent_for(_store.LIMIT), self.host}
-            if out >= {*roster.ids, *(member.id for member in roster.waiting), *roster.hosts}:
+            roster = self.shared.roster
+            # A host that vanished reports nothing. Its own store calls have timed out by then.
+            silent = self.shared.monitor.silent_for(_store.STORE_TIMEOUT)
+            ended = {*roster.gone, *silent, self.id}
+            if ended >= {*roster.ids, *(m.id for m in roster.waiting), *roster.launchers}:
                 return
             time.sleep(0.1)
 
-    def _at_board(self, do: Callable[[SharedRoster], object]) -> None:
-        """With the roster, as long as there is a store; that it is lost is said once."""
-        if self.board is None:
+    def _with_roster(self, action: Callable[[SharedRoster], object]) -> None:
+        """Call the action with the roster. When the store is lost, print that once, and go on."""
+        if self.shared is None:
             return
         try:
-            do(self.board)
+            action(self.shared)
         except StoreLost as error:
-            _say(str(error))
-            self.board.line.close()
-            self.board = None
-
-    # -- output --------------------------------------------------------------------------------
-
-    def _pass_on(self, seconds: float) -> None:
-        if not self._pipes.get_map():
-            time.sleep(seconds)
-        for key, _ in self._pipes.select(seconds):
-            self._read(key.fileobj)
-
-    def _read(self, pipe: Any, last: bool = False) -> None:
-        """Pass on the lines that a pipe holds, each behind the worker's number."""
-        worker, name, to = self._pipes.get_key(pipe).data
-        data = worker.open[pipe]
-        while True:
-            try:
-                part = os.read(pipe.fileno(), 1 << 16)
-            except BlockingIOError:
-                break
-            last = last or not part
-            data += part
-            if not part or (len(data) > LINE and not last):
-                break
-        *lines, rest = data.split(b"\n")
-        if rest and (last or len(rest) > LINE):
-            lines, rest = [*lines, rest], b""
-        worker.open[pipe] = rest
-        if lines:
-            prefix = f"[{name}] ".encode()
-            to.buffer.write(b"".join(prefix + line + b"\n" for line in lines))
-            to.flush()
-        if last:
-            self._pipes.unregister(pipe)
-            del worker.open[pipe]
-            pipe.close()
+            _print(str(error))
+            self.shared.client.close()
+            self.shared = None
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """While we run, SIGINT and SIGTERM stop the workers; a second one kills them at once."""
+    def _handle_signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM stop the workers; a second signal kills them at once."""
 
-        def ask(number: int, _: object) -> None:
-            self._asked = number if not self._asked else -number
+        def stop(number: int, _: object) -> None:
+            self._stop_signal = number if not self._stop_signal else -number
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            self._asked = abs(self._asked)
+            self._stop_signal = abs(self._stop_signal)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-def _code_of(worker: Worker) -> int | None:
-    """With what a worker has ended; None if it has not.
+def _code_of(worker: LaunchedWorker) -> int | None:
+    """Return the code with which a worker ended (negative: by a signal); None if it has not.
 
     It ends when all of its processes are done, or when the first of them dies.
     """
     codes = [process.poll() for process in worker.processes]
     failed = [code for code in codes if code]
     if failed:
-        return min(failed)  # a signal, if there is one: others may have failed for want of it
+        # A signal comes first: the other processes may have failed because of it.
+        return min(failed)
     return 0 if codes and None not in codes else None
 
 
+def _restart_pause(short_lives: int) -> float:
+    """Return the seconds before a restart: 0, then 1, 2, 4, ... for short lives in a row."""
+    if short_lives < 2:
+        return 0.0
+    # Limit the exponent too: a worker may be killed again and again for days.
+    return min(2.0 ** min(short_lives - 2, 30), LONGEST_RESTART_PAUSE)
+
+
 def _die_with_parent() -> Callable[[], None] | None:
-    """Run in the new process: it is killed when we die, however that happens (Linux)."""
+    """Return a function for a new process: the system kills it when its parent dies (Linux)."""
     if not sys.platform.startswith("linux"):
         return None
+    # Loaded before the fork: between fork and exec hardly anything is safe to call.
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     print(f"manyhands run: {message}", file=sys.stderr, flush=True)

@@ -1,33 +1,38 @@
-"""Who meets: the one text in the store that all workers share, and the ways it may change.
+"""The roster of a crew: who takes part, as one immutable value, and every way it may change.
 
-    generation    the members that have a process group together; the next one has another number
-    member        a worker's life among them: number 3 that came for the second time is "3.2"
-    meeting       how many meetings the generation has kept; the one at hand has this index
-    over          the generation meets no more: its members and the waiting form the next
-    closed        it ended with a meeting that was kept (and not with one that was undone)
-    waiting       who has asked to be in the next generation
-    left, dead    members that are done, and those that somebody has seen die
-    missed        members that the others went on without, how many meetings were kept by then, and
-                  closed: such a worker may wake up, and must still learn what became of its last
-    begun         a sync round was kept (bringing joiners the state is a meeting, but not one)
-    anew          and all who had a part in them are lost, with all that they held
-    change        how many changes led here: an older text, put back by a stranger, has fewer
-    lives         how often each process has come, by its number
-    teams         how often each worker has come, by its number, if it is several processes
-    terms         what all workers must have alike, as a checksum for each part of a worker
-    failed        members that have ended with an error before the first sync round: all end
-    refused       numbers of processes that came with other terms, and are not let in
-    closing       members that are done, at which meeting and after how many steps: they hold it if
-                  all others are done after as many, and leave without it otherwise
-    hosts         launchers that need the store, beside the workers
-    run           the name of the run, drawn by the first to come
-    parts         processes of a worker. With more than one, a member is a process: part p of
-                  worker n has the number n * parts + p, and a worker takes part with all of its
-                  processes (which know each other by their `team`) or not at all
+All workers share one roster, as one text in the store. A *round* is one exchange between the
+members of a generation: a sync round, which moves the anchor, or a state transfer to joiners.
 
-Every change is made to the whole text at once, from the text that was read (compare and set): of
-two changes to the same text the first wins, and the other is thought over again. So all questions
-(is the meeting kept? who is in the next generation?) have one answer.
+    generation           number of the present generation: the members that share a process group
+    rounds               rounds that this generation has kept: the index of its current round
+    ended                the generation holds no more rounds; its members and the waiting processes
+                         form the next one
+    ended_kept           its last round was kept (False: it was undone)
+    members              one incarnation each: "3.2" is process number 3, started a second time
+    waiting              processes that have asked to be in the next generation
+    left, dead           members that finished, and members that are known to have died
+    missed               members that the others went on without, see `MissedMember`
+    begun                a sync round was kept, so there is work to lose (a state transfer alone
+                         does not count)
+    all_lost             and every member that had taken part in one is lost, with all its state
+    revision             number of changes that led to this roster: an older text that a stranger
+                         puts back has a lower one
+    incarnations         how often each process has been started, by its number
+    worker_incarnations  how often each worker has been started, if a worker has several processes
+    terms                checksums of what all workers must have in common, one for each inner rank
+    failed               members that ended with an error before the first sync round: the run ends
+    refused              numbers of processes that came with other terms, and may not join
+    closing              members that have finished their steps, see `ClosingMember`: they hold the
+                         round if all others finished after as many steps, and else leave without it
+    launchers            launchers that still need the store
+    run                  name of the run, drawn by the first process
+    processes            processes of each worker. Inner rank p of worker n is process number
+                         n * processes + p. A worker takes part with all processes of one
+                         incarnation, or not at all
+
+Every change replaces the whole text, and only if the text is still the one that was read (compare
+and set). Of two concurrent changes the first wins, and the second is computed again. So each
+question (is the round kept? who is in the next generation?) has exactly one answer.
 
 Everything here is plain values: no store, no clock, no process group.
 """
@@ -38,51 +43,72 @@ import json
 from collections import Counter
 from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class Member:
-    """A process in one of its lives, and how many meetings' results it holds (-1: nothing)."""
+    """One incarnation of a process. `version` counts the outer steps that it holds; -1 is none."""
 
     id: str
     version: int
-    team: int = 0  # counts up: the same in all processes of a worker that were started together
+    worker_incarnation: int = 0  # equal in all processes of a worker that were started together
 
     @property
     def number(self) -> int:
         return number_of(self.id)
 
 
+class MissedMember(NamedTuple):
+    """A member that the others went on without.
+
+    It may be stopped and wake up later. It must then still learn whether its last round was kept.
+    """
+
+    id: str
+    generation: int
+    rounds: int  # that its generation had kept when the others went on
+    ended_kept: bool
+
+
+class ClosingMember(NamedTuple):
+    """A member that has finished its steps, and the round that it would hold as its last."""
+
+    id: str
+    round_index: int
+    steps: int
+
+
 def number_of(id: str) -> int:
-    """The process's own number, which it keeps when it comes again."""
+    """Return the process number in an id. A restarted process keeps its number."""
     return int(id.partition(".")[0])
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The shared text as a value; each change gives a new one."""
+    """The shared roster. Each method that changes something returns a new roster."""
 
     generation: int = 0
-    meeting: int = 0
-    over: bool = True
-    closed: bool = False
+    rounds: int = 0
+    ended: bool = True
+    ended_kept: bool = False
     members: tuple[Member, ...] = ()
     waiting: tuple[Member, ...] = ()
     left: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
-    missed: tuple[tuple[str, int, int, bool], ...] = ()  # id, generation, meetings kept, closed
+    missed: tuple[MissedMember, ...] = ()
     begun: bool = False
-    anew: bool = False
-    parts: int = 1
+    all_lost: bool = False
+    processes: int = 1
     run: str = ""
-    change: int = 0
-    lives: tuple[tuple[int, int], ...] = ()
-    teams: tuple[tuple[int, int], ...] = ()
+    revision: int = 0
+    incarnations: tuple[tuple[int, int], ...] = ()
+    worker_incarnations: tuple[tuple[int, int], ...] = ()
     terms: tuple[tuple[int, str], ...] = ()
     failed: tuple[str, ...] = ()
     refused: tuple[int, ...] = ()
-    closing: tuple[tuple[str, int, int], ...] = ()  # id, meeting, steps
-    hosts: tuple[str, ...] = ()
+    closing: tuple[ClosingMember, ...] = ()
+    launchers: tuple[str, ...] = ()
 
     # -- as text -------------------------------------------------------------------------------
 
@@ -92,20 +118,24 @@ class Roster:
 
     @classmethod
     def of(cls, text: str) -> Roster:
-        told = json.loads(text)
+        """Parse a roster's text. Malformed text raises ValueError, TypeError or KeyError."""
+        fields = json.loads(text)
+        # JSON has only lists. Tuples make the value immutable, and equal to the one it came from.
         for name in ("members", "waiting"):
-            told[name] = tuple(Member(**member) for member in told[name])
-        for name in ("left", "dead", "failed", "refused", "hosts"):
-            told[name] = tuple(told[name])
-        for name in ("missed", "lives", "teams", "terms", "closing"):
-            told[name] = tuple(tuple(entry) for entry in told[name])
-        return cls(**told)
+            fields[name] = tuple(Member(**member) for member in fields[name])
+        for name in ("left", "dead", "failed", "refused", "launchers"):
+            fields[name] = tuple(fields[name])
+        for name in ("incarnations", "worker_incarnations", "terms"):
+            fields[name] = tuple(tuple(entry) for entry in fields[name])
+        fields["missed"] = tuple(MissedMember(*entry) for entry in fields["missed"])
+        fields["closing"] = tuple(ClosingMember(*entry) for entry in fields["closing"])
+        return cls(**fields)
 
-    # -- what it says --------------------------------------------------------------------------
+    # -- questions -----------------------------------------------------------------------------
 
     @property
     def gone(self) -> frozenset[str]:
-        """Members that will not meet again, and are known not to."""
+        """The members that are known to be done or dead: they hold no further round."""
         return frozenset((*self.left, *self.dead))
 
     @property
@@ -114,17 +144,17 @@ class Roster:
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """All that are named, as members, waiting or missed."""
-        return (*self.ids, *(m.id for m in self.waiting), *(m[0] for m in self.missed))
+        """The ids of all processes in the roster: members, waiting and missed ones."""
+        return (*self.ids, *(m.id for m in self.waiting), *(m.id for m in self.missed))
 
     @property
     def finished(self) -> bool:
-        """Whether the last members are gone, and some of them because they were done."""
+        """Whether the last members are gone, and at least one of them had finished."""
         return bool(self.left) and self.gone >= set(self.ids)
 
     def worker_of(self, id: str) -> int:
-        """The number of the worker whose process it is."""
-        return number_of(id) // self.parts
+        """Return the number of the worker that a process belongs to."""
+        return number_of(id) // self.processes
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -133,18 +163,20 @@ class Roster:
 
     @property
     def _versions(self) -> list[int]:
-        """Of each worker, in rank order."""
+        """The version that each worker holds, in rank order."""
         versions = [member.version for member in self.members]
-        return [min(versions[i : i + self.parts]) for i in range(0, len(versions), self.parts)]
+        size = self.processes  # members are sorted by number, so a worker's processes are adjacent
+        # A worker holds only what all of its processes hold.
+        return [min(versions[i : i + size]) for i in range(0, len(versions), size)]
 
     @property
     def source(self) -> int:
-        """The rank that brings the state: the lowest of those that hold the most."""
+        """The rank that sends joiners the state: the lowest rank with the highest version."""
         return self._versions.index(max(self._versions))
 
     @property
-    def newcomers(self) -> tuple[int, ...]:
-        """The ranks that need the state. Where nobody holds anything: all but the source."""
+    def joiners(self) -> tuple[int, ...]:
+        """The ranks that need the state. If no rank holds any state: all but the source."""
         best, source = max(self._versions), self.source
         return tuple(
             rank
@@ -152,172 +184,191 @@ class Roster:
             if version < best or (best < 0 and rank != source)
         )
 
-    def ends_with(self, generation: int, meeting: int, id: str) -> bool:
-        """Whether that meeting, which is settled, was its generation's last: the same for all.
+    def ends_with(self, generation: int, round_index: int, id: str) -> bool:
+        """Return whether a settled round was its generation's last, with one answer for all.
 
-        (That a later one was undone meanwhile its members learn when they come to it. Only a
-        worker of one process may as well be told at once.)
+        A later round may have been undone meanwhile. Members with several processes learn that
+        only when they come to that round, so that all processes of a worker get the same answer.
+        A worker of one process may learn it at once.
         """
-        kept, closed = self.meeting, self.closed
+        kept, ended_kept = self.rounds, self.ended_kept
         if self.generation != generation:
-            if self.parts == 1:
+            if self.processes == 1:
                 return True
-            mine = (m[2:] for m in self.missed if m[:2] == (id, generation))
-            kept, closed = next(mine, (meeting, False))
-        return kept <= meeting or (closed and kept == meeting + 1)
+            ours = (m for m in self.missed if (m.id, m.generation) == (id, generation))
+            found = next(ours, None)
+            kept, ended_kept = (
+                (round_index, False) if found is None else (found.rounds, found.ended_kept)
+            )
+        return kept <= round_index or (ended_kept and kept == round_index + 1)
 
-    def settled(self, generation: int, meeting: int, id: str) -> bool | None:
-        """Whether the members kept a meeting; None as long as that is open."""
+    def settled(self, generation: int, round_index: int, id: str) -> bool | None:
+        """Return whether the members kept a round; None while that is open."""
         if self.generation == generation:
-            return True if self.meeting > meeting else False if self.over else None
-        for missed, its_generation, kept, _ in self.missed:
-            if (missed, its_generation) == (id, generation):
-                return kept > meeting
+            return True if self.rounds > round_index else False if self.ended else None
+        for missed in self.missed:
+            if (missed.id, missed.generation) == (id, generation):
+                return missed.rounds > round_index
         raise RuntimeError(
-            f"worker {self.worker_of(id)} was stopped for some time, and another one with its "
-            "number has come meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
+            f"worker {self.worker_of(id)} was stopped for some time, and another worker with its "
+            "number has joined meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
         )
 
-    # -- a meeting -----------------------------------------------------------------------------
+    # -- a round -------------------------------------------------------------------------------
 
-    def keep(self, generation: int, meeting: int, sync_round: bool = True) -> Roster:
-        """All have arrived. With somebody to take in or to leave behind, it is the last one."""
-        if self.generation != generation or self.over or self.meeting > meeting:
-            return self
+    def keep(self, generation: int, round_index: int, sync_round: bool = True) -> Roster:
+        """Keep a round: all members have arrived.
+
+        The generation ends with this round if there are processes to let in or members that are
+        gone: its process group then has the wrong size.
+        """
+        if self.generation != generation or self.ended or self.rounds > round_index:
+            return self  # another member has decided first
         last = bool(self.present(set()) or self.gone)
         begun = self.begun or sync_round
-        return replace(self, meeting=meeting + 1, over=last, closed=last, begun=begun)
+        return replace(self, rounds=round_index + 1, ended=last, ended_kept=last, begun=begun)
 
-    def undo(self, generation: int, meeting: int) -> Roster:
-        """Somebody did not arrive. The generation ends, because its connections are of no use."""
-        if self.generation != generation or self.over or self.meeting > meeting:
+    def undo(self, generation: int, round_index: int) -> Roster:
+        """Undo a round in which a member did not arrive.
+
+        The generation ends, because a broken exchange leaves its connections unusable.
+        """
+        if self.generation != generation or self.ended or self.rounds > round_index:
+            return self  # another member has decided first
+        return replace(self, ended=True)
+
+    def close(self, id: str, generation: int, round_index: int, steps: int) -> Roster:
+        """Record that a member has finished, after this number of steps."""
+        others = tuple(entry for entry in self.closing if entry.id != id)
+        if self.generation != generation or self.ended or id not in self.ids:
             return self
-        return replace(self, over=True)
+        return replace(self, closing=(*others, ClosingMember(id, round_index, steps)))
 
-    def close(self, id: str, generation: int, meeting: int, steps: int) -> Roster:
-        """This member is done, after so many steps."""
-        others = tuple(entry for entry in self.closing if entry[0] != id)
-        if self.generation != generation or self.over or id not in self.ids:
+    def closing_at(self, round_index: int) -> dict[str, int]:
+        """Return the steps of each member that is closing at this round, by id."""
+        return {m.id: m.steps for m in self.closing if m.round_index == round_index}
+
+    # -- joining and leaving -------------------------------------------------------------------
+
+    def count_incarnation(self, number: int) -> Roster:
+        """Count one more start of the process with this number."""
+        counts = dict(self.incarnations)
+        counts[number] = counts.get(number, 0) + 1
+        return replace(self, incarnations=tuple(sorted(counts.items())))
+
+    def count_worker_incarnation(self, worker: int) -> Roster:
+        """Count one more start of this worker with all its processes."""
+        counts = dict(self.worker_incarnations)
+        counts[worker] = counts.get(worker, 0) + 1
+        return replace(self, worker_incarnations=tuple(sorted(counts.items())))
+
+    def set_terms(self, inner_rank: int, digest: str) -> Roster:
+        """Set the run's terms for an inner rank, unless an earlier process has set them."""
+        if inner_rank in dict(self.terms):
             return self
-        return replace(self, closing=(*others, (id, meeting, steps)))
-
-    def closing_at(self, meeting: int) -> dict[str, int]:
-        """The members that hold this meeting as their last or not at all, and their steps."""
-        return {id: steps for id, at, steps in self.closing if at == meeting}
-
-    # -- coming and going ----------------------------------------------------------------------
-
-    def born(self, number: int) -> Roster:
-        """The process of this number begins a life."""
-        lives = dict(self.lives)
-        lives[number] = lives.get(number, 0) + 1
-        return replace(self, lives=tuple(sorted(lives.items())))
-
-    def gathers(self, worker: int) -> Roster:
-        """The processes of this worker begin a life together."""
-        teams = dict(self.teams)
-        teams[worker] = teams.get(worker, 0) + 1
-        return replace(self, teams=tuple(sorted(teams.items())))
-
-    def agree(self, part: int, terms: str) -> Roster:
-        """The first to come says what all must have alike."""
-        if part in dict(self.terms):
-            return self
-        return replace(self, terms=(*self.terms, (part, terms)))
+        return replace(self, terms=(*self.terms, (inner_rank, digest)))
 
     def refuse(self, number: int) -> Roster:
-        """The process of this number may not come in as it is."""
+        """Record that the process of this number may not join: its terms differ."""
         return replace(self, refused=tuple(sorted({*self.refused, number})))
 
-    def knock(self, id: str, version: int, team: int = 0) -> Roster:
-        """Ask to be in the next generation; a member of the present one ends it thereby."""
+    def ask_to_join(self, id: str, version: int, worker_incarnation: int = 0) -> Roster:
+        """Ask to be in the next generation. A member that asks ends the present generation."""
         others = tuple(member for member in self.waiting if member.id != id)
         return replace(
             self,
-            over=self.over or id in self.ids,
-            waiting=(*others, Member(id, version, team)),
-            missed=tuple(m for m in self.missed if number_of(m[0]) != number_of(id)),
+            ended=self.ended or id in self.ids,
+            waiting=(*others, Member(id, version, worker_incarnation)),
+            # The process is back, under this id or a newer one: old entries have no use any more.
+            missed=tuple(m for m in self.missed if number_of(m.id) != number_of(id)),
             refused=tuple(number for number in self.refused if number != number_of(id)),
         )
 
     def without(self, *ids: str, left: bool = False) -> Roster:
-        """These have left, or else are dead."""
+        """Remove processes that have finished (`left`) or died."""
         gone = tuple(id for id in self.ids if id in ids and id not in self.gone)
         return replace(
             self,
             waiting=tuple(member for member in self.waiting if member.id not in ids),
             left=(*self.left, *gone) if left else self.left,
             dead=self.dead if left else (*self.dead, *gone),
-            missed=tuple(m for m in self.missed if m[0] not in ids),
+            missed=tuple(m for m in self.missed if m.id not in ids),
         )
 
     def fail(self, id: str) -> Roster:
-        """This one ends by an error of its own; before the first sync round all end with it."""
+        """Remove a process that ended with an error; before the first sync round the run ends."""
         early = id in self.ids and not self.begun
         failed = (*self.failed, id) if early else self.failed
         return replace(self.without(id), failed=failed)
 
     def without_number(self, number: int, left: bool = False) -> Roster:
-        """As `without`, for the process of this number, under whatever id it was here."""
+        """Remove the process with this number, whatever its incarnation."""
         ids = (id for id in self.everyone if number_of(id) == number)
         return self.without(*ids, left=left)
 
-    def with_host(self, host: str) -> Roster:
-        """This launcher needs the store."""
-        return replace(self, hosts=(*self.hosts, host))
+    def with_launcher(self, launcher: str) -> Roster:
+        """Add a launcher that needs the store."""
+        return replace(self, launchers=(*self.launchers, launcher))
 
-    def without_host(self, host: str) -> Roster:
-        """This launcher has ended."""
-        return replace(self, hosts=tuple(other for other in self.hosts if other != host))
+    def without_launcher(self, launcher: str) -> Roster:
+        """Remove a launcher that has ended."""
+        return replace(self, launchers=tuple(one for one in self.launchers if one != launcher))
 
     # -- the next generation -------------------------------------------------------------------
 
     def present(self, silent: Set[str]) -> list[Member]:
-        """Who waits and is not known to be lost, by number, if its worker is there as a whole."""
+        """Return the waiting processes of workers that are complete and alive, by number."""
         found = [member for member in self.waiting if member.id not in silent]
-        if self.parts > 1:
-            here = Counter((self.worker_of(member.id), member.team) for member in found)
-            found = [m for m in found if here[self.worker_of(m.id), m.team] == self.parts]
+        if self.processes > 1:
+            count = Counter((self.worker_of(m.id), m.worker_incarnation) for m in found)
+            found = [
+                member
+                for member in found
+                if count[self.worker_of(member.id), member.worker_incarnation] == self.processes
+            ]
         return sorted(found, key=lambda member: member.number)
 
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
-        """The members that have not come, though nobody takes their worker for lost."""
+        """Return the members that do not wait yet, though their worker is not known to be lost."""
         lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
         here = {member.id for member in self.waiting}
         return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
 
     def complete(self, silent: Set[str], expected: int, late: bool = False) -> bool:
-        """Whether the next generation can begin.
+        """Return whether the next generation can begin.
 
-        It waits for all living members. Where none is left, this is a start: it waits until as
-        many workers as `expected` have come, or until it is `late`.
+        It waits for all living members. Without a living member this is a start: it waits until
+        `expected` workers are present, or until it is `late`.
         """
         here = self.present(silent)
         if not here or len({member.number for member in here}) < len(here):
-            return False  # of two with the same number one will give up
+            return False  # of two processes with one number, one will give up
         if self.absent(silent):
             return False
         start = not any(member.id in self.ids for member in here)
-        return not start or late or len(here) >= expected * self.parts
+        return not start or late or len(here) >= expected * self.processes
 
     def next(self, silent: Set[str]) -> Roster:
-        """The next generation, in the order of the workers' numbers."""
+        """Begin the next generation, with ranks in the order of the workers' numbers."""
         members = tuple(self.present(silent))
         ids = {member.id for member in members}
+        # A member of the last generation, or a process with a checkpoint, still holds the state.
         survivors = any(member.id in self.ids or member.version >= 0 for member in members)
-        asleep = [(id, self.generation, self.meeting, self.closed) for id in self.ids]
+        previous = [
+            MissedMember(id, self.generation, self.rounds, self.ended_kept) for id in self.ids
+        ]
         return replace(
             self,
             generation=self.generation + 1,
-            meeting=0,
-            over=False,
-            closed=False,
+            rounds=0,
+            ended=False,
+            ended_kept=False,
             members=members,
             waiting=tuple(m for m in self.waiting if m.id not in ids and m.id not in silent),
-            missed=(*self.missed, *(m for m in asleep if m[0] not in ids | self.gone)),
+            missed=(*self.missed, *(m for m in previous if m.id not in ids | self.gone)),
             left=(),
             dead=(),
             failed=(),
-            anew=self.begun and not survivors,
+            all_lost=self.begun and not survivors,
             closing=(),
         )

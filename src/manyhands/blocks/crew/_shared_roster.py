@@ -1,18 +1,21 @@
-"""The roster in the store, read and changed, and what is heard of those who stand on it.
+"""The roster in the store: read it, change it, repair it, and watch its members' heartbeats.
 
-    crew        the roster (_roster.py)
-    news        which change of it was the last: cheap to read, so that watching costs little
-    beat/ID     a counter that the living count up, and the newest change that they know
-    done/G/ID   the last meeting of generation G at which this member has arrived
-    terms/P     what part P of all workers must have alike (_terms.py)
-    expected    for how many workers the first meeting waits
-    gen/G/P/... where the members of a generation (part P of each) find each other's connections
+All keys begin with "manyhands/":
 
-All keys stand under "manyhands/". What a generation needed is swept when the next one has met.
+    roster            the roster (_roster.py)
+    revision          the roster's revision: cheap to read, so that watching costs little
+    heartbeat/ID      a counter that a living process increases, and the revision that it knows
+    arrived/G/ID      the latest round of generation G at which this member has arrived
+    terms/P           what inner rank P of all workers must have in common (_terms.py)
+    expected          how many workers the first round waits for
+    group/G/P/...     where inner rank P of each member of generation G publishes its addresses
 
-All values but the news, which are a hint, are signed (_store.py). Where a stranger has overwritten
-or deleted the roster, or put back an older one, whoever notices writes down again what it knows, if
-nobody alive knows more. Each beat says up to which change its sender knows the roster.
+Keys of a generation are deleted when a later generation has kept its first round.
+
+All values but the revision, which is only a hint, are signed (_store.py). A stranger may overwrite
+or delete the roster, or put back an older one. Whoever notices this writes the roster that it knows
+again, unless a living process knows a newer one: each heartbeat carries the revision that its
+sender knows.
 """
 
 from __future__ import annotations
@@ -24,170 +27,181 @@ from dataclasses import replace
 
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Roster
-from manyhands.blocks.crew._store import LIMIT, UNSIGNED, VARIABLE, StoreClient
+from manyhands.blocks.crew._store import SECRET_VARIABLE, STORE_TIMEOUT, UNSIGNED, StoreClient
 from manyhands.errors import StoreLost
 
-PLACE = "manyhands/"
-CREW, NEWS = PLACE + "crew", PLACE + "news"
-HEALING = 2.5  # seconds in which all that are alive beat at least twice
+PREFIX = "manyhands/"
+ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
+REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
 
 
 class SharedRoster:
-    """One process's view of the roster."""
+    """One process's view of the shared roster."""
 
-    def __init__(self, line: StoreClient, pulse: HeartbeatMonitor, parts: int = 1) -> None:
-        self.line = line
-        self.pulse = pulse
-        self.roster = Roster(parts=parts, run=secrets.token_hex(8))
-        self._text = self._signed(self.roster)  # as it stands in the store
-        self._news: bytes | None = None
-        self._looked = -float("inf")
-        self._seen: dict[str, int] = {}  # the newest change that each knows
-        self._take(line.call("compare_set", CREW, "", self._text))
-        if parts != self.roster.parts:
+    def __init__(self, client: StoreClient, monitor: HeartbeatMonitor, processes: int = 1) -> None:
+        self.client = client
+        self.monitor = monitor
+        self.roster = Roster(processes=processes, run=secrets.token_hex(8))
+        self._text = self._sign(self.roster)  # as it stands in the store
+        self._revision: bytes | None = None  # the hint that was read last
+        self._observed = -float("inf")  # when the heartbeats were read last
+        self._known_revisions: dict[str, int] = {}  # the newest one that each process knows
+        # Expecting "" writes the empty roster only if there is none yet, and returns what is there.
+        self._accept(client.call("compare_set", ROSTER, "", self._text))
+        if processes != self.roster.processes:
             raise ValueError(
-                f"the workers of this run have {self.roster.parts} process(es) each, and this one "
-                f"has {parts}. Start all of them alike (`manyhands run --processes`), and give the "
-                "crew its inner_group."
+                f"the workers of this run have {self.roster.processes} process(es) each, and this "
+                f"one has {processes}. Start all of them alike (`manyhands run --processes`), and "
+                "give the crew its inner_group."
             )
 
     # -- the roster ----------------------------------------------------------------------------
 
-    def look(self) -> Roster:
-        """The roster as it is now; now and then also who beats."""
-        news, now = self.line.fetch(NEWS), time.monotonic()
-        listen = now - self._looked >= self.pulse.interval
-        if news != self._news or listen:
-            self._news = news
-            self._take(self.line.fetch(CREW))
-        if listen:
-            self._looked = now
-            self.listen()
+    def refresh(self) -> Roster:
+        """Return the roster as it is now. Read the heartbeats too, if they are due."""
+        revision, now = self.client.fetch(REVISION), time.monotonic()
+        due = now - self._observed >= self.monitor.interval
+        # The hint is not signed and may be missing or wrong: read the roster now and then anyway.
+        if revision != self._revision or due:
+            self._revision = revision
+            self._accept(self.client.fetch(ROSTER))
+        if due:
+            self._observed = now
+            self.observe_heartbeats()
         return self.roster
 
-    def change(self, how: Callable[[Roster], Roster]) -> Roster:
-        """Apply a change, again if somebody else was faster; gives the roster after it."""
-        while (wanted := how(self.roster)) != self.roster:
-            wanted = replace(wanted, change=self.roster.change + 1)
-            text = self._signed(wanted)
-            found = self.line.call("compare_set", CREW, self._text, text)
+    def change(self, update: Callable[[Roster], Roster]) -> Roster:
+        """Apply an update, again if another process changed the roster first; return the roster."""
+        while (wanted := update(self.roster)) != self.roster:
+            wanted = replace(wanted, revision=self.roster.revision + 1)
+            text = self._sign(wanted)
+            found = self.client.call("compare_set", ROSTER, self._text, text)
             if found == text.encode():
-                self._know(wanted, text)
-                self.line.call("set", NEWS, str(wanted.change))
+                self._remember(wanted, text)
+                self.client.call("set", REVISION, str(wanted.revision))
                 break
-            missing = found == self._text.encode()  # what is expected comes back, as torch has it
-            self._take(None if missing else found)
+            # For a missing key, torch's compare_set returns the expected value and writes nothing.
+            missing = found == self._text.encode()
+            self._accept(None if missing else found)
         return self.roster
 
-    def _signed(self, roster: Roster) -> str:
-        return self.line.signer.sign(CREW, roster.text)
+    def _sign(self, roster: Roster) -> str:
+        return self.client.signer.sign(ROSTER, roster.text)
 
-    def _know(self, roster: Roster, text: str) -> None:
+    def _remember(self, roster: Roster, text: str) -> None:
         self.roster, self._text = roster, text
-        self.line.seen = roster.change
+        self.client.known_revision = roster.revision
 
-    def _take(self, found: bytes | None) -> None:
-        """Take in what the store holds; heal it first if no member was the last to write it."""
-        until = time.monotonic() + LIMIT
-        roster, wrong = self._read(found)
+    def _accept(self, found: bytes | None) -> None:
+        """Take over the stored roster. Repair it first if a stranger has changed it."""
+        until = time.monotonic() + STORE_TIMEOUT
+        roster, wrong = self._parse(found)
         while roster is None:
-            self.line.signer.ignore(CREW, wrong)
-            self._heal()
-            found = self.line.fetch(CREW)
-            roster, wrong = self._read(found)
+            self.client.signer.ignore(ROSTER, wrong)
+            self._repair()
+            found = self.client.fetch(ROSTER)
+            roster, wrong = self._parse(found)
             if roster is None and time.monotonic() > until:
-                if self.roster.change:
-                    raise StoreLost(self.line.store, f"its roster stays wrong: {wrong}")
+                if self.roster.revision:
+                    raise StoreLost(self.client.store, f"its roster stays wrong: {wrong}")
                 raise ValueError(
-                    f"the roster in the store at {self.line.store} is of no use: {wrong}. Give all "
-                    f"workers and hosts of a run the same {VARIABLE}, and each run its own store."
+                    f"the roster in the store at {self.client.store} cannot be used: {wrong}. Give "
+                    f"all workers and hosts of a run the same {SECRET_VARIABLE}, and each run its "
+                    "own store."
                 )
         assert found is not None
-        self._know(roster, found.decode())
+        self._remember(roster, found.decode())
 
-    def _read(self, found: bytes | None) -> tuple[Roster | None, str]:
-        """What the store holds, if it is at least as new as what we know; what is wrong, if not."""
+    def _parse(self, found: bytes | None) -> tuple[Roster | None, str]:
+        """Return the stored roster, or None and what is wrong: forged, malformed or older."""
         if found is None:
             return None, "it was deleted"
         if found == self._text.encode():
             return self.roster, ""
-        text = self.line.signer.opened(CREW, found)
+        text = self.client.signer.verify(ROSTER, found)
         if text is None:
             return None, UNSIGNED
         try:
             roster = Roster.of(text)
         except (ValueError, TypeError, KeyError) as error:
             return None, f"it is not well-formed ({error})"
-        if roster.change < self.roster.change:
+        if roster.revision < self.roster.revision:
             return None, "it is older than what was there before"
         return roster, ""
 
-    def _heal(self) -> None:
-        """Put back the roster that we know, unless somebody who is alive knows a newer one."""
-        if not self.roster.change:  # we know none: it may be we who have a wrong secret
+    def _repair(self) -> None:
+        """Put back the roster that we know, unless a living process knows a newer one."""
+        if not self.roster.revision:
+            # We have never read a valid roster, so our own secret may be the wrong one.
             time.sleep(0.1)
             return
-        names = (*self.roster.everyone, *self.roster.hosts)
-        before = self._beats(names)
-        until = time.monotonic() + HEALING
-        while (found := self.line.fetch(CREW)) is None or self._read(found)[0] is None:
+        names = (*self.roster.everyone, *self.roster.launchers)
+        before = self._read_heartbeats(names)
+        until = time.monotonic() + REPAIR_DELAY
+        while (found := self.client.fetch(ROSTER)) is None or self._parse(found)[0] is None:
             if time.monotonic() < until:
                 time.sleep(0.1)
                 continue
-            now = self._beats(names)
-            if any(now[id] > before[id] and self._seen[id] > self.roster.change for id in names):
-                return  # that one does it, when it comes to look
-            self.line.call("compare_set", CREW, found or "", self._text)
-            self.line.call("set", NEWS, f"{self.roster.change} again")
+            now = self._read_heartbeats(names)
+            alive = [id for id in names if now[id] > before[id]]
+            if any(self._known_revisions[id] > self.roster.revision for id in alive):
+                return  # that process repairs the roster when it reads it
+            # Compare and set again: of several processes that repair, only the first one writes.
+            self.client.call("compare_set", ROSTER, found or "", self._text)
+            self.client.call("set", REVISION, f"{self.roster.revision} again")
             return
 
-    # -- who beats -----------------------------------------------------------------------------
+    # -- heartbeats ----------------------------------------------------------------------------
 
-    def listen(self) -> None:
-        """Hear who is alive, of all that the roster names."""
+    def observe_heartbeats(self) -> None:
+        """Read the heartbeats of all processes in the roster that are not known to be gone."""
         roster = self.roster
-        ids = [id for id in dict.fromkeys((*roster.everyone, *roster.hosts))]
-        beats = self._beats(id for id in ids if id not in roster.gone)
-        self.pulse.look(beats, time.monotonic())
+        ids = list(dict.fromkeys((*roster.everyone, *roster.launchers)))
+        counts = self._read_heartbeats(id for id in ids if id not in roster.gone)
+        self.monitor.observe(counts, time.monotonic())
 
-    def _beats(self, ids: Iterable[str]) -> dict[str, int]:
-        """How often each has beaten; 0 where that is not known."""
+    def _read_heartbeats(self, ids: Iterable[str]) -> dict[str, int]:
+        """Return each process's heartbeat counter; 0 if no valid one is stored."""
         names = list(ids)
         counts = dict.fromkeys(names, 0)
-        keys = [f"{PLACE}beat/{id}" for id in names]
-        for id, key, value in zip(names, keys, self.line.fetch_all(keys), strict=True):
-            text = self.line.verified(key, value)
+        keys = [f"{PREFIX}heartbeat/{id}" for id in names]
+        for id, key, value in zip(names, keys, self.client.fetch_all(keys), strict=True):
+            text = self.client.verify_or_ignore(key, value)
             if text is not None:
-                count, seen = map(int, text.split())
-                counts[id], self._seen[id] = count, seen
-        self._seen = {id: self._seen.get(id, 0) for id in names}
+                count, revision = map(int, text.split())
+                counts[id], self._known_revisions[id] = count, revision
+        self._known_revisions = {id: self._known_revisions.get(id, 0) for id in names}
         return counts
 
-    def report(self, number: int, left: bool = False) -> None:
-        """The process of this number is dead, or done: its launcher has seen it end."""
-        self.look()
+    def report_end(self, number: int, left: bool = False) -> None:
+        """Report that the process of this number is done (`left`) or dead: its launcher knows."""
+        self.refresh()
         self.change(lambda roster: roster.without_number(number, left))
 
-    # -- arriving at meetings ------------------------------------------------------------------
+    # -- arriving at rounds --------------------------------------------------------------------
 
-    def arrive(self, generation: int, meeting: int, id: str) -> None:
-        """Say that this member has all that the meeting brings it."""
-        self.line.put(f"{PLACE}done/{generation}/{id}", str(meeting))
+    def arrive(self, generation: int, round_index: int, id: str) -> None:
+        """Report that this member has received everything that the round sends it."""
+        # A key of its own: members arrive together, and would wait in line to change the roster.
+        self.client.put(f"{PREFIX}arrived/{generation}/{id}", str(round_index))
 
-    def have_arrived(self, generation: int, meeting: int, ids: Sequence[str]) -> bool:
-        """Whether all of these have said so."""
-        keys = [f"{PLACE}done/{generation}/{id}" for id in ids]
-        texts = map(self.line.verified, keys, self.line.fetch_all(keys))
-        return all(text is not None and int(text) >= meeting for text in texts)
+    def have_arrived(self, generation: int, round_index: int, ids: Sequence[str]) -> bool:
+        """Return whether all these members have arrived at the round."""
+        keys = [f"{PREFIX}arrived/{generation}/{id}" for id in ids]
+        texts = map(self.client.verify_or_ignore, keys, self.client.fetch_all(keys))
+        return all(text is not None and int(text) >= round_index for text in texts)
 
     def sweep(self, generation: int) -> None:
-        """Delete what was needed for connecting, and to arrive in earlier generations."""
-        for key in self.line.call("list_keys") if self.line.can("list_keys") else ():
-            kind, _, rest = key.removeprefix(PLACE).partition("/")
+        """Delete this generation's addresses, and all keys of earlier generations.
+
+        So the store stays small. This generation's arrivals stay: its members still read them.
+        """
+        for key in self.client.call("list_keys") if self.client.supports("list_keys") else ():
+            kind, _, rest = key.removeprefix(PREFIX).partition("/")
             number = rest.partition("/")[0]
-            if not number.isdecimal():
+            if not number.isdecimal():  # a stranger's key
                 continue
-            if (kind == "gen" and int(number) <= generation) or (
-                kind == "done" and int(number) < generation
+            if (kind == "group" and int(number) <= generation) or (
+                kind == "arrived" and int(number) < generation
             ):
-                self.line.call("delete_key", key)
+                self.client.call("delete_key", key)

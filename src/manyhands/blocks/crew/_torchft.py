@@ -1,20 +1,21 @@
-"""A crew whose members torchft's lighthouse keeps, in place of a store and a roster.
+"""A crew whose members are kept by torchft's lighthouse, instead of a store and a roster.
 
-The lighthouse answers a *round*: it waits for those who are alive (but no longer than its
-`--join_timeout_ms` for who does not ask, if most do), drops who is not, and gives all of them the
-same list, with what each has said. That is enough for both questions of a crew:
+The lighthouse answers in *quorums*: it waits for all living workers to ask (for those that do not
+ask, if most do, no longer than its `--join_timeout_ms`), leaves out the dead, and gives all of them
+the same list, with each worker's statement. That answers both questions of a crew:
 
-    form      who is in the next generation?       all who are in a round in which all ask this
-    settle    is the meeting kept?                 if every member of the generation is in the
-                                                   round, for this meeting, and says `arrived`
+    form      who is in the next generation?    all in a quorum in which every worker asks this
+    settle    is the round kept?                yes, if every member of the generation is in the
+                                                quorum, for this round, and says `arrived`
 
-so that there is one decision for all, as in `_crew.py`. Who was away when it was taken meets nobody
-of its own meeting in its next round, takes that for undone, and is brought the state of the others.
+So there is one decision for all, as in `_crew.py`. A worker that was away when it was made finds no
+other member of its round in its next quorum. It considers the round undone, and receives the state
+of the others.
 
-What the lighthouse does not tell is who has fallen silent while an exchange waits for it: a death
+The lighthouse does not report which worker has stopped while an exchange waits for it. A death
 breaks the connections, but a stopped worker is waited for, for `patience` seconds.
 
-It believes whoever reaches it: nothing that is said in a round is signed.
+The lighthouse believes every process that reaches it: the statements in a quorum are not signed.
 """
 
 from __future__ import annotations
@@ -33,45 +34,51 @@ import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._arguments import real
-from manyhands.blocks.crew._base import QUICK, SLOW, Members
+from manyhands.blocks.crew._base import FIRST_PAUSE, LONGEST_PAUSE, CrewBase
 from manyhands.blocks.crew._roster import Member, Roster
-from manyhands.blocks.crew._store import VARIABLE, Signer, connect, serve
+from manyhands.blocks.crew._store import (
+    SECRET_VARIABLE,
+    Signer,
+    connect_to_store,
+    serve_store,
+)
 from manyhands.blocks.crew._terms import NO_TERMS, Terms
 from manyhands.blocks.crew._transport import StoreConnection, own_address
 from manyhands.errors import JoinRefused, LighthouseLost, WorkerLost
 
-CONNECTING = timedelta(seconds=30)
-BEAT = timedelta(seconds=2)  # in which the lighthouse answers a heartbeat, if it is there
-TWIN = 10.0  # seconds: who has a number that was taken for so long gives up
+CONNECT_TIMEOUT = timedelta(seconds=30)
+HEARTBEAT_TIMEOUT = timedelta(seconds=2)  # in which a lighthouse answers, if it is there
+HEARTBEAT_INTERVAL = 0.1  # seconds
+NUMBER_TAKEN = 10.0  # seconds: a worker whose number is in use for so long gives up
 FORM, SETTLE = "form", "settle"
-TERMS = "terms"  # under which each worker's own store has its text
+TERMS_KEY = "terms"  # in each worker's own store
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a worker says in a round."""
+class Statement:
+    """What a worker states in a quorum. All workers of a run have the same fields."""
 
     number: int
-    kind: str
-    generation: str  # that it was in last
-    meeting: int
+    kind: str  # FORM or SETTLE
+    generation: str  # the name of its present generation; "" before the first one
+    round_index: int
     arrived: bool
-    version: int
-    store: str  # which it serves
-    name: str  # of the generation, if this worker is the first of it
-    terms: str  # a checksum of what it must have like the others
+    version: int  # outer steps that it holds; -1 is none
+    store: str  # the address of the store that it serves
+    name: str  # names the new generation, if this worker has the lowest number in it
+    terms: str  # the checksum of what it must have in common with the others
 
 
-class TorchftCrew(Members):
-    """The workers of a run, as torchft's lighthouse knows them. A `Crew` in all that it does.
+class TorchftCrew(CrewBase):
+    """The workers of a run, kept by torchft's lighthouse. It is used like a `Crew`.
 
-    Start a lighthouse (`torchft_lighthouse --min_replicas 2`), and the workers, each with a
-    number of its own, by whatever starts them again when they die. `lighthouse` is the address
-    that it prints, `number` this worker's own number. What is left out comes from the
+    Start a lighthouse (`torchft_lighthouse --min_replicas 2`) and the workers, each with a number
+    of its own, with any tool that restarts them when they die. `lighthouse` is the address that
+    the lighthouse prints, `number` this worker's number. Arguments that are left out come from the
     environment: TORCHFT_LIGHTHOUSE and MANYHANDS_WORKER.
 
-    A worker that is killed is missed after the lighthouse's `--heartbeat_timeout_ms`. One that is
-    stopped while others wait for it is given up after `patience` seconds.
+    The others notice a killed worker after the lighthouse's `--heartbeat_timeout_ms`. They give up
+    a stopped worker after waiting for it for `patience` seconds.
     """
 
     inner = RankGroup()  # a worker is one process
@@ -97,165 +104,188 @@ class TorchftCrew(Members):
                 "MANYHANDS_WORKER, or give number=."
             )
         self.number, self.patience = int(own), real("patience", patience, above=0)
-        self._signer = Signer(os.environ.get(VARIABLE, ""))  # the lighthouse believes anybody
-        self._id = f"{self.number}:{uuid.uuid4()}"
-        self._name = ""  # of the generation
+        # Without a secret the signatures protect nothing, nor would they: the lighthouse itself
+        # believes every process.
+        self._signer = Signer(os.environ.get(SECRET_VARIABLE, ""))
+        self._id = f"{self.number}:{uuid.uuid4()}"  # new in each incarnation
+        self._generation_name = ""
         self._version = -1
         self._terms = NO_TERMS
         self._client: Any = None
-        self._over = threading.Event()
-        self._beating: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._heartbeat: threading.Thread | None = None
 
-    # -- coming and going ----------------------------------------------------------------------
+    # -- joining and leaving -------------------------------------------------------------------
 
     def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
-        """Come in: returns when this worker is in a generation."""
+        """Join the crew: return when this worker is in a generation."""
         self._terms = terms
         if self._client is not None:
-            raise RuntimeError("this worker has joined already. Call regroup() to meet anew.")
-        self._client = _client(self.lighthouse)
+            raise RuntimeError("this worker has joined already. Call regroup() to regroup.")
+        self._client = _connect_to_lighthouse(self.lighthouse)
         where = self.lighthouse.removeprefix("http://").removeprefix("https://").rstrip("/")
-        self._served, self._store = serve(own_address(where))
-        self._served.set(TERMS, terms.text)
-        beat = threading.Thread(
-            target=self._beat, args=(_client(self.lighthouse),), name="manyhands beat", daemon=True
+        # Each worker serves a store: the first member's is where a generation's group is made.
+        self._served, self._store = serve_store(own_address(where))
+        self._served.set(TERMS_KEY, terms.text)
+        # A client of its own: the other one may wait in a quorum call for a long time.
+        heartbeat_client = _connect_to_lighthouse(self.lighthouse)
+        self._heartbeat = threading.Thread(
+            target=self._send_heartbeats,
+            args=(heartbeat_client,),
+            name="manyhands heartbeat",
+            daemon=True,
         )
-        self._beating = beat
-        beat.start()
-        atexit.register(self._fall_silent)  # (a thread in torchft's code must not be cut off)
+        self._heartbeat.start()
+        # Python must not exit while the thread is inside torchft's native code.
+        atexit.register(self._stop_heartbeat)
         try:
             self._enter(version)
         except BaseException:
-            self._fall_silent()
+            self._stop_heartbeat()
             raise
 
     def regroup(self, version: int) -> None:
-        """Form the next generation with all that live."""
+        """Form the next generation with all living workers."""
         self._enter(version)
 
     def leave(self) -> None:
-        """This worker is done. The others miss it when its heartbeat has timed out."""
+        """Leave because this worker is done. The others notice when its heartbeat times out."""
         self.drop_out()
 
     def drop_out(self) -> None:
-        """Be gone, as if dead."""
-        self._fall_silent()
-        self._drop()
+        """Leave as if dead: the lighthouse knows no other way to leave."""
+        self._stop_heartbeat()
+        self._disconnect()
         self.members = ()
 
-    def _fall_silent(self) -> None:
-        self._over.set()
-        atexit.unregister(self._fall_silent)
-        if self._beating is not None:
-            self._beating.join(2 * BEAT.total_seconds())
+    def _stop_heartbeat(self) -> None:
+        self._ended.set()
+        atexit.unregister(self._stop_heartbeat)
+        if self._heartbeat is not None:
+            self._heartbeat.join(2 * HEARTBEAT_TIMEOUT.total_seconds())
 
-    # -- a meeting -----------------------------------------------------------------------------
+    # -- a round -------------------------------------------------------------------------------
 
     def wait(self, done: Callable[[float], bool]) -> None:
-        """Call `done(seconds)` until it says that all is done; WorkerLost after `patience`."""
-        began, pause = time.monotonic(), QUICK
+        """Call `done(seconds)` until it returns True; raise WorkerLost after `patience`."""
+        began, pause = time.monotonic(), FIRST_PAUSE
         while not done(pause):
             if time.monotonic() - began > self.patience:
                 raise WorkerLost(f"a worker has not come for {self.patience:g} s.")
-            pause = min(1.5 * pause, SLOW)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
 
     def settle(self, arrived: bool, sync_round: bool = True) -> bool:
-        """Whether this meeting is kept: if every member says `arrived`. The same answer for all."""
+        """Return whether this round is kept: whether every member `arrived`. One answer for all."""
         if not arrived:
-            self.abort()  # for those who wait for a message that does not come from the dead
-        told = self._round(SETTLE, arrived)
-        here = (self._name, self._meeting)
-        same = [t for t in told if t.kind == SETTLE and (t.generation, t.meeting) == here]
-        kept = len(same) == self.size and all(t.arrived for t in same)
-        self._meeting += 1
-        self.regroup_due = not kept or len(told) > self.size
+            # Members that wait for a message from a dead one would not ask for the quorum.
+            self.abort()
+        statements = self._exchange_statements(SETTLE, arrived)
+        own = (self._generation_name, self._round)
+        same_round = [
+            s for s in statements if s.kind == SETTLE and (s.generation, s.round_index) == own
+        ]
+        kept = len(same_round) == self.size and all(s.arrived for s in same_round)
+        self._round += 1
+        # More statements than members: another worker waits to join.
+        self.regroup_due = not kept or len(statements) > self.size
         return kept
 
     # -- from one generation to the next -------------------------------------------------------
 
     def _enter(self, version: int) -> None:
+        """Ask for a generation until this worker is in one whose members are connected."""
         self._version, began = version, time.monotonic()
         while True:
-            self._drop()
-            told = self._round(FORM)
-            if any(t.kind != FORM for t in told):
-                continue  # they settle something first, and have seen that we wait
-            if len({t.number for t in told}) < len(told):
-                self._check_twin(told, time.monotonic() - began)
-                time.sleep(SLOW)
+            self._disconnect()
+            statements = self._exchange_statements(FORM)
+            if any(s.kind != FORM for s in statements):
+                continue  # they settle a round first, and have seen in it that we wait
+            if len({s.number for s in statements}) < len(statements):
+                self._check_number_is_free(statements, time.monotonic() - began)
+                time.sleep(LONGEST_PAUSE)
                 continue
-            if self._differs(told):
+            if self._has_other_terms(statements):
                 continue
-            self._take_place(told)
-            door = StoreConnection(told[0].store, self._signer)
-            connected = self._connect(door, f"manyhands/{self._name}")
+            self._take_place(statements)
+            connection = StoreConnection(statements[0].store, self._signer)
+            connected = self._connect(connection, f"manyhands/{self._generation_name}")
             if self.settle(connected):
                 return
 
-    def _check_twin(self, told: list[Told], waited: float) -> None:
-        """Raise if another worker had our number first; it may also be our last life's request."""
-        numbers = [t.number for t in told]
-        if numbers.count(self.number) > 1 and not self._name and waited > TWIN:
+    def _check_number_is_free(self, statements: list[Statement], waited: float) -> None:
+        """Raise if another worker had our number first.
+
+        The lighthouse may also still hold the request of our own last incarnation: wait first.
+        """
+        numbers = [s.number for s in statements]
+        first_time = not self._generation_name
+        if numbers.count(self.number) > 1 and first_time and waited > NUMBER_TAKEN:
             raise RuntimeError(
                 f"two workers have the same number: {numbers}. Give each worker a number "
                 "(MANYHANDS_WORKER) of its own."
             )
 
-    def _differs(self, told: list[Told]) -> bool:
-        """Whether somebody came with other terms than those who hold the most; who did gives up."""
-        versions = [t.version for t in told]
-        first = told[versions.index(max(versions))]
-        if differs := self._differences(first):
+    def _has_other_terms(self, statements: list[Statement]) -> bool:
+        """Return whether a worker came with other terms than the one with the highest version.
+
+        If that is this worker, it drops out and raises JoinRefused.
+        """
+        versions = [s.version for s in statements]
+        first = statements[versions.index(max(versions))]
+        if differences := self._differences(first):
             self.drop_out()
-            raise JoinRefused(self.number, differs)
-        if any(self._differences(t) for t in told if t.terms != first.terms):
-            time.sleep(SLOW)  # until it is gone
+            raise JoinRefused(self.number, differences)
+        if any(self._differences(s) for s in statements if s.terms != first.terms):
+            time.sleep(LONGEST_PAUSE)  # the refused worker is about to be gone
             return True
         return False
 
-    def _differences(self, other: Told) -> list[str]:
-        """What another worker has that we do not have alike."""
+    def _differences(self, other: Statement) -> list[str]:
+        """Return how this worker differs from another one."""
         if other.terms == self._terms.digest:
             return []
         try:
-            text = bytes(connect(other.store).get(TERMS)).decode()
-        except (OSError, dist.DistError):  # it is gone
+            text = bytes(connect_to_store(other.store).get(TERMS_KEY)).decode()
+        except (OSError, dist.DistError):  # that worker is gone, and its store with it
             text = None
         return self._terms.differences(text, other.terms)
 
-    def _take_place(self, told: list[Told]) -> None:
-        numbers = [t.number for t in told]
-        roster = Roster(members=tuple(Member(f"{t.number}.1", t.version) for t in told))
+    def _take_place(self, statements: list[Statement]) -> None:
+        """Take over the members of the generation that this worker is in now."""
+        numbers = [s.number for s in statements]
+        # A roster of these members knows who sends the state, and who needs it.
+        roster = Roster(members=tuple(Member(f"{s.number}.1", s.version) for s in statements))
         self.members, self.rank = tuple(numbers), numbers.index(self.number)
-        self.source, self.newcomers = roster.source, roster.newcomers
-        self.generation, self._name, self._meeting = self.generation + 1, told[0].name, 0
+        self.source, self.joiners = roster.source, roster.joiners
+        self.generation += 1
+        self._generation_name, self._round = statements[0].name, 0
 
     # -- the lighthouse ------------------------------------------------------------------------
 
-    def _round(self, kind: str, arrived: bool = False) -> list[Told]:
-        """What all who are alive say now, by their numbers; the same for all of them."""
-        mine = Told(
+    def _exchange_statements(self, kind: str, arrived: bool = False) -> list[Statement]:
+        """Return the statements of all living workers, by number: the same list on each of them."""
+        own = Statement(
             self.number,
             kind,
-            self._name,
-            self._meeting,
+            self._generation_name,
+            self._round,
             arrived,
             self._version,
             self._store,
             uuid.uuid4().hex,
             self._terms.digest,
         )
-        while (quorum := self._asked(vars(mine))) is None:
+        while (quorum := self._ask_for_quorum(vars(own))) is None:
             pass
-        if not all(p.data and p.data.keys() == vars(mine).keys() for p in quorum.participants):
+        if not all(p.data and p.data.keys() == vars(own).keys() for p in quorum.participants):
             raise RuntimeError(
-                f"somebody else asks the lighthouse at {self.lighthouse}, too. Start one for each "
-                "run: all who ask it are taken for workers of one run."
+                f"another job asks the lighthouse at {self.lighthouse}, too. Start one for each "
+                "run: it treats all processes that ask it as workers of one run."
             )
-        return sorted((Told(**p.data) for p in quorum.participants), key=lambda t: t.number)
+        return sorted((Statement(**p.data) for p in quorum.participants), key=lambda s: s.number)
 
-    def _asked(self, data: dict[str, Any]) -> Any:
-        """The lighthouse's answer; None if it has none yet, as others have not come."""
+    def _ask_for_quorum(self, data: dict[str, Any]) -> Any:
+        """Return the lighthouse's answer; None if it has none yet because others have not asked."""
         try:
             return self._client.quorum(
                 replica_id=self._id,
@@ -268,36 +298,36 @@ class TorchftCrew(Members):
                 data=data,
             )
         except TimeoutError:
-            if self._answers():
+            # Too few workers, or no lighthouse? Only the second is an error.
+            if self._is_lighthouse_alive():
                 return None
-            raise self._lost("it does not answer") from None
+            raise self._lighthouse_lost("it does not answer") from None
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lighthouse_lost(error) from error
 
-    def _answers(self) -> bool:
-        """Whether the lighthouse is there."""
+    def _is_lighthouse_alive(self) -> bool:
         try:
-            self._client.heartbeat(self._id, BEAT)
+            self._client.heartbeat(self._id, HEARTBEAT_TIMEOUT)
         except (RuntimeError, TimeoutError):
             return False
         return True
 
-    def _lost(self, why: object) -> LighthouseLost:
+    def _lighthouse_lost(self, why: object) -> LighthouseLost:
         return LighthouseLost(
             f"torchft's lighthouse at {self.lighthouse} is lost: {why}. Without it workers cannot "
             "agree on who takes part: start it and all workers again, from a checkpoint."
         )
 
-    def _beat(self, client: Any) -> None:
-        """Tell the lighthouse that this worker lives."""
-        while not self._over.wait(0.1):
+    def _send_heartbeats(self, client: Any) -> None:
+        """Send the lighthouse this worker's heartbeats, until the worker ends."""
+        while not self._ended.wait(HEARTBEAT_INTERVAL):
             try:
-                client.heartbeat(self._id, BEAT)
+                client.heartbeat(self._id, HEARTBEAT_TIMEOUT)
             except (RuntimeError, TimeoutError):
-                self._over.wait(1.0)  # the next round says that the lighthouse is lost
+                self._ended.wait(1.0)  # the next quorum call raises, if the lighthouse is lost
 
 
-def _client(lighthouse: str) -> Any:
+def _connect_to_lighthouse(lighthouse: str) -> Any:
     try:
         from torchft.coordination import LighthouseClient
     except ImportError as error:
@@ -305,4 +335,4 @@ def _client(lighthouse: str) -> Any:
             "a TorchftCrew needs torchft, which is not installed: pip install torchft. `Crew` "
             "needs nothing else."
         ) from error
-    return LighthouseClient(lighthouse, CONNECTING)
+    return LighthouseClient(lighthouse, CONNECT_TIMEOUT)

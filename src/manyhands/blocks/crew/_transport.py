@@ -1,13 +1,14 @@
-"""The connections of one generation: a gloo group that can be given up.
+"""The connections of one generation: a gloo group that can be aborted.
 
-gloo has no way to end a message that waits for somebody who was stopped: `abort` returns at once
-and changes nothing (torch 2.13), and whoever waits does so until the timeout. So we know which of
-the process's sockets are the group's, and shut them: every message that waits fails at once, here
-and at the other end.
+gloo has no way to end a message that waits for a stopped process: `abort` returns at once and
+changes nothing (torch 2.13), so the message waits until the timeout. Therefore we keep track of
+which of the process's sockets belong to the group, and shut them down. Every waiting message then
+fails at once, at both ends.
 
-All but a few: gloo forgets a message that it was about to send in the thread that finds the
-connection broken, and whoever waits for that one does so until the timeout, in a thread of the
-group. The end of the group waits for the thread. So a group ends in a thread of its own.
+There is one rare exception. If gloo is about to send a message and the sending thread itself finds
+the connection broken, gloo forgets the message. Whoever waits for that message waits until the
+timeout, in a thread of the group, and the group's destructor waits for that thread. So a group is
+destroyed in a thread of its own.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from manyhands._core.groups import group_closer
-from manyhands.blocks.crew._store import UNSIGNED, Signer, address, connect
+from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
 
-CONNECTING = 30.0  # seconds: if it takes longer, one that is alive has not come
+CONNECT_TIMEOUT = 30.0  # seconds: if it takes longer, a living member has not come
 
 
 class StoreConnection:
-    """The connection to the store through which groups are made, kept from one to the next.
+    """The connection to the store through which groups are made, kept between two groups.
 
-    A new one is dear where names are slow to look up: torch asks for the name of whoever connects,
+    A new connection is expensive where name look-ups are slow: torch looks up the other side's name
     at both ends, and the store answers nobody meanwhile.
     """
 
@@ -42,22 +43,25 @@ class StoreConnection:
         self.signer = signer
         self._client: Any = None
 
-    def take(self) -> Any:
-        """The connection; it may be in use for long, so there is none until it is put back."""
+    def acquire(self) -> Any:
+        """Return the connection; a new one if the last user has not put it back."""
+        # A group that never connects keeps its client: a client cannot be shared while it waits.
         client, self._client = self._client, None
-        return connect(self.store) if client is None else client
+        return connect_to_store(self.store) if client is None else client
 
     def put_back(self, client: Any) -> None:
         self._client = client
 
 
 class SignedStore(Store):
-    """A store in which gloo's members find each other's addresses, and no stranger's."""
+    """A torch store through which members find each other's addresses, and no stranger's."""
 
     def __init__(self, client: Any, prefix: str, signer: Signer, timeout: float) -> None:
         super().__init__()
         self._client, self._prefix, self._signer = client, prefix + "/", signer
         self._timeout = timedelta(seconds=timeout)
+
+    # gloo calls these three from C++, with addresses in bytes.
 
     def set(self, key: str, value: bytes | str) -> None:
         text = value if isinstance(value, str) else value.hex()
@@ -72,16 +76,16 @@ class SignedStore(Store):
             self.text(key, timeout)
 
     def text(self, key: str, timeout: timedelta | None = None) -> str:
-        """What a member has written under this key, once one has."""
+        """Return what a member wrote under this key; wait until one has written it."""
         key, timeout = self._prefix + key, timeout or self._timeout
         until, wrong = time.monotonic() + timeout.total_seconds(), b""
         while True:
             self._client.wait([key], timeout)
             value = self._client.get(key)
-            text = self._signer.opened(key, value)
+            text = self._signer.verify(key, value)
             if text is not None:
                 return text
-            if value != wrong:
+            if value != wrong:  # count each forged value once, not at every look
                 wrong = value
                 self._signer.ignore(key, UNSIGNED)
             if time.monotonic() > until:
@@ -89,103 +93,111 @@ class SignedStore(Store):
             time.sleep(0.05)
 
 
-Ends = tuple[Any, Any]  # of a socket: its own address and the other one
+Endpoints = tuple[Any, Any]  # of a connected socket: its own address, and the other side's
 
 
-class Links:
-    """A group in the making, on a thread of its own, because it waits for all the others."""
+class GlooTransport:
+    """A gloo group, connected on a thread of its own because it waits for all the other members."""
 
     def __init__(
-        self, door: StoreConnection, place: str, rank: int, size: int, timeout: float
+        self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
     ) -> None:
         self.group: Any = None
         self.error: Exception | None = None
-        self._ends: set[Ends] = set()
-        self._given_up = False
+        self._endpoints: set[Endpoints] = set()  # of the group's own sockets
+        self._aborted = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._connect,
-            args=(door, place, rank, size, timeout),
-            name="manyhands links",
+            args=(connection, prefix, rank, size, timeout),
+            name="manyhands transport",
             daemon=True,
         )
         self._thread.start()
 
-    def done(self, seconds: float) -> bool:
-        """Wait up to so long, and say whether there is a group or an error."""
+    def wait(self, seconds: float) -> bool:
+        """Wait up to this long; return whether there is a group or an error."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def give_up(self) -> None:
-        """End what waits in the group, on this side and on the other."""
-        self._given_up = True
-        for end in _sockets():
+    def abort(self) -> None:
+        """Make every message that waits in the group fail, here and at the other end."""
+        self._aborted = True
+        for end in _internet_sockets():
             with closing(end):
-                if _both(end) in self._ends:
-                    with suppress(OSError):  # the other side has ended it since
+                if _endpoints_of(end) in self._endpoints:
+                    with suppress(OSError):  # the other side has closed it since
+                        # Not close(): gloo owns the descriptor, and still waits on it.
                         end.shutdown(socket.SHUT_RDWR)
 
-    def let_go(self) -> None:
-        """Give up, and have the group end when nobody holds it any more, without a wait for that.
+    def release(self) -> None:
+        """Abort, and let the group be destroyed without a wait.
 
-        Whoever dropped the last reference, be it the garbage collector, would wait otherwise.
+        Otherwise whoever drops the last reference, even the garbage collector, waits for the
+        group's threads.
         """
-        self.give_up()
-        with self._lock:
+        self.abort()
+        with self._lock:  # the connecting thread may release too, if the group came too late
             held, self.group = [self.group], None
         if held[0] is not None:
             group_closer.close_when_unused(held, os.getpid())
 
     def _connect(
-        self, door: StoreConnection, prefix: str, rank: int, size: int, timeout: float
+        self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
     ) -> None:
         try:
-            client = door.take()
-            place = SignedStore(client, prefix, door.signer, min(timeout, CONNECTING))
+            client = connection.acquire()
+            store = SignedStore(client, prefix, connection.signer, min(timeout, CONNECT_TIMEOUT))
             gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._timeout = timedelta(seconds=min(timeout, CONNECTING))
-            before, others = set(_listening()), set(_connections())
+            options = gloo._Options()  # private in torch, and the only way to choose an interface
+            options._timeout = timedelta(seconds=min(timeout, CONNECT_TIMEOUT))
+            # Compare the process's sockets before and after, to find which ones gloo has opened.
+            ports_before, endpoints_before = set(_listening_ports()), set(_connected_endpoints())
             if os.environ.get("GLOO_SOCKET_IFNAME"):
                 options._devices = [gloo.create_default_device()]
             else:
-                options._devices = [gloo.create_device(hostname=own_address(door.store))]
-            doors = [port for port in _listening() if port not in before]  # another's too, perhaps
-            place.set(f"door/{rank}", " ".join(map(str, doors)))
-            group = gloo(place, rank, size, options)
+                options._devices = [gloo.create_device(hostname=own_address(connection.store))]
+            # Other threads may open a listening port meanwhile. One more port here does no harm.
+            new_ports = [port for port in _listening_ports() if port not in ports_before]
+            store.set(f"ports/{rank}", " ".join(map(str, new_ports)))
+            group = gloo(store, rank, size, options)  # returns when all members have connected
             group._set_default_timeout(timedelta(seconds=timeout))
-            told = " ".join(place.text(f"door/{other}") for other in range(size))
-            ports = set(map(int, told.split()))
-            links = (ends for ends in _connections() if ends not in others)
-            self._ends = {ends for ends in links if not ports.isdisjoint((ends[0][1], ends[1][1]))}
-            door.put_back(client)
+            published = " ".join(store.text(f"ports/{other}") for other in range(size))
+            ports = set(map(int, published.split()))
+            # A connection of the group is new, and has a member's listening port at one end.
+            self._endpoints = {
+                ends
+                for ends in _connected_endpoints()
+                if ends not in endpoints_before and not ports.isdisjoint((ends[0][1], ends[1][1]))
+            }
+            connection.put_back(client)
             self.group = group
-            del group
-            if self._given_up:
-                self.let_go()
+            del group  # self.group is the last reference, which release() hands on
+            if self._aborted:  # before the group existed, so abort() could not reach its sockets
+                self.release()
         except Exception as error:
             self.error = error
 
 
 def own_address(store: str) -> str:
-    """The address of this host that the store's is reached from."""
-    host, port = address(store)
+    """Return the address of this host's interface from which the store is reached."""
+    host, port = parse_address(store)
     family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)  # sends nothing
+        probe.connect(there)  # a datagram socket only picks a route: nothing is sent
         return str(probe.getsockname()[0])
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """The process's internet sockets, each under a second descriptor: close it."""
+def _internet_sockets() -> Iterator[socket.socket]:
+    """Yield the process's internet sockets, each under a second descriptor: close it."""
     for name in os.listdir("/dev/fd"):
         try:
             descriptor = os.dup(int(name))
-        except OSError:  # gone by now
+        except OSError:  # closed since the listing
             continue
         try:
             found = socket.socket(fileno=descriptor)
-        except OSError:  # a file
+        except OSError:  # a file, not a socket
             os.close(descriptor)
             continue
         if found.family in (socket.AF_INET, socket.AF_INET6):
@@ -194,26 +206,26 @@ def _sockets() -> Iterator[socket.socket]:
             found.close()
 
 
-def _both(end: socket.socket) -> Ends | None:
+def _endpoints_of(end: socket.socket) -> Endpoints | None:
     try:
-        return end.getsockname()[:2], end.getpeername()[:2]
+        return end.getsockname()[:2], end.getpeername()[:2]  # without IPv6's flow and scope
     except OSError:  # not connected
         return None
 
 
-def _listening() -> list[int]:
-    """The ports at which this process listens."""
+def _listening_ports() -> list[int]:
+    """Return the ports on which this process listens."""
     ports = []
-    for end in _sockets():
+    for end in _internet_sockets():
         with closing(end):
             if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 ports.append(int(end.getsockname()[1]))
     return ports
 
 
-def _connections() -> Iterator[Ends]:
-    """The two ends of each connection of this process."""
-    for end in _sockets():
+def _connected_endpoints() -> Iterator[Endpoints]:
+    """Yield the two endpoints of each connection of this process."""
+    for end in _internet_sockets():
         with closing(end):
-            if (ends := _both(end)) is not None:
-                yield ends
+            if (endpoints := _endpoints_of(end)) is not None:
+                yield endpoints

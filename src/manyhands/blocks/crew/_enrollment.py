@@ -1,0 +1,224 @@
+"""One process's entry in the shared roster: its id, its terms, and its way into a generation.
+
+    enrollment = Enrollment(shared, number, inner, expected, patience)
+    enrollment.agree_on_incarnation()     all processes of the worker count its starts alike
+    enrollment.check_terms(terms)         or raise: this worker would not fit the others
+    enrollment.begin_incarnation()        a new id, and a heartbeat under it
+    roster = enrollment.wait_for_generation(version, after=0)
+
+It knows nothing of rounds or connections: these are `Crew`'s (_crew.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from manyhands._core.ranks import RankGroup
+from manyhands.blocks.crew._base import FIRST_PAUSE, LONGEST_PAUSE
+from manyhands.blocks.crew._roster import Member, Roster, number_of
+from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
+from manyhands.blocks.crew._terms import Terms
+from manyhands.errors import CrewFinished, JoinRefused
+
+START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
+
+
+class Enrollment:
+    """This process's entry in the shared roster."""
+
+    def __init__(
+        self,
+        shared: SharedRoster,
+        number: int,
+        inner: RankGroup,
+        expected: int,
+        patience: float,
+    ) -> None:
+        self.shared = shared
+        self.number = number  # the worker's
+        self.inner = inner
+        self.expected = expected
+        self.patience = patience
+        self.process_number = number * inner.size + inner.rank
+        self.id = ""  # "number.incarnation", once there is one
+        self._worker_incarnation = 0
+        # Ids of this worker's other processes in the present generation. Ours dies with them.
+        self._siblings: frozenset[str] = frozenset()
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """The other processes without a heartbeat."""
+        return self.shared.monitor.silent - {self.id}
+
+    # -- before the others notice --------------------------------------------------------------
+
+    def agree_on_incarnation(self) -> None:
+        """Set this worker's incarnation number, identical in all its processes."""
+        if self.inner.size == 1:
+            return
+        roster = self.shared.refresh()
+        if self.inner.rank == 0:  # one process counts, and the others learn the number from it
+            roster = self.shared.change(lambda roster: roster.count_worker_incarnation(self.number))
+        incarnation = dict(roster.worker_incarnations).get(self.number, 0)
+        # An NCCL group has no CPU backend: it can exchange the two numbers only on its device.
+        cpu = torch.device("cpu")
+        device = cpu if self.inner.has_backend(cpu) else torch.device("cuda")
+        gathered = self.inner.all_gather([float(self.number), float(incarnation)], device)
+        numbers, incarnations = zip(*gathered, strict=True)
+        if len(set(numbers)) > 1:
+            listed = ", ".join(f"{number:.0f}" for number in numbers[:8])
+            raise ValueError(
+                f"the processes of an inner_group are one worker of the crew, and have different "
+                f"numbers: {listed}. Give all of them the same (MANYHANDS_WORKER)."
+            )
+        self._worker_incarnation = int(incarnations[0])
+
+    def check_terms(self, terms: Terms) -> None:
+        """Raise JoinRefused if the run has other terms. The first worker sets the run's terms."""
+        inner_rank, digest = self.inner.rank, terms.digest
+        client, key = self.shared.client, f"{PREFIX}terms/{inner_rank}"
+        roster = self.shared.change(lambda roster: roster.set_terms(inner_rank, digest))
+        agreed = dict(roster.terms)[inner_rank]
+        # The roster has the checksum, which decides. The text is only for the error message.
+        text = client.verify_or_ignore(key, client.fetch(key))
+        if agreed == digest:
+            if text != terms.text:  # not written yet, or overwritten by a stranger
+                client.put(key, terms.text)
+            return
+        differences = terms.differences(text, agreed)
+        if not differences:
+            return  # the models differ in names only, as when one is wrapped
+        # The launcher reads this: a refused worker is not started again.
+        self.shared.change(lambda roster: roster.refuse(self.process_number))
+        raise JoinRefused(self.number, differences)
+
+    # -- into the next generation --------------------------------------------------------------
+
+    def begin_incarnation(self) -> None:
+        """Take an id that no process has had. An earlier process with our number is not us."""
+        roster = self.shared.change(lambda roster: roster.count_incarnation(self.process_number))
+        self.id = f"{self.process_number}.{dict(roster.incarnations)[self.process_number]}"
+        self.shared.client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
+        self.shared.monitor.reset()
+
+    def wait_for_generation(self, version: int, after: int) -> Roster:
+        """Wait until a generation later than `after` includes this process, or begin it."""
+        shared, began, pause = self.shared, time.monotonic(), FIRST_PAUSE
+        self._ask_to_join(version)
+        while True:
+            roster = shared.refresh()
+            if self.id in roster.ids and roster.generation > after:
+                self._siblings = frozenset(
+                    id for id in roster.ids if roster.worker_of(id) == self.number and id != self.id
+                )
+                return roster
+            check_not_failed(roster, after, self.number)
+            if roster.finished:
+                raise CrewFinished(
+                    "manyhands: the run has ended: all others have left before worker "
+                    f"{self.number} was in. Start a new run, with a store of its own, to train on."
+                )
+            if not any(member.id == self.id for member in roster.waiting):
+                # The others considered this process lost, as after a long stop. Come again.
+                self.begin_incarnation()
+                self._ask_to_join(version)
+                began = time.monotonic()
+            self._check_number_is_free(roster)
+            waited = time.monotonic() - began
+            silent = self.silent
+            self._check_siblings(roster, waited)
+            if waited > self.patience:
+                # Living members that have not come for so long are treated as lost.
+                silent |= set(roster.absent(silent))
+            late = waited > START_PATIENCE
+            if roster.complete(silent, self.expected, late):
+                shared.change(self._begin_next(roster, silent, late))
+                pause = FIRST_PAUSE
+                continue
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
+
+    def _ask_to_join(self, version: int) -> None:
+        self.shared.change(
+            lambda roster: roster.ask_to_join(self.id, version, self._worker_incarnation)
+        )
+
+    def _begin_next(
+        self, seen: Roster, silent: frozenset[str], late: bool
+    ) -> Callable[[Roster], Roster]:
+        """Return the update that begins the next generation.
+
+        The roster may have changed since it was `seen`, so the update checks again: another
+        process may have begun the generation first, or a waiting one may have died.
+        """
+
+        def begin(roster: Roster) -> Roster:
+            same = roster.generation == seen.generation
+            ready = same and roster.complete(silent, self.expected, late)
+            return roster.next(silent) if ready else roster
+
+        return begin
+
+    def _check_siblings(self, roster: Roster, waited: float) -> None:
+        """Raise if this worker can never be complete again.
+
+        That is so if one of its processes is gone, or has been started anew. A stopped process may
+        wake up, so it is waited for: nothing is done without it meanwhile.
+        """
+        if self.inner.size == 1:
+            return
+        ours = [m for m in (*roster.members, *roster.waiting) if self._is_sibling(roster, m)]
+        restarted = any(member.worker_incarnation > self._worker_incarnation for member in ours)
+        waiting = [
+            member
+            for member in roster.waiting
+            if self._is_sibling(roster, member)
+            and member.worker_incarnation == self._worker_incarnation
+        ]
+        complete = len(waiting) == self.inner.size
+        if restarted or self._siblings & roster.gone or (waited > self.patience and not complete):
+            raise RuntimeError(
+                f"another process of worker {self.number} is lost, and this one cannot train "
+                "without it. It ends here, so that all processes of the worker are started again."
+            )
+
+    def _is_sibling(self, roster: Roster, member: Member) -> bool:
+        """Return whether a process belongs to this worker (as this process itself does)."""
+        return roster.worker_of(member.id) == self.number
+
+    def _check_number_is_free(self, roster: Roster) -> None:
+        """Raise if another process with our number is alive.
+
+        Only an earlier incarnation counts, and only if its heartbeat advances while we watch: our
+        own last life may stand in the roster until it is known to be dead.
+        """
+        everyone = {*roster.ids, *(member.id for member in roster.waiting)} - {self.id}
+        for id in everyone:
+            same_number = number_of(id) == self.process_number
+            if (
+                same_number
+                and _incarnation_of(id) < _incarnation_of(self.id)
+                and self.shared.monitor.has_advanced(id)
+            ):
+                raise RuntimeError(
+                    f"two workers with the number {self.number} are alive. Give each worker a "
+                    "number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does on "
+                    "further hosts."
+                )
+
+
+def check_not_failed(roster: Roster, generation: int, number: int) -> None:
+    """Raise if a member of our generation ended with an error before the first sync round."""
+    if roster.failed and roster.generation == generation:
+        numbers = sorted({roster.worker_of(id) for id in roster.failed} - {number})
+        raise RuntimeError(
+            f"worker {', '.join(map(str, numbers))} has ended with an error before the first "
+            "sync round, and the run ends with it: see its output."
+        )
+
+
+def _incarnation_of(id: str) -> int:
+    return int(id.partition(".")[2])
