@@ -1,8 +1,8 @@
 """However a script ends, it ends at once, with its own exit code, and says nothing of ours.
 
 The scripts clean up nothing: the model and the optimizer are alive when Python shuts down.
-`ending_script.py` starts each of them as new processes, three times here, and fifty times in the
-long tests.
+`ending_script.py` starts each of them as new processes, twice here, and fifty times in the
+exhaustive tests.
 """
 
 import json
@@ -49,7 +49,7 @@ def test_a_script_ends_with_its_own_exit_code(part, way):
     check(part, way, 2)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ending_script.WAYS)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_script_ends_with_its_own_exit_code_fifty_times(part, way):

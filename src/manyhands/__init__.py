@@ -7,13 +7,14 @@ from manyhands._version import __version__ as __version__
 from manyhands.blocks._methods import BMUF, DiLoCo, LocalSGD, SlowMo
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._outer import Outer
-from manyhands.blocks._schedule import ByDrift, Seconds
+from manyhands.blocks._schedule import ByDrift, Every, Seconds
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
-from manyhands.planning import plan
+from manyhands.planning import Plan, plan
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
+from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._noise_scale import NoiseScale
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._progress import ProgressScheduler
@@ -41,12 +42,15 @@ __all__ = [
     "Crew",
     "DiLoCo",
     "DummyProcessGroup",
+    "Every",
     "FullyShardedDataParallel",
     "LEGWScale",
     "LinearScale",
     "LocalSGD",
+    "NoiseAverage",
     "NoiseScale",
     "Outer",
+    "Plan",
     "ProgressScheduler",
     "Record",
     "Run",

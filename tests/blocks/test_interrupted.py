@@ -177,7 +177,7 @@ def options(method, codec, overlap, fragments):
         }
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("codec", ["float32", "float32 shared", "bfloat16", "int8", "int4"])

@@ -44,7 +44,8 @@ def fresh():
 
 
 @pytest.mark.parametrize(
-    ("seed", "times"), [(0, 100), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (1, 2))]
+    ("seed", "times"),
+    [(0, 100), *(pytest.param(n, 1000, marks=pytest.mark.exhaustive) for n in (1, 2))],
 )
 def test_a_forged_index_with_a_right_checksum_does_no_harm(source, tmp_path, seed, times):
     wrong, refusals = forge_many(fresh, source, tmp_path, times, seed)

@@ -31,9 +31,9 @@ class StateTransfer:
         crew = self._crew
         if crew.rank == crew.source:
             data = self._pack()
-            for rank in crew.newcomers:
+            for rank in crew.joiners:
                 _send(crew.group, data, rank)
-        elif crew.rank in crew.newcomers:
+        elif crew.rank in crew.joiners:
             self.received = _receive(crew.group, crew.source)
         return RoundResult()
 

@@ -27,7 +27,15 @@ from torch import Tensor
 
 
 class Outer:
-    """How the anchor moves once the workers' mean is known. Subclass it for a step of your own."""
+    """How the anchor moves once the workers' mean is known. Subclass it for a step of your own.
+
+    >>> import torch, manyhands as mh
+    >>> class Half(mh.Outer):
+    ...     def step(self, anchor, gradient, memories):
+    ...         anchor.sub_(gradient, alpha=0.5)  # half of the way to the workers' mean
+    >>> param = torch.nn.Parameter(torch.zeros(1))
+    >>> optimizer = mh.Blocks(torch.optim.SGD([param], lr=0.1), every=50, outer=Half())
+    """
 
     memories: ClassVar[int] = 0  # tensors like the anchor, kept from block to block
     overwrites: ClassVar[bool] = True  # whether `step` may change `gradient`; False saves a copy

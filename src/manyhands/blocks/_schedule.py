@@ -42,7 +42,14 @@ class Schedule:
 
 
 class Every:
-    """A fixed length for every block; base class of `Seconds` and `ByDrift`."""
+    """A fixed length for every block; base class of `Seconds` and `ByDrift`.
+
+    `every=50` of `Blocks` means `Every(50)`.
+
+    >>> import manyhands as mh
+    >>> mh.Every(50).next(50, seconds=0.1, drift=None)  # the length of the next block
+    50
+    """
 
     def __init__(self, steps: int, name: str = "every") -> None:
         self.first = self.least = whole(

@@ -394,7 +394,7 @@ class Sync:
     def transfer_state(self) -> None:
         """Send joiners the common state; all members agree that the joiners have it."""
         assert isinstance(self.members, ElasticMembers)
-        if not self.members.crew.newcomers:
+        if not self.members.crew.joiners:
             return
         transfer = StateTransfer(self.members, self._pack)
         took_place = self.commit(transfer.background, moves_anchor=False) is not None

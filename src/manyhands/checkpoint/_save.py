@@ -22,7 +22,15 @@ from typing import Any
 
 
 class Saving:
-    """A checkpoint that is being saved. `path` is where it is, or will be."""
+    """A checkpoint that is being saved. `path` is where it is, or will be.
+
+    >>> import torch, manyhands as mh
+    >>> saving = mh.save("runs/saving", model=torch.nn.Linear(2, 1), wait=False)
+    >>> saving.wait().name  # train on, and wait when it has to be there
+    '000001'
+    >>> saving.done
+    True
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

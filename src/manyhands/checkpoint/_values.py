@@ -231,10 +231,15 @@ def check_entries(
     """Raise ValueError unless similar parameters have the same entries, all of known kinds.
 
     Parameters are similar if they are in one group and have as many dimensions: Adafactor, for
-    instance, keeps rows and columns for matrices only. The entry `skip` is not looked at.
+    instance, keeps rows and columns for matrices only. An entry that is a tensor for one parameter,
+    in the checkpoint or here, is a tensor for all. The entry `skip` is not looked at.
     """
     if not is_from_torch(optimizer) or type(optimizer).__name__ in ALL_IN_FIRST:
         return
+    groups = [list(group) for group in groups]
+    tensors = _entries_with_tensors(optimizer)
+    for entries in state.values():
+        tensors |= {key for key, meta in entries.items() if _kind_of_entry(meta) == "tensor"}
     for group in groups:
         first: dict[int, tuple[str, dict[str, str]]] = {}  # by dimensions: a name, and its kinds
         for name in group:
@@ -246,11 +251,22 @@ def check_entries(
             wrong = {key for key in kinds.keys() & others if _differ(kinds[key], others[key])}
             wrong |= kinds.keys() ^ others.keys()
             wrong |= {key for key, kind in kinds.items() if kind not in ENTRY_KINDS}
+            wrong |= {key for key in kinds.keys() & tensors if kinds[key] == "number"}
             if wrong:
                 raise ValueError(
                     f"{sorted(wrong)[0]!r} in the checkpoint's state of {name!r} is not what it "
                     f"is for {other!r}, or is of an impossible kind. Load another checkpoint."
                 )
+
+
+def _entries_with_tensors(optimizer: Optimizer) -> set[str]:
+    """Return the names of the entries that are tensors of several elements in the state here."""
+    return {
+        key
+        for entries in optimizer.state.values()
+        for key, value in entries.items()
+        if isinstance(value, Tensor) and value.numel() > 1
+    }
 
 
 def _kind_of_entry(meta: Any) -> str:

@@ -47,7 +47,7 @@ class Cost:
 
 
 @dataclass
-class _GradientBucket:
+class _PlannedBucket:
     """A bucket of gradients, with the bytes of each rank's slice, or one number for all ranks."""
 
     size: int
@@ -66,7 +66,7 @@ class _BucketLayout:
     state_on_every_rank: int = 0  # bytes that come on top of these, equal on all ranks
     parameters: int = 0
     parameter_messages: int = 0  # collectives that bring the new parameters
-    buckets: list[_GradientBucket] = field(default_factory=list)
+    buckets: list[_PlannedBucket] = field(default_factory=list)
 
     @property
     def bucket_bytes(self) -> int:
@@ -159,7 +159,7 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _BucketLayout, workers: int) ->
 
 
 def _simulate_backward(
-    buckets: Sequence[_GradientBucket], ranks: int
+    buckets: Sequence[_PlannedBucket], ranks: int
 ) -> tuple[list[int], list[int]]:
     """Return each rank's bytes of gradients after backward, and the most while backward runs."""
     held, most = [0] * ranks, [0] * ranks
@@ -331,7 +331,7 @@ def _add_bucket(
     params = [optimizer.params[run.param] for run in bucket.ranges]
     gradients = {id(param): param.bytes for param in params}
     layout.parameters += size
-    layout.buckets.append(_GradientBucket(size, slices, received, summing, gradients, is_view))
+    layout.buckets.append(_PlannedBucket(size, slices, received, summing, gradients, is_view))
     if optimizer.elementwise and is_view:
         # A huge parameter has many such buckets; counting them rank by rank would be slow.
         param = optimizer.params[bucket.ranges[0].param]

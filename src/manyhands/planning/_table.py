@@ -52,6 +52,11 @@ class Plan:
     """The result of `mh.plan`: a row for each way to train. Print it to see the table.
 
     If nothing fits, `enough` is the number of workers on which the most sharded way would fit.
+
+    >>> import torch, manyhands as mh
+    >>> plan = mh.plan(torch.nn.Linear(1000, 1000), torch.optim.AdamW, workers=4, memory="1GiB")
+    >>> plan.cheapest.name, len(plan.rows)
+    ('DDP', 4)
     """
 
     rows: tuple[Row, ...]

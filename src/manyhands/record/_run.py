@@ -20,7 +20,16 @@ from manyhands.record._file import (
 
 @dataclass(frozen=True)
 class Run:
-    """A record that was read: its last header and its lines, one for each step."""
+    """A record that was read: its last header and its lines, one for each step.
+
+    >>> import manyhands as mh
+    >>> with mh.Record("runs/a.jsonl") as record:
+    ...     for step in range(3):
+    ...         record.step(loss=1.0 / (step + 1))
+    >>> run = mh.read_record("runs/a.jsonl")
+    >>> run.column("loss")[:2]
+    [1.0, 0.5]
+    """
 
     path: Path
     name: str
@@ -75,6 +84,12 @@ def read_record(path: str | os.PathLike[str]) -> Run:
 
     When a run is resumed, "time" continues from the last line that was kept: it is the time spent
     on the steps that count.
+
+    >>> import manyhands as mh
+    >>> with mh.Record("runs/b.jsonl") as record:
+    ...     record.step(loss=0.5)
+    >>> len(mh.read_record("runs/b.jsonl").lines)
+    1
     """
     path = Path(path)
     header: dict[str, Any] = {}

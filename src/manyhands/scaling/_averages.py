@@ -123,6 +123,19 @@ class NoiseAverage:
 
     Floors are applied to the averages. `floor_each_step` applies them to every step's estimate
     as well, as fairscale does; that biases both averages upwards if single steps are noisy.
+
+    A rule's `noise` is one:
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = mh.AdaScale(
+    ...     torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2
+    ... )
+    >>> for _ in range(2):
+    ...     (model(torch.randn(4, 2)).square().mean() / 2).backward()
+    >>> optimizer.step()
+    >>> optimizer.noise.measured, optimizer.noise.var_of() > 0.0
+    (True, True)
     """
 
     groups: int

@@ -161,7 +161,14 @@ def _check_second_moment_floor(floor: float) -> float:
 
 
 class LinearScale(ScalingRuleBase):
-    """Multiply the learning rate by the scale (Goyal et al. 2017)."""
+    """Multiply the learning rate by the scale (Goyal et al. 2017).
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = mh.LinearScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=8)
+    >>> optimizer.scale_lr(8.0)  # the factor of the learning rate
+    8.0
+    """
 
     def scale_lr(self, scale: float) -> float:
         return scale
@@ -173,6 +180,12 @@ class SqrtScale(ScalingRuleBase):
     With `rescale_adam=True`, all of Adam, AdamW or RMSprop is rescaled so that it follows the same
     stochastic differential equation at the larger batch (Malladi et al. 2022): learning rate
     times sqrt(scale), 1 - beta times scale, epsilon divided by sqrt(scale).
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = mh.SqrtScale(torch.optim.Adam(model.parameters()), scale=4, rescale_adam=True)
+    >>> optimizer.scale_lr(4.0)
+    2.0
     """
 
     def __init__(

@@ -28,11 +28,6 @@ class CrewBase:
         self._transport: GlooTransport | None = None
 
     @property
-    def newcomers(self) -> tuple[int, ...]:
-        """The old name of `joiners`."""  # until blocks/_joiners.py reads `joiners`
-        return self.joiners
-
-    @property
     def size(self) -> int:
         return len(self.members)
 

@@ -68,6 +68,13 @@ class Crew(CrewBase):
     MANYHANDS_PATIENCE.
 
     Without a store it is a crew of one worker: there are no threads, and every round is kept.
+
+    >>> import torch, manyhands as mh
+    >>> param = torch.nn.Parameter(torch.zeros(1))
+    >>> crew = mh.Crew()  # in a script that `manyhands run` may start
+    >>> optimizer = mh.DiLoCo(torch.optim.SGD([param], lr=0.1), every=50, crew=crew)
+    >>> crew.number, crew.size
+    (0, 1)
     """
 
     def __init__(

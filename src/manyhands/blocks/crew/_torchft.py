@@ -79,6 +79,10 @@ class TorchftCrew(CrewBase):
 
     The others notice a killed worker after the lighthouse's `--heartbeat_timeout_ms`. They give up
     a stopped worker after waiting for it for `patience` seconds.
+
+    >>> import manyhands as mh
+    >>> crew = mh.TorchftCrew("http://10.0.0.1:29510", number=3)  # doctest: +SKIP
+    >>> optimizer = mh.DiLoCo(optimizer, every=50, crew=crew)  # doctest: +SKIP
     """
 
     inner = RankGroup()  # a worker is one process
