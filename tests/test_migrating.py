@@ -77,7 +77,9 @@ def resolve(dotted):
 
 
 def sets(cls, name):
-    """Whether a method of the class, or of one above it, sets the attribute on its instances."""
+    """Whether instances have the attribute: an option under its own name, or set in a method."""
+    if name in inspect.signature(cls).parameters:
+        return True
     methods = [m for c in inspect.getmro(cls) for m in vars(c).values() if inspect.isfunction(m)]
     return any(re.search(rf"\bself\.{name}\b[^=\n]*=[^=]", inspect.getsource(m)) for m in methods)
 

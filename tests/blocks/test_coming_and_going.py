@@ -117,7 +117,7 @@ def store():
         yield store
 
 
-@pytest.mark.parametrize("place", ["_send", "_share", "_land"])
+@pytest.mark.parametrize("place", ["_send", "_start_mean", "_finish"])
 def test_a_death_in_the_middle_of_a_meeting_loses_no_work_of_the_others(store, tmp_path, place):
     with BlockTeam(store, tmp_path, expected=4, stall=5.0) as team:
         team.start(range(4), 100, {"every": 5}, dies_at(place, 2, 6), pause=0.005)

@@ -65,7 +65,7 @@ def share_the_group():
 
     Each makes its own, which costs some time, and descriptors until the process ends.
     """
-    made, own = {}, mh.Blocks._who_meet
+    made, own = {}, mh.Blocks._choose_transport
 
     def who_meet(optimizer, workers):
         key = repr(optimizer).partition("\n")[0], optimizer._shared_memory
@@ -73,7 +73,7 @@ def share_the_group():
             made[key] = own(optimizer, workers)
         return made[key]
 
-    mh.Blocks._who_meet = who_meet  # in a process of this test's own
+    mh.Blocks._choose_transport = who_meet  # in a process of this test's own
 
 
 def held(model, optimizer):

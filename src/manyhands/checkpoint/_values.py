@@ -236,10 +236,9 @@ def check_entries(
     """
     if not is_from_torch(optimizer) or type(optimizer).__name__ in ALL_IN_FIRST:
         return
-    groups = [list(group) for group in groups]
     tensors = _entries_with_tensors(optimizer)
-    for entries in state.values():
-        tensors |= {key for key, meta in entries.items() if _kind_of_entry(meta) == "tensor"}
+    for saved in state.values():
+        tensors |= {key for key, meta in saved.items() if _kind_of_entry(meta) == "tensor"}
     for group in groups:
         first: dict[int, tuple[str, dict[str, str]]] = {}  # by dimensions: a name, and its kinds
         for name in group:

@@ -134,12 +134,18 @@ class RootState:
         self._engines[0].recover()
 
 
-@eager
 def become_root(wrap: Any) -> None:
     """Make a wrap the root of all wraps inside. The first wrap that runs is the root.
 
     `wrap` is a FullyShardedDataParallel.
     """
+    # torch.compile must not trace it. On one rank there is little to trace, and `eager` would
+    # import dynamo, and with it torch's engine, which one rank does not need.
+    mark_root = _mark_root if wrap._engine is None else _mark_root_eagerly
+    mark_root(wrap)
+
+
+def _mark_root(wrap: Any) -> None:
     # Inner wraps in a group of one send nothing, and take no part.
     members = [each for each in wrap._wraps() if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])
@@ -150,6 +156,9 @@ def become_root(wrap: Any) -> None:
             each._is_root = False
     if wrap._engine is not None:
         _connect(wrap, members)
+
+
+_mark_root_eagerly = eager(_mark_root)
 
 
 @eager
