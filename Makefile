@@ -23,7 +23,7 @@ test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 quick: $(READY) ## the tests that need no ranks: a few seconds
-	@$(BIN)/python -m pytest --quiet -m quick $(ARGS)
+	@$(BIN)/python -m pytest --quiet -m quick $(ARGS) $$(grep -rl "pytest.mark.quick" tests)
 
 lint: $(READY) ## style, formatting and types
 	@$(BIN)/ruff check

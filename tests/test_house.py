@@ -12,6 +12,8 @@ import pytest
 import manyhands as mh
 from manyhands import errors
 
+pytestmark = pytest.mark.quick
+
 SOURCE = pathlib.Path(mh.__file__).parent
 MODULES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts): ast.parse(path.read_text())

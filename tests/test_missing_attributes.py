@@ -7,6 +7,8 @@ from torch.optim import SGD
 
 import manyhands as mh
 
+pytestmark = pytest.mark.quick
+
 
 def model():
     return nn.Linear(2, 1)

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from manyhands.blocks._codec import CODECS, Integers, encode_with_residual, find_codec
 
+pytestmark = pytest.mark.quick
+
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SIZES = st.integers(0, 700)
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from blocks_oracle import REFERENCE, problem, reference, train
 from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 
+pytestmark = pytest.mark.quick
+
 
 def stepping(outer):
     """An outer step as the oracle calls it, with the memories of each rank kept between blocks."""

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Member, Roster
 
+pytestmark = pytest.mark.quick
+
 NOBODY: frozenset[str] = frozenset()
 
 

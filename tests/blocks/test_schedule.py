@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from manyhands.blocks._drift import Drift
 from manyhands.blocks._schedule import ByDrift, Every, Schedule, Seconds
 
+pytestmark = pytest.mark.quick
+
 NOTHING_YET = Drift()
 
 vectors = st.lists(

@@ -9,6 +9,8 @@ import torch
 import manyhands as mh
 from manyhands.checkpoint import _files, _folder, _lock
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def run(tmp_path):

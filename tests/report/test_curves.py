@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from manyhands.report._curves import choose_scale, running_mean, thin
 
+pytestmark = pytest.mark.quick
+
 VALUES = st.lists(st.none() | st.floats(width=32), max_size=300)
 
 

@@ -17,6 +17,8 @@ from manyhands.scaling._averages import (
 from manyhands.scaling._noise import NormSums, apply_floor, estimate, gain
 from manyhands.scaling._rules import legw_factor, sde_beta
 
+pytestmark = pytest.mark.quick
+
 norms = st.floats(0.0, 1e6)
 scales = st.floats(1.0, 1e4)
 smoothings = st.floats(0.0, 0.999)

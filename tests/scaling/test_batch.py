@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from manyhands.scaling._batch import Batch
 
+pytestmark = pytest.mark.quick
+
 counts = st.integers(1, 64)
 
 

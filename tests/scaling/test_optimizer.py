@@ -12,6 +12,8 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 import manyhands as mh
 from oracle import loss_of, make_batches, make_model, two_groups
 
+pytestmark = pytest.mark.quick
+
 
 def backward(model, x, y, passes):
     for a in range(passes):

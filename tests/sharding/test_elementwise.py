@@ -7,6 +7,8 @@ from torch import optim
 from manyhands.sharding.zero._elementwise import chosen_layout, may_be_cut
 from sharding_oracle import Lamb
 
+pytestmark = pytest.mark.quick
+
 BY_ELEMENT = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from manyhands.sharding.zero._layout import ALIGN, even_layout, whole_layout
 
+pytestmark = pytest.mark.quick
+
 SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=30)
 WORKERS = st.integers(1, 9)
 LARGEST = st.integers(1, 700)
