@@ -43,7 +43,9 @@ def check(part, way, times):
                 assert said == ""
 
 
-@pytest.mark.parametrize("way", ["return", "destroy", "exception"])
+@pytest.mark.parametrize(
+    "way", ["return", *(pytest.param(w, marks=pytest.mark.long) for w in ("destroy", "exception"))]
+)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_script_ends_with_its_own_exit_code(part, way):
     check(part, way, 2)

@@ -165,6 +165,7 @@ def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options)
         assert len({e["state"] for e in done}) == 1
 
 
+@pytest.mark.long
 def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path):
     with BlockTeam(store, tmp_path, expected=3, stall=0.6) as team:
         team.start(range(3), 400, {"every": 5}, pause=0.005)

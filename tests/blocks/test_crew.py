@@ -215,6 +215,7 @@ def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
         assert team.events(1, "entered")[-1]["joiners"] == [1]
 
 
+@pytest.mark.long
 def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
     """Each worker dies at a random call to the store, or stops for a time, again and again."""
     draw = random.Random(7)
@@ -370,6 +371,7 @@ def test_who_gives_up_when_the_others_have_just_kept_the_meeting_is_told_so(stor
         crew.leave()
 
 
+@pytest.mark.long
 def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, tmp_path):
     script = "from manyhands.blocks.crew._crew import Crew\ncrew = Crew()\ncrew.join()\n1 / 0\n"
     environment = {**os.environ, "MANYHANDS_STORE": store.address, "MANYHANDS_WORKER": "0"}

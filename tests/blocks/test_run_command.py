@@ -205,6 +205,7 @@ ERROR_IN_A_STEP = """
 """
 
 
+@pytest.mark.long
 def test_an_error_before_the_first_sync_round_ends_the_run(tmp_path, monkeypatch):
     """Though the workers have found together, and have brought each other the parameters."""
     monkeypatch.setenv("BREAKS_AT", "3")
@@ -273,6 +274,7 @@ LISTENERS = """
 """
 
 
+@pytest.mark.long
 def test_processes_of_a_worker_listen_on_no_interface_but_one(tmp_path):
     options = ("--workers", "1", "--processes", "2")
     with Command(tmp_path, LISTENERS, *options) as command:
@@ -412,6 +414,7 @@ CREW = """
 """
 
 
+@pytest.mark.long
 def test_two_hosts_and_a_death(tmp_path):
     store = f"127.0.0.1:{free_port()}"
     first = ("--workers", "1", "--listen", store, "--expected", "2")

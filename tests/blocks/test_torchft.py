@@ -134,6 +134,7 @@ def test_who_comes_with_other_options_is_refused_and_the_others_lose_nothing(lig
         assert {team.events(n, "done")[-1]["value"] for n in (0, 1)} <= {-600.0, -599.0}
 
 
+@pytest.mark.long
 @needs_torchft
 def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse, tmp_path):
     with TorchftTeam(lighthouse, tmp_path, expected=3) as team:
@@ -152,6 +153,7 @@ def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse,
         torch.testing.assert_close(values, torch.full((3,), -250.0), rtol=0, atol=0.5)
 
 
+@pytest.mark.long
 @needs_torchft
 def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, tmp_path):
     with TorchftTeam(lighthouse, tmp_path, expected=3, patience=1.5) as team:
@@ -169,6 +171,7 @@ def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, 
         assert {(e["value"], e["workers"]) for e in done} == {(-300.0, 3)}
 
 
+@pytest.mark.long
 @needs_torchft
 def test_who_comes_with_a_number_that_is_taken_ends_and_the_others_do_not(
     lighthouse, tmp_path, monkeypatch

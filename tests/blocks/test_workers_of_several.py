@@ -193,6 +193,7 @@ def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path)
         assert team.events(0, "done")[-1]["workers"] == 3
 
 
+@pytest.mark.long
 def test_pairs_go_on_without_one_that_hangs_for_longer_than_patience(store, tmp_path):
     with TeamOfPairs(store, tmp_path, expected=2, stall=0.6, patience=1.5) as team:
         team.start(range(2), 250, {"every": 5, "hangs": 1})
@@ -203,6 +204,7 @@ def test_pairs_go_on_without_one_that_hangs_for_longer_than_patience(store, tmp_
         assert team.events(0, "done")[-1]["workers"] == 2
 
 
+@pytest.mark.long
 def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
     with TeamOfPairs(store, tmp_path, expected=3, stall=1.0) as team:
         dice = random.Random(5)

@@ -30,6 +30,7 @@ def hidden(path):
     return sorted(p.name for p in path.iterdir() if p.name.startswith(".") and p.name != ".lock")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path):
     choose = random.Random(wait)
@@ -263,6 +264,7 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
     assert len(_folder.list_complete(tmp_path)) == 1
 
 
+@pytest.mark.long
 def test_two_jobs_on_one_path_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "TIMEOUT", 0.3)
     script = """

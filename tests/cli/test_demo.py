@@ -62,6 +62,7 @@ def own_script(tmp_path, monkeypatch):
     return use
 
 
+@pytest.mark.long
 def test_the_demo_trains_compares_and_draws(demo, only_adascale, tmp_path):
     result = demo("--steps", "40")
     assert result.exit_code == 0, result.output + result.stderr

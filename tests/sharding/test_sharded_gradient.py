@@ -71,7 +71,7 @@ def test_the_pieces_of_all_workers_are_the_mean_gradient(kind):
     assert_same(run_ranks(3, run), [p.grad for p in module.parameters()])
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_clip_grad_norm_is_torchs_on_the_whole_gradient(workers):
     limits = [(0.05, 2), (0.05, 1), (0.01, float("inf")), (0.05, 3.0), (100.0, 2), (0.05, "2")]
 
