@@ -1,7 +1,6 @@
 """Options of FullyShardedDataParallel: precision, one worker, and mistakes."""
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Rprop
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
@@ -304,25 +302,6 @@ def test_an_optimizer_made_before_wrapping_says_so():
         optimizer.step()
 
     assert all("was made before the model was wrapped" in m for m in message(RuntimeError, mistake))
-
-
-def test_the_hook_on_all_optimizers_goes_with_the_last_sharded_model():
-    def run():
-        seen = [len(_global_optimizer_pre_hooks)]
-        models = [nested(make_model()), nested(make_model())]
-        optimizer = AdamW(models[0].parameters())
-        seen.append(len(_global_optimizer_pre_hooks))
-        models.pop()
-        gc.collect()
-        seen.append(len(_global_optimizer_pre_hooks))
-        models.pop()
-        gc.collect()
-        seen.append(len(_global_optimizer_pre_hooks))  # the optimizer has the parameters
-        del optimizer
-        gc.collect()
-        return [*seen, len(_global_optimizer_pre_hooks)]
-
-    assert run_ranks(2, run) == [[0, 1, 1, 1, 0]] * 2
 
 
 class Centred(torch.optim.Optimizer):

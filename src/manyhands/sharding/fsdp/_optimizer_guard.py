@@ -4,9 +4,9 @@
     needs full tensors       the optimizer calls functions that DTensors do not have, or that give
                              another result on a slice
 
-torch calls a hook of ours before the step of any optimizer in the process, as long as a parameter
-that was guarded is alive; each optimizer is checked once. A class that is not torch's is tried on a
-small example, sharded and not: the results must agree.
+torch calls a hook of ours before the step of any optimizer in the process; each optimizer is
+checked once. A class that is not torch's is tried on a small example, sharded and not: the results
+must agree.
 """
 
 from __future__ import annotations
@@ -29,31 +29,7 @@ NEED_WHOLE = (Adafactor, Rprop, SparseAdam)
 # The number of parameters with which an optimizer was checked; add_param_group() changes it.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _problems: dict[type, str | None] = {}  # by class; None: it works
-
-
-class _StepHook:
-    """The process-wide hook. It is there while a guarded parameter is alive."""
-
-    def __init__(self) -> None:
-        self._alive = 0  # guarded parameters
-        self._handle: Any = None
-
-    def keep_for(self, param: Tensor) -> None:
-        """Keep the hook until this parameter is gone."""
-        self._alive += 1
-        # Not at exit: nothing steps any more, and torch may be half gone.
-        weakref.finalize(param, self._forget).atexit = False
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(_check_at_step)
-
-    def _forget(self) -> None:
-        self._alive -= 1
-        if self._alive == 0:
-            self._handle.remove()
-            self._handle = None
-
-
-_hook = _StepHook()
+_hook: list[Any] = []  # the handle of the hook, once there is one
 
 
 def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
@@ -62,10 +38,12 @@ def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
     `before` are the plain parameters, `after` the sharded ones.
     """
     # Marked on the tensors: an optimizer has no other link to the model.
-    for mark, params in ((REPLACED, before), (SHARDED, after)):
-        for param in params:
-            setattr(param, mark, True)
-            _hook.keep_for(param)
+    for param in before:
+        setattr(param, REPLACED, True)
+    for param in after:
+        setattr(param, SHARDED, True)
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_check_at_step))
 
 
 def _check_at_step(optimizer: Optimizer, *_: Any) -> None:
