@@ -14,7 +14,6 @@ from manyhands.record import Record, read_record
 from manyhands.report import write_report
 from pages import ROOT
 
-
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
 
 
