@@ -8,6 +8,7 @@ and Python shuts down. This process prints one line of JSON for each run: the ra
 what they wrote to stderr.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -49,6 +50,12 @@ def fsdp(model):
 
 def blocks(model):
     return model, mh.DiLoCo(SGD(model.parameters(), lr=0.1), every=2, overlap=1)
+
+
+def aborting(model):
+    """No part of ours: what a thread that comes back too late would do."""
+    atexit.register(os.abort)
+    return model, SGD(model.parameters(), lr=0.1)
 
 
 PARTS = [scaling, sharding, shared_memory, fsdp, blocks]

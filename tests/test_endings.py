@@ -58,8 +58,6 @@ def test_a_script_ends_with_its_own_exit_code_fifty_times(part, way):
     check(part, way, 50)
 
 
-def test_this_notices_a_script_that_ends_badly(tmp_path):
-    """An abort in Python's shutdown is an exit code of its own."""
-    code = "import atexit, os; atexit.register(os.abort)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
-    assert done.returncode == -6
+def test_a_script_that_python_aborts_on_its_way_out_is_noticed():
+    with pytest.raises(AssertionError, match=r"'codes': \[-6, -6\]"):
+        check("aborting", "return", 1)

@@ -52,6 +52,11 @@ def test_the_reference_lists_every_public_name_once():
     assert sorted(listed) == sorted({*mh.__all__, "errors"} - aliases)
 
 
+def test_the_citation_has_the_version():
+    citation = (pathlib.Path(__file__).parents[1] / "CITATION.cff").read_text()
+    assert f"\nversion: {mh.__version__}\n" in citation
+
+
 def test_every_module_says_what_it_holds():
     bare = [module for module, tree in MODULES.items() if not ast.get_docstring(tree)]
     assert bare == []

@@ -77,9 +77,12 @@ def resolve(dotted):
 
 
 def sets(cls, name):
-    """Whether instances have the attribute: an option under its own name, or set in a method."""
-    if name in inspect.signature(cls).parameters:
-        return True
+    """Whether instances have the attribute: of a wrapper one is made, of others the source is read.
+
+    A wrapper shows its options, which no line of its source sets by name.
+    """
+    if cls is mh.FullyShardedDataParallel:
+        return hasattr(mh.FullyShardedDataParallel(torch.nn.Linear(1, 1)), name)
     methods = [m for c in inspect.getmro(cls) for m in vars(c).values() if inspect.isfunction(m)]
     return any(re.search(rf"\bself\.{name}\b[^=\n]*=[^=]", inspect.getsource(m)) for m in methods)
 

@@ -45,7 +45,11 @@ def fresh():
 
 @pytest.mark.parametrize(
     ("seed", "times"),
-    [(0, 100), *(pytest.param(n, 1000, marks=pytest.mark.exhaustive) for n in (1, 2))],
+    [
+        (0, 100),
+        pytest.param(3, 300, marks=pytest.mark.long),
+        *(pytest.param(n, 1000, marks=pytest.mark.exhaustive) for n in (1, 2)),
+    ],
 )
 def test_a_forged_index_with_a_right_checksum_does_no_harm(source, tmp_path, seed, times):
     wrong, refusals = forge_many(fresh, source, tmp_path, times, seed)

@@ -155,14 +155,9 @@ def _mark_root(wrap: Any) -> None:
         if each is not wrap:
             each._is_root = False
     if wrap._engine is not None:
-        _connect(wrap, members)
+        facts = [(each._places, each._compared_options()) for each in members]
+        check_same_model(wrap._ranks, facts, wrap.compute_device)
+        wrap._root_state = RootState([e._engine for e in members if e._engine is not None])
 
 
 _mark_root_eagerly = eager(_mark_root)
-
-
-@eager
-def _connect(wrap: Any, members: Sequence[Any]) -> None:
-    facts = [(each._places, each._compared_options()) for each in members]
-    check_same_model(wrap._ranks, facts, wrap.compute_device)
-    wrap._root_state = RootState([e._engine for e in members if e._engine is not None])
