@@ -7,7 +7,6 @@ words, to find the first difference.
 
 from __future__ import annotations
 
-import json
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands._core.agreement import Describer
+from manyhands._core.agreement import Describer, gather_if_different
 from manyhands._core.ranks import RankGroup
 
 Made = TypeVar("Made")
@@ -40,11 +39,9 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_agreement(workers: RankGroup, claims: Claims) -> None:
     """Raise a ValueError on every rank if ranks have different claims."""
-    device = workers.any_device
-    text = json.dumps(claims)
-    sums = workers.all_gather([float(zlib.crc32(text.encode()))], device)
-    if len({total[0] for total in sums}) > 1:
-        _raise_first_difference([json.loads(one) for one in workers.all_gather_text(text, device)])
+    everyones = gather_if_different(workers, claims, workers.any_device)
+    if everyones is not None:
+        _raise_first_difference(everyones)
 
 
 def claims_on_groups(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands._core.agreement import gather_if_different
 from manyhands._core.dtensor import is_dtensor
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._optimizer_guard import REPLACED
@@ -130,28 +129,23 @@ def check_same_model(
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
-    text = json.dumps(
+    claims = [
         [
-            [
-                {
-                    name: f"{tuple(t.shape)} {t.dtype}{_describe_kind(t)}"
-                    for name, t in [*named_params(places), *buffers.items()]
-                },
-                {
-                    # Each rank may have its own GPU, so only the kind of device is compared.
-                    name: value.type if isinstance(value, torch.device) else str(value)
-                    for name, value in options.items()
-                },
-            ]
-            for places, options in wraps
+            {
+                name: f"{tuple(t.shape)} {t.dtype}{_describe_kind(t)}"
+                for name, t in [*named_params(places), *buffers.items()]
+            },
+            {
+                # Each rank may have its own GPU, so only the kind of device is compared.
+                name: value.type if isinstance(value, torch.device) else str(value)
+                for name, value in options.items()
+            },
         ]
-    )
-    # One number is enough if all ranks agree; only a mistake pays for gathering the texts.
-    checksums = ranks.all_gather([float(zlib.crc32(text.encode()))], device)
-    if len({checksum[0] for checksum in checksums}) == 1:
-        return
-    texts = [json.loads(each) for each in ranks.all_gather_text(text, device)]
-    raise ValueError(_find_difference(texts))
+        for places, options in wraps
+    ]
+    everyones = gather_if_different(ranks, claims, device)
+    if everyones is not None:
+        raise ValueError(_find_difference(everyones))
 
 
 def _find_difference(texts: Sequence[Any]) -> str:
