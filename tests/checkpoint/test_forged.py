@@ -212,7 +212,7 @@ def test_generators_in_every_position_are_taken(tmp_path):
         assert (random.random(), numpy.random.rand()) == expected[1:]
 
 
-@pytest.mark.parametrize("where", ["option", "entry", "scheduler", "shadow"])
+@pytest.mark.parametrize("where", ["option", "entry", "number", "scheduler", "shadow"])
 def test_state_of_another_kind_than_the_optimizers_is_refused(where, tmp_path):
     setup = Setup("plain", SGD).train(1)
     mh.save(tmp_path, **setup.given())
@@ -222,6 +222,8 @@ def test_state_of_another_kind_than_the_optimizers_is_refused(where, tmp_path):
         meta["optimizers"][0]["groups"][1]["options"]["lr"] = "0.1"
     elif where == "entry":
         meta["optimizers"][0]["state"]["last.bias"]["momentum_buffer"] = "0.1"
+    elif where == "number":  # the only parameter of four dimensions, like no other
+        meta["optimizers"][0]["state"]["image.weight"]["momentum_buffer"] = 1
     elif where == "scheduler":
         meta["schedulers"][0]["state"]["last_epoch"] = [1]
     else:
