@@ -22,7 +22,7 @@ demo: $(READY) ## the demonstration: a few minutes, then a page with figures
 test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-quick: $(READY) ## the tests that need no ranks: a few seconds
+quick: $(READY) ## the tests that need no ranks: under 20 seconds
 	@$(BIN)/python -m pytest --quiet -m quick $(ARGS) $$(grep -rl "pytest.mark.quick" tests)
 
 lint: $(READY) ## style, formatting and types
