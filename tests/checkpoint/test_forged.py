@@ -212,7 +212,7 @@ def test_generators_in_every_position_are_taken(tmp_path):
         assert (random.random(), numpy.random.rand()) == expected[1:]
 
 
-@pytest.mark.parametrize("where", ["option", "entry", "number", "scheduler", "shadow"])
+@pytest.mark.parametrize("where", ["option", "range", "entry", "number", "scheduler", "shadow"])
 def test_state_of_another_kind_than_the_optimizers_is_refused(where, tmp_path):
     setup = Setup("plain", SGD).train(1)
     mh.save(tmp_path, **setup.given())
@@ -220,6 +220,8 @@ def test_state_of_another_kind_than_the_optimizers_is_refused(where, tmp_path):
     meta = content(checkpoint)
     if where == "option":
         meta["optimizers"][0]["groups"][1]["options"]["lr"] = "0.1"
+    elif where == "range":  # SGD's constructor refuses it, and its load_state_dict does not
+        meta["optimizers"][0]["groups"][1]["options"]["momentum"] = -2
     elif where == "entry":
         meta["optimizers"][0]["state"]["last.bias"]["momentum_buffer"] = "0.1"
     elif where == "number":  # the only parameter of four dimensions, like no other
@@ -230,9 +232,33 @@ def test_state_of_another_kind_than_the_optimizers_is_refused(where, tmp_path):
         meta["schedulers"][0]["state"]["step"] = 1
     sign(checkpoint, meta)
     before = setup.held()
-    with pytest.raises(ValueError, match=r"lr|momentum_buffer|last_epoch|step"):
+    with pytest.raises(ValueError, match=r"lr|momentum|last_epoch|step"):
         mh.load(tmp_path, **setup.given())
     assert all(torch.equal(tensor, before[name]) for name, tensor in setup.held().items())
+
+
+@pytest.mark.parametrize("how", ["left out", "none", "number"])
+@pytest.mark.parametrize("entry", ["step", "exp_avg_sq"])
+def test_state_that_the_optimizer_cannot_go_on_with_is_refused(entry, how, tmp_path):
+    def adam():
+        model = nn.Linear(2, 1, bias=False)  # one parameter: there is no other to compare it with
+        optimizer = torch.optim.Adam(model.parameters())
+        return model, optimizer
+
+    model, optimizer = adam()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    checkpoint = only(tmp_path)
+    meta = content(checkpoint)
+    state = meta["optimizers"][0]["state"]["weight"]
+    state[entry] = None if how == "none" else 1
+    if how == "left out":
+        del state[entry]
+    sign(checkpoint, meta)
+    model, optimizer = adam()
+    with pytest.raises(ValueError, match=r"Adam cannot go on .* 'weight'"):
+        mh.load(tmp_path, model=model, optimizer=optimizer)
 
 
 def test_a_tensor_of_another_type_than_the_index_says(tmp_path):

@@ -37,13 +37,9 @@ from manyhands.checkpoint._local_state import (
 from manyhands.checkpoint._names import ModelNames, list_names, put_new, state_key
 from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._unwrap import OptimizerLayers
-from manyhands.checkpoint._values import GetTensor, PutTensor, decode, encode
+from manyhands.checkpoint._values import KEPT_OPTIONS, GetTensor, PutTensor, decode, encode
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.sharding._agreement import options_of
-
-#: Options that say how a step is computed, not what it computes. They keep the value that the
-#: optimizer was made with: a run saved on a GPU may continue on a CPU, without fused kernels.
-KEPT_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass
@@ -209,8 +205,8 @@ class OptimizerLoader:
             for other in _all_names(names, name)
         }
         self._state = {self._aliases.get(name, name): s for name, s in meta["state"].items()}
-        self._check_entries()
         self._options = self._merge_options()
+        self._check_entries()
         self._other = decode(meta["other"], get)
         self._scaling: Any = None if self.rule is None else self._parse_rule(self.rule)
         self._blocks: BlocksLoader | None = None
@@ -280,7 +276,9 @@ class OptimizerLoader:
             for param, name in zip(group["params"], names, strict=True)
         }
         plain = getattr(self.inner, "optim", self.inner)  # OSS has the optimizer inside in `optim`
-        _values.check_entries(plain, self._groups, self._state, dims.__getitem__, skip=EXACT_ENTRY)
+        _values.check_entries(
+            plain, self._groups, self._options, self._state, dims.__getitem__, skip=EXACT_ENTRY
+        )
 
     def _saved_names(self) -> dict[int, str]:
         """Return each parameter's name in the checkpoint, by the parameter's id."""

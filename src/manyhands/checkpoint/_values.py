@@ -15,6 +15,7 @@ the object has now. An object that is not torch's may change its kinds on purpos
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -162,6 +163,9 @@ def _expect_list(meta: Any) -> list[Any]:
 # -- kinds -----------------------------------------------------------------------------------------
 
 NEVER_NONE = ("lr",)  # options that may not be None, even if that is their default
+#: Options that say how a step is computed, not what it computes. They keep the value that the
+#: optimizer was made with: a run saved on a GPU may continue on a CPU, without fused kernels.
+KEPT_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 ENTRY_KINDS = ("tensor", "number", "None")  # of an entry in a parameter's state
 ALL_IN_FIRST = ("LBFGS",)  # optimizers that keep their whole state in the first parameter's
 
@@ -173,7 +177,7 @@ def check_kinds(here: Any, saved: Any, what: str, or_none: bool = False) -> None
         return
     if saved_kind != kind:
         raise ValueError(
-            f"{what} is {saved!r:.60} in the checkpoint, and {here!r:.60} here. Is it damaged? "
+            f"{what} is {_shown(saved)} in the checkpoint, and {_shown(here)} here. Is it damaged? "
             "Build what was saved, or load another checkpoint."
         )
     if kind == "mapping":
@@ -190,12 +194,16 @@ def check_kinds(here: Any, saved: Any, what: str, or_none: bool = False) -> None
             check_kinds(one, other, what, or_none)
 
 
+def _shown(value: Any) -> str:
+    return " ".join(repr(value).split())[:60]  # a tensor's repr has several lines
+
+
 def _kind(value: Any) -> str:
     if value is None:
         return "None"
     # A learning rate may be a tensor of one element in one run, and a float in another.
     if isinstance(value, Tensor):
-        return "number" if value.numel() == 1 else "tensor"
+        return "number" if value.numel() == 1 and not value.is_complex() else "tensor"
     if isinstance(value, int | float):
         return "number" if _fits_in_float(value) else "number that no float can hold"
     for name, kinds in (("mapping", Mapping), ("list", (list, tuple)), ("text", str)):
@@ -219,28 +227,34 @@ def check_group_options(
     for name in here.keys() & saved.keys():
         required = name in NEVER_NONE or defaults.get(name) is not None
         check_kinds(here[name], saved[name], f"the option {name!r}", or_none=not required)
+    if is_from_torch(optimizer):
+        try:  # the constructor checks ranges, which `load_state_dict` does not
+            _optimizer_of_a_toy(type(optimizer), {**here, **saved}, dims=2)
+        except ValueError as error:
+            raise ValueError(
+                f"the checkpoint has options that no {type(optimizer).__name__} takes: {error}. "
+                "Load another checkpoint."
+            ) from error
 
 
 def check_entries(
     optimizer: Optimizer,
     groups: Iterable[Iterable[str]],
+    options: Iterable[Mapping[str, Any]],
     state: Mapping[str, Mapping[str, Any]],
     dims: Callable[[str], int],
     skip: str,
 ) -> None:
-    """Raise ValueError unless similar parameters have the same entries, all of known kinds.
+    """Raise ValueError unless similar parameters have the same entries, and can be stepped.
 
     Parameters are similar if they are in one group and have as many dimensions: Adafactor, for
-    instance, keeps rows and columns for matrices only. An entry that is a tensor for one parameter,
-    in the checkpoint or here, is a tensor for all. The entry `skip` is not looked at.
+    instance, keeps rows and columns for matrices only. The entry `skip` is not looked at.
     """
     if not is_from_torch(optimizer) or type(optimizer).__name__ in ALL_IN_FIRST:
         return
-    tensors = _entries_with_tensors(optimizer)
-    for saved in state.values():
-        tensors |= {key for key, meta in saved.items() if _kind_of_entry(meta) == "tensor"}
-    for group in groups:
+    for group, group_options in zip(groups, options, strict=True):
         first: dict[int, tuple[str, dict[str, str]]] = {}  # by dimensions: a name, and its kinds
+        tried: set[tuple[int, tuple[tuple[str, str], ...]]] = set()
         for name in group:
             entries = state.get(name)
             if not entries:
@@ -250,22 +264,61 @@ def check_entries(
             wrong = {key for key in kinds.keys() & others if _differ(kinds[key], others[key])}
             wrong |= kinds.keys() ^ others.keys()
             wrong |= {key for key, kind in kinds.items() if kind not in ENTRY_KINDS}
-            wrong |= {key for key in kinds.keys() & tensors if kinds[key] == "number"}
             if wrong:
                 raise ValueError(
                     f"{sorted(wrong)[0]!r} in the checkpoint's state of {name!r} is not what it "
                     f"is for {other!r}, or is of an impossible kind. Load another checkpoint."
                 )
+            situation = dims(name), tuple(sorted(kinds.items()))
+            if situation not in tried and not _can_step(
+                type(optimizer), group_options, dims(name), kinds
+            ):
+                found = ", ".join(f"{key} (a {kind})" for key, kind in kinds.items())
+                raise ValueError(
+                    f"{type(optimizer).__name__} cannot go on with the checkpoint's state of "
+                    f"{name!r}, which is {found}. Load another checkpoint."
+                )
+            tried.add(situation)
 
 
-def _entries_with_tensors(optimizer: Optimizer) -> set[str]:
-    """Return the names of the entries that are tensors of several elements in the state here."""
-    return {
-        key
-        for entries in optimizer.state.values()
-        for key, value in entries.items()
-        if isinstance(value, Tensor) and value.numel() > 1
-    }
+def _can_step(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    dims: int,
+    kinds: Mapping[str, str],
+) -> bool:
+    """Try a step of a toy parameter whose state has entries of these kinds only.
+
+    torch creates all entries at a parameter's first step, and trusts a loaded state to be whole.
+    """
+    try:
+        optimizer = _optimizer_of_a_toy(optimizer_class, options, dims)
+        optimizer.step()
+    except Exception:  # such as SparseAdam, whose gradients are sparse: nothing is known
+        return True
+    (state,) = optimizer.state.values()
+    for key, value in list(state.items()):
+        if key not in kinds:
+            del state[key]
+        elif kinds[key] == "None":
+            state[key] = None
+        elif kinds[key] == "number" and isinstance(value, Tensor):
+            state[key] = 1.0
+    try:
+        optimizer.step()
+    except Exception:  # whatever torch raises where an entry is missing or no tensor
+        return False
+    return True
+
+
+def _optimizer_of_a_toy(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], dims: int
+) -> Optimizer:
+    """Return an optimizer of one small parameter, which has a gradient of zeros."""
+    toy = torch.nn.Parameter(torch.zeros((2,) * dims))
+    toy.grad = torch.zeros_like(toy)
+    known = inspect.signature(optimizer_class).parameters.keys() - set(KEPT_OPTIONS)
+    return optimizer_class([toy], **{name: options[name] for name in known & options.keys()})
 
 
 def _kind_of_entry(meta: Any) -> str:

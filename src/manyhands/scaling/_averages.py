@@ -114,7 +114,9 @@ def load_average(
     kind: type[DebiasedAverage] | type[PaperAverage], state: dict[str, Any]
 ) -> AnyAverage:
     """Return the average that `save_average` wrote."""
-    return kind(**{name: tuple(values) for name, values in state.items()})
+    if kind is PaperAverage:
+        return PaperAverage(tuple(map(float, state["mean"])), tuple(map(int, state["count"])))
+    return DebiasedAverage(tuple(map(float, state["total"])), tuple(map(float, state["weight"])))
 
 
 @dataclass(frozen=True)

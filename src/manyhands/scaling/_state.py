@@ -112,8 +112,11 @@ def parse_entry(
             nonfinite_in_a_row=int(entry["nonfinite_in_a_row"]),
             norms=[[float(number) for number in numbers] for numbers in entry["norms"]],
         )
-    # whatever a damaged file can provoke: the user gets one kind of error for all of it
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    # Whatever a damaged file can provoke: the user gets one kind of error for all of it. A
+    # RuntimeError is torch's, for a tensor of several elements where a number is expected.
+    except (
+        KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError
+    ) as error:  # fmt: skip
         raise ValueError(f"the state dict is damaged: its {KEY!r} entry, {error!r}.") from error
 
 
