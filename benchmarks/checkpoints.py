@@ -24,7 +24,7 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS / folder) for folder in (".", "sharding", "checkpoint")]
+sys.path.insert(0, str(TESTS))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -144,7 +144,7 @@ def _status(name: str) -> float:
 
 def killed(times: int, path: Path) -> int:
     """How often the newest checkpoint could not be loaded after a kill, or was of no one step."""
-    from damage import kill_while_saving
+    from helpers.damage import kill_while_saving
 
     choose, wrong = random.Random(0), 0
     for number in range(times):
@@ -159,10 +159,10 @@ def killed(times: int, path: Path) -> int:
 def damaged(times: int, folder: Path) -> list[str]:
     """What was not refused, of checkpoints with one file harmed."""
     import manyhands as mh
-    from checkpoint_oracle import Setup
-    from damage import damage_many
+    from helpers.checkpoint_oracle import Setup
+    from helpers.damage import damage_many
+    from helpers.ranks import run_ranks
     from manyhands.checkpoint import _folder
-    from ranks import run_ranks
 
     def write() -> None:
         mh.save(folder / "run", **Setup("OSS").train(2).given())

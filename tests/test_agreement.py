@@ -7,9 +7,9 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
+from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core.agreement import check_same_tensors, describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
-from ranks import raises_on_ranks, run_ranks
 
 
 class Two(nn.Module):

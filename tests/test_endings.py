@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import ending_script
+from helpers import ending_script
 
 SCRIPT = Path(ending_script.__file__)
 PARTS = [part.__name__ for part in ending_script.PARTS]

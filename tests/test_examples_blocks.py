@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pages import ROOT, in_forks, needs_sklearn
+from helpers.pages import ROOT, in_forks, needs_sklearn
 
 pytestmark = needs_sklearn
 pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from pages import ROOT, in_forks, needs_sklearn
+from helpers.pages import ROOT, in_forks, needs_sklearn
 
 pytestmark = needs_sklearn
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from helpers.ranks import run_ranks
 from manyhands._core.groups import group_closer
-from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc, which is Linux's"

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
 import manyhands as mh
-from pages import ROOT, run_page
-from ranks import raises_on_ranks, run_ranks
+from helpers.pages import ROOT, run_page
+from helpers.ranks import raises_on_ranks, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, RMSprop
 
 import manyhands as mh
-from pages import ROOT, TORCHRUN, blocks, launch
-from ranks import RanksFailed, run_ranks
+from helpers.pages import ROOT, TORCHRUN, blocks, launch
+from helpers.ranks import RanksFailed, run_ranks
 
 PAGE = ROOT / "docs" / "migrating.md"
 ORIGINALS = ("fairscale", "adaptdl", "fairseq")

@@ -1,7 +1,7 @@
 """docs/migrating.md on fairseq's BMUF: its names, its example and its corrections, on both sides.
 
 fairseq cannot be installed beside what is tested here. Its names are in originals.json, and
-its side of the numbers is tests/blocks/fairseq_bmuf.py, which is compared with recorded ones.
+its side of the numbers is tests/helpers/fairseq_bmuf.py, which is compared with recorded ones.
 """
 
 import copy
@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from blocks_oracle import REFERENCE, assert_fairseqs_values
-from fairseq_bmuf import Amp, Half, WrittenOut
-from pages import blocks
-from ranks import run_ranks
+from helpers.blocks_oracle import REFERENCE, assert_fairseqs_values
+from helpers.fairseq_bmuf import Amp, Half, WrittenOut
+from helpers.pages import blocks
+from helpers.ranks import run_ranks
 
 from test_migrating import (  # isort: skip
     PAGE,

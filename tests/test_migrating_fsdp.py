@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from fairscale_on_cpu import fairscale_on_cpu
-from pages import ROOT, TORCHRUN, blocks, launch
-from ranks import run_ranks
-from sharding_oracle import Lamb
+from helpers.fairscale_on_cpu import fairscale_on_cpu
+from helpers.pages import ROOT, TORCHRUN, blocks, launch
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import Lamb
 
 from test_migrating import (  # isort: skip
     PAGE,
@@ -35,7 +35,7 @@ from test_migrating import (  # isort: skip
 
 # -- the documented examples ---------------------------------------------------------------------
 
-ON_CPU = str(ROOT / "tests" / "fairscale_on_cpu.py")
+ON_CPU = str(ROOT / "tests" / "helpers" / "fairscale_on_cpu.py")
 BY_TORCHRUN = ["fsdp_loop.py", "wrapped_model.py"]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from originals import VERSIONS, installed, read, stored
+from helpers.originals import VERSIONS, installed, read, stored
 
 from test_migrating import (  # isort: skip
     ALL_OF_THEIRS,

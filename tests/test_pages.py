@@ -2,7 +2,7 @@
 
 import pytest
 
-from pages import ROOT, Block, blocks, has_examples, run_page
+from helpers.pages import ROOT, Block, blocks, has_examples, run_page
 
 # tests/record/test_record_page.py looks at what it made, and tests/test_lightning.py has Lightning.
 OF_THEIR_OWN = {"record.md", "trainers.md"}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import manyhands as mh
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 
 
 class KeepsIt:

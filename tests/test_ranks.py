@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranks import RanksFailed, raises_on_ranks, run_ranks
+from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
 
 
 def test_results_come_in_rank_order():

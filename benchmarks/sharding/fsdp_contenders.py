@@ -52,7 +52,7 @@ def theirs(**options: Any) -> Callable[[Any], Trained]:
     def make(model: nn.Module) -> Trained:
         warnings.simplefilter("ignore")
         sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-        from fairscale_on_cpu import fairscale_on_cpu
+        from helpers.fairscale_on_cpu import fairscale_on_cpu
 
         patched = fairscale_on_cpu()
         wrapper = patched.__enter__()

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
 
 
 def warnings_of(fn):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
 
 
 def inner(optim=SGD):

@@ -13,9 +13,9 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import manyhands as mh
-from blocks_plain import train
+from helpers.blocks_plain import train
+from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core import shared_memory as _host
-from ranks import raises_on_ranks, run_ranks
 
 LR = 0.1
 OUTER = {

@@ -7,8 +7,8 @@ import torch
 from torch.optim import SGD
 
 import manyhands as mh
-from blocks_oracle import REFERENCE, assert_fairseqs_values
-from ranks import run_ranks
+from helpers.blocks_oracle import REFERENCE, assert_fairseqs_values
+from helpers.ranks import run_ranks
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is missing: fairseq's values")

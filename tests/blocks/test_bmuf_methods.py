@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
 
 NOW = {"warmup_iterations": 0}
 

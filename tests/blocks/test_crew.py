@@ -17,7 +17,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from crew_workers import SECRET, Store, Team
+from helpers.crew_workers import SECRET, Store, Team
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 import manyhands as mh
+from helpers.ranks import run_ranks
 from manyhands.blocks import _sync
-from ranks import run_ranks
 
 STEPS = 13
 EVERY_STEP = range(2, STEPS + 1)

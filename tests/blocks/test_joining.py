@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from crew_workers import Log, Store, Team, fork
+from helpers.crew_workers import Log, Store, Team, fork
 from manyhands.blocks import _sync
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Roster

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocks_oracle import REFERENCE, problem, reference, train
+from helpers.blocks_oracle import REFERENCE, problem, reference, train
 from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 
 pytestmark = pytest.mark.quick

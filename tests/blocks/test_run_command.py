@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from crew_workers import SECRET, Store, fork
+from helpers.crew_workers import SECRET, Store, fork
 from manyhands.blocks.crew import _launcher, _store
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._shared_roster import SharedRoster

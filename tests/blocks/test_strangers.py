@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from crew_workers import SECRET, Store, Team
+from helpers.crew_workers import SECRET, Store, Team
 from manyhands.blocks.crew import _shared_roster
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor

@@ -12,10 +12,10 @@ import torch
 from torch.optim import SGD
 
 import manyhands as mh
-from crew_workers import Log, fork
+from helpers.crew_workers import Log, fork
 from manyhands.blocks.averaging import _average
 from manyhands.blocks.crew import _torchft
-from test_coming_and_going import BlockTeam, train
+from test_crew_faults import BlockTeam, train
 
 needs_torchft = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="torchft is not installed"

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import manyhands as mh
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 
 STEPS, EVERY = 9, 3
 

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import manyhands as mh
-from crew_workers import Log, Store, Team, fork
+from helpers.crew_workers import Log, Store, Team, fork
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Roster
-from test_coming_and_going import tell
+from test_crew_faults import tell
 from test_run_command import Command
 
 NOBODY: frozenset[str] = frozenset()

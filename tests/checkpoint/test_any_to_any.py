@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from checkpoint_oracle import ADAFACTOR, ADAMW, LAMB, SGD, WAYS, Setup, assert_equal
-from ranks import run_ranks
+from helpers.checkpoint_oracle import ADAFACTOR, ADAMW, LAMB, SGD, WAYS, Setup, assert_equal
+from helpers.ranks import run_ranks
 
 WORLDS = (1, 2, 3, 4)
 STEPS = 3

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
 
 import manyhands as mh
-from blocks_runs import ALL, EVERY, FEW, SHARDINGS, Groups, Run
-from checkpoint_oracle import assert_equal
+from helpers.blocks_runs import ALL, EVERY, FEW, SHARDINGS, Groups, Run
+from helpers.checkpoint_oracle import assert_equal
+from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core.wrapper import unwrap
-from ranks import raises_on_ranks, run_ranks
 
 LATER = 4  # steps after the load: there is a sync round among them
 

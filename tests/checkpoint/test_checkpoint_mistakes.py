@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from checkpoint_oracle import Setup, assert_equal
+from helpers.checkpoint_oracle import Setup, assert_equal
+from helpers.ranks import raises_on_ranks
 from manyhands.checkpoint import _folder, _index
-from ranks import raises_on_ranks
 
 
 def other_model(change):

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from checkpoint_oracle import Setup, assert_equal
+from helpers.checkpoint_oracle import Setup, assert_equal
+from helpers.ranks import run_ranks
 from manyhands.checkpoint import _folder, _parts, _safetensors, _storage, _values
 from manyhands.checkpoint._consolidate import consolidate
-from ranks import run_ranks
 
 
 def names(path):

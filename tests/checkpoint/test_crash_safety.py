@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 import manyhands as mh
-from checkpoint_oracle import Setup, assert_equal
-from damage import damage_many, kill_while_saving
+from helpers.checkpoint_oracle import Setup, assert_equal
+from helpers.damage import damage_many, kill_while_saving
+from helpers.pages import ROOT
+from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.checkpoint import _files, _folder, _lock, _safetensors
-from pages import ROOT
-from ranks import raises_on_ranks, run_ranks
 
 
 def hidden(path):

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import manyhands as mh
-from checkpoint_oracle import Setup, assert_equal
-from ranks import raises_on_ranks, run_ranks
+from helpers.checkpoint_oracle import Setup, assert_equal
+from helpers.ranks import raises_on_ranks, run_ranks
 
 
 class Sampler:

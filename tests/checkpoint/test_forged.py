@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import manyhands as mh
-from checkpoint_oracle import SGD, Setup
-from forge import content, forge_many, sign
+from helpers.checkpoint_oracle import SGD, Setup
+from helpers.forge import content, forge_many, sign
+from helpers.ranks import run_ranks
 from manyhands.checkpoint import _folder, _index, _safetensors, _schema
-from ranks import run_ranks
 
 
 def only(path):

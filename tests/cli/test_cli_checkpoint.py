@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 import manyhands as mh
-from checkpoint_oracle import Setup
-from forge import content, sign
+from helpers.checkpoint_oracle import Setup
+from helpers.forge import content, sign
+from helpers.ranks import run_ranks
 from manyhands.checkpoint import _consolidate, _folder
-from ranks import run_ranks
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.pages import needs_sklearn
 from manyhands.cli import app
 from manyhands.record import read_record
-from pages import needs_sklearn
 
 MISSING = '{} is missing: pip install "manyhands[cli]"'
 pytest.importorskip("plotly", reason=MISSING.format("plotly"))

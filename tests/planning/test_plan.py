@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import manyhands as mh
+from helpers.pages import ROOT, blocks, run_page
+from helpers.ranks import run_ranks
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.planning import _costs, _model, _table
@@ -29,8 +31,6 @@ from manyhands.planning._state import OptimizerStateSizes
 from manyhands.planning._table import format_bytes, parse_bytes
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._elementwise import ELEMENTWISE
-from pages import ROOT, blocks, run_page
-from ranks import run_ranks
 
 FULLY = "FullyShardedDataParallel"
 WAYS = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel")

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import manyhands as mh
+from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.record import Record, read_record
-from ranks import raises_on_ranks, run_ranks
 
 
 class Optimizer:

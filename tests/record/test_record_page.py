@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from helpers.pages import ROOT, run_page
 from manyhands.record import Record
 from manyhands.report import write_report
 from manyhands.report._curves import choose_scale, running_mean, thin
-from pages import ROOT, run_page
 
 PAGE = ROOT / "docs" / "record.md"
 

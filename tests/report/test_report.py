@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from helpers.pages import ROOT
 from manyhands.record import Record, read_record
 from manyhands.report import write_report
-from pages import ROOT
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
 

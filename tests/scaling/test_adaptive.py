@@ -9,8 +9,16 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import manyhands as mh
-from oracle import FACTORS, OPTIMIZERS, PlainRun, loss_of, make_batches, make_model, two_groups
-from ranks import raises_on_ranks, run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.scaling_oracle import (
+    FACTORS,
+    OPTIMIZERS,
+    PlainRun,
+    loss_of,
+    make_batches,
+    make_model,
+    two_groups,
+)
 
 
 def train(kind, inner, passes, call, scale=None):

@@ -9,8 +9,8 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from oracle import OPTIMIZERS, loss_of, make_batches, make_model, two_groups
-from ranks import run_ranks
+from helpers.ranks import run_ranks
+from helpers.scaling_oracle import OPTIMIZERS, loss_of, make_batches, make_model, two_groups
 
 STEPS = 6
 

@@ -1,6 +1,6 @@
 """What every rule must do, with every way to make up a batch, around every optimizer.
 
-A new rule joins by one line in `RULES` (and its factor in `oracle.FACTORS`).
+A new rule joins by one line in `RULES` (and its factor in `scaling_oracle.FACTORS`).
 """
 
 import copy
@@ -12,8 +12,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from oracle import FACTORS, OPTIMIZERS, PlainRun, loss_of, make_batches, make_model, two_groups
-from ranks import run_ranks
+from helpers.ranks import run_ranks
+from helpers.scaling_oracle import (
+    FACTORS,
+    OPTIMIZERS,
+    PlainRun,
+    loss_of,
+    make_batches,
+    make_model,
+    two_groups,
+)
 
 STEPS = 8  # AdamScale's preconditioner sets in after five
 

@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.scaling_oracle import trained_as_under_ddp
 from manyhands._core.ranks import RankGroup
-from oracle import trained_as_under_ddp
-from ranks import raises_on_ranks, run_ranks
 
 SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9}
 PLAIN, ONE, NESTED, WRAPPED, HYBRID = (

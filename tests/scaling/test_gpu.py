@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from oracle import loss_of, make_batches, make_model
+from helpers.scaling_oracle import loss_of, make_batches, make_model
 
 pytestmark = pytest.mark.gpu
 

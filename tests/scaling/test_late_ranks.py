@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from ranks import RanksFailed, run_ranks
+from helpers.ranks import RanksFailed, run_ranks
 
 
 class TwoLayers(torch.nn.Module):

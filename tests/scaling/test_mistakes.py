@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from oracle import loss_of, make_batches, make_model, two_groups
-from ranks import raises_on_ranks, run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.scaling_oracle import loss_of, make_batches, make_model, two_groups
 
 
 def sgd(model=None, lr=0.1):

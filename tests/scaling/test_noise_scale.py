@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from oracle import OPTIMIZERS, TrunkAndExtra, loss_of, make_batches, make_model
-from ranks import raises_on_ranks, run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.scaling_oracle import OPTIMIZERS, TrunkAndExtra, loss_of, make_batches, make_model
 
 
 class Known(nn.Module):

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 import manyhands as mh
-from oracle import loss_of, make_batches, make_model, two_groups
+from helpers.scaling_oracle import loss_of, make_batches, make_model, two_groups
 
 pytestmark = pytest.mark.quick
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from helpers.ranks import run_ranks
 from manyhands.scaling._averages import DebiasedAverage, NoiseAverage
 from manyhands.scaling._rules import legw_factor
-from ranks import run_ranks
 
 FOLDER = Path(
     os.environ.get("MANYHANDS_REFERENCE", Path(__file__).parents[3] / "shared" / "reference")

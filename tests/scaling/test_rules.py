@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from helpers.ranks import run_ranks
+from helpers.scaling_oracle import loss_of, make_batches, make_model, preconditioners
 from manyhands._core.norms import norm, norms
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._noise import NormSums
 from manyhands.scaling._preconditioned import PreconditionedNorm
-from oracle import loss_of, make_batches, make_model, preconditioners
-from ranks import run_ranks
 
 
 def step_by_hand(model, optimizer, x, y):

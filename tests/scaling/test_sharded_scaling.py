@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, RMSprop
 
 import manyhands as mh
-from oracle import trained_as_under_ddp
-from ranks import run_ranks
+from helpers.ranks import run_ranks
+from helpers.scaling_oracle import trained_as_under_ddp
 
 SIZES = 640  # elements of a bucket: parameters are cut, and share buckets
 SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9}

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from oracle import TrunkAndExtra, loss_of, make_batches, make_model
-from ranks import run_ranks
+from helpers.ranks import run_ranks
+from helpers.scaling_oracle import TrunkAndExtra, loss_of, make_batches, make_model
 
 
 def sgd(model, **options):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import optim
 
+from helpers.sharding_oracle import Lamb
 from manyhands.sharding.zero._elementwise import chosen_layout, may_be_cut
-from sharding_oracle import Lamb
 
 pytestmark = pytest.mark.quick
 

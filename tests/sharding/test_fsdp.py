@@ -11,9 +11,8 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands._core.ranks import RankGroup
-from ranks import run_ranks
-from sharding_oracle import (
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import (
     Lamb,
     assert_same,
     copied,
@@ -25,6 +24,7 @@ from sharding_oracle import (
     plain,
     train_alone,
 )
+from manyhands._core.ranks import RankGroup
 
 STEPS = 3
 OPTIMIZERS = {

@@ -20,7 +20,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
 
 WORKERS = 2
 REENTRANT = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)

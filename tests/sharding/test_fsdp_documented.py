@@ -8,10 +8,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam
 
 import manyhands as mh
-from fairscale_on_cpu import fairscale_on_cpu
+from helpers.fairscale_on_cpu import fairscale_on_cpu
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.sharding_oracle import make_model
 from manyhands import TrainingState
-from ranks import raises_on_ranks, run_ranks
-from sharding_oracle import make_model
 
 IDLE, FORWARD = TrainingState.IDLE, TrainingState.FORWARD
 BACKWARD = {TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST}

@@ -13,8 +13,8 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Rprop
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from ranks import run_ranks
-from sharding_oracle import Lamb, make_batches, make_model
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import Lamb, make_batches, make_model
 
 from test_fsdp import Tied, nested, one_wrap, steps, whole  # isort: skip
 

@@ -10,9 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
+from helpers.ranks import RanksFailed, run_ranks
+from helpers.sharding_oracle import make_batches, make_model
 from manyhands.sharding import _agreement
-from ranks import RanksFailed, run_ranks
-from sharding_oracle import make_batches, make_model
 
 from test_fsdp import WAYS, Tied, nested, one_wrap, steps  # isort: skip
 

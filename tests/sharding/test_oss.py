@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from ranks import run_ranks
-from sharding_oracle import (
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import (
     STEPS,
     WAYS,
     Lamb,

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
-from sharding_oracle import (
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.sharding_oracle import (
     OPTIMIZERS,
     WAYS,
     Lamb,

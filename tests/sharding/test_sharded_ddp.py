@@ -13,10 +13,8 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands._core.ranks import RankGroup
-from manyhands.sharding import _agreement
-from ranks import run_ranks
-from sharding_oracle import (
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import (
     STEPS,
     Lamb,
     assert_same,
@@ -33,6 +31,8 @@ from sharding_oracle import (
     train_alone,
     train_averaged,
 )
+from manyhands._core.ranks import RankGroup
+from manyhands.sharding import _agreement
 
 adamw = one(AdamW, lr=0.02, weight_decay=0.3)
 lamb = one(Lamb, lr=0.02, weight_decay=0.3)

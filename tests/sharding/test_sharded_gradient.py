@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import AdamW
 
 import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
-from sharding_oracle import (
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.sharding_oracle import (
     WAYS,
     Lamb,
     assert_same,

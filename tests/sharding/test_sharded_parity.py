@@ -3,8 +3,8 @@ run's. A new optimizer, or a new way to use one, joins by a line in a list."""
 
 import pytest
 
-from ranks import run_ranks
-from sharding_oracle import (
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import (
     OPTIMIZERS,
     WAYS,
     assert_same,

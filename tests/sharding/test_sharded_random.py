@@ -9,8 +9,17 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from ranks import run_ranks
-from sharding_oracle import Lamb, assert_same, copied, everyone, muon_and_adamw, one, oss, plain
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import (
+    Lamb,
+    assert_same,
+    copied,
+    everyone,
+    muon_and_adamw,
+    one,
+    oss,
+    plain,
+)
 
 WORKERS = 3
 LAYERS = ("first", "left", "right")

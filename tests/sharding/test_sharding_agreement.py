@@ -7,10 +7,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import Lamb
 from manyhands._core.agreement import Describer
 from manyhands.sharding._agreement import claims_on_options
-from ranks import run_ranks
-from sharding_oracle import Lamb
 
 
 def messages_of(*builds, world_size=2):

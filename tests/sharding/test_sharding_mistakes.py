@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, AdamW, Muon
 
 import manyhands as mh
-from ranks import raises_on_ranks, run_ranks
-from sharding_oracle import Lamb, make_model, oss
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.sharding_oracle import Lamb, make_model, oss
 
 
 def x():

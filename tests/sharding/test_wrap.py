@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import manyhands as mh
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 
 
 class Box(nn.Module):

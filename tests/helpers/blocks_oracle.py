@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.optim import SGD, Adam
 
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "bmuf_fairseq_world2.json"
 INNER = {

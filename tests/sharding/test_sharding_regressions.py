@@ -1,4 +1,4 @@
-"""Corners that a reading of the code found: each was wrong once."""
+"""Cases that were wrong once, found by reading the code."""
 
 import gc
 
@@ -10,9 +10,8 @@ from torch.optim import SGD, Adagrad, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands._core.ranks import RankGroup
-from ranks import raises_on_ranks, run_ranks
-from sharding_oracle import (
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.sharding_oracle import (
     assert_same,
     copied,
     everyone,
@@ -22,6 +21,7 @@ from sharding_oracle import (
     oss,
     plain,
 )
+from manyhands._core.ranks import RankGroup
 
 
 def sharded(module, kind=SGD, **options):

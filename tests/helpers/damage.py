@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import torch
 
 import manyhands as mh
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 
 KINDS = ("flip", "zero", "truncate", "extend", "remove", "foreign", "empty")
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from sharding_oracle import Lamb, everyone
+from helpers.sharding_oracle import Lamb, everyone
 
 WAYS = ("plain", "OSS", "ShardedDataParallel", "FSDP")
 ADAMW = (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1})

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from manyhands._core import shared_memory as _host
-from ranks import raises_on_ranks, run_ranks
-from sharding_oracle import (
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.sharding_oracle import (
     OPTIMIZERS,
     WAYS,
     assert_same,
@@ -24,6 +23,7 @@ from sharding_oracle import (
     plain,
     train_alone,
 )
+from manyhands._core import shared_memory as _host
 
 
 def shared(params, kind, **options):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, RMSprop
 
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05),

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 import manyhands as mh
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import assert_same, copied
 from manyhands.sharding.fsdp._root import PrefetchOrder
-from ranks import run_ranks
-from sharding_oracle import assert_same, copied
 
 from test_fsdp import compare, steps  # isort: skip
 

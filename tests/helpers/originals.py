@@ -1,6 +1,6 @@
 """The public names of the originals: read from their sources, and kept in originals.json.
 
-    python tests/originals.py FOLDER ...     write the file again, from folders of packages
+    python tests/helpers/originals.py FOLDER ...     write the file again, from folders of packages
 
 A class's names are its methods and properties with their arguments, what its body sets, and what a
 method sets on an instance (`self.name = ...`).

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands._core.ranks import RankGroup
-from ranks import run_ranks
-from sharding_oracle import (
+from helpers.ranks import run_ranks
+from helpers.sharding_oracle import (
     OPTIMIZERS,
     WAYS,
     assert_same,
@@ -21,6 +20,7 @@ from sharding_oracle import (
     train_alone,
     train_averaged,
 )
+from manyhands._core.ranks import RankGroup
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from crew_workers import Log, Store, Team, fork
+from helpers.crew_workers import Log, Store, Team, fork
 from manyhands.blocks.averaging import _average
 from manyhands.blocks.crew._crew import Crew
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-import containers
 import manyhands as mh
-from containers import MAKE, ModelOutput, tensors_of
+from helpers import containers
+from helpers.containers import MAKE, ModelOutput, tensors_of
+from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
-from ranks import raises_on_ranks, run_ranks
 
 
 def boxes():

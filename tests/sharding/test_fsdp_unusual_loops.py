@@ -1,4 +1,4 @@
-"""Corners of sharded parameters: what loops do now and then, and must not change the numbers."""
+"""What training loops do now and then with sharded parameters must not change the numbers."""
 
 import contextlib
 import copy
@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import AdamW
 
 import manyhands as mh
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.sharding_oracle import assert_same, copied, make_batches, make_model
 from manyhands.sharding._agreement import wait_for_all_ranks
-from ranks import raises_on_ranks, run_ranks
-from sharding_oracle import assert_same, copied, make_batches, make_model
 
 X = make_batches(3, 2, 2)[0]  # of [step][pass][worker]
 
