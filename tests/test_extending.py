@@ -1,4 +1,4 @@
-"""docs/extending.md, done: its diffs are applied to a copy of the source, which the contracts run on."""
+"""The diffs of docs/extending.md, applied to a copy of the source: the contracts run on each."""
 
 import os
 import re
