@@ -4,8 +4,9 @@ import pytest
 
 from helpers.pages import ROOT, Block, blocks, has_examples, run_page
 
-# tests/record/test_record_page.py looks at what it made, and tests/test_lightning.py has Lightning.
-OF_THEIR_OWN = {"record.md", "trainers.md"}
+# tests/record/test_record_page.py looks at what it made, tests/test_lightning.py has Lightning, and
+# tests/test_tutorial.py compares what is printed with what the page shows.
+OF_THEIR_OWN = {"record.md", "trainers.md", "tutorial.md"}
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
