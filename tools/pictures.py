@@ -51,7 +51,8 @@ def arrow(x: float, y: float, dx: float, dy: float, colour: str, width: float = 
         for turn in (0.45, -0.45)
     ]
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in (tip, *sides))
-    shaft = line(x, y, round(x + 0.9 * dx, 1), round(y + 0.9 * dy, 1), colour, width)
+    end = tip[0] - 0.8 * head * math.cos(angle), tip[1] - 0.8 * head * math.sin(angle)
+    shaft = line(x, y, round(end[0], 1), round(end[1], 1), colour, width)
     return f'{shaft}<polygon points="{points}" fill="{colour}"/>'
 
 
@@ -80,7 +81,7 @@ def gradients(
     mean = [sum(values) / len(turned) for values in zip(*turned, strict=True)]
     return [
         *(arrow(x, y, round(dx, 1), round(dy, 1), BLUE, 1.8) for dx, dy in turned),
-        arrow(x, y + 62, round(step * mean[0], 1), round(step * mean[1], 1), ORANGE, 4.0),
+        arrow(x, y + 58, round(step * mean[0], 1), round(step * mean[1], 1), ORANGE, 4.0),
     ]
 
 
@@ -93,10 +94,10 @@ def how_far() -> str:
         178,
         [
             label(20, 22, "The gradients agree: gain 1", bold=True),
-            *gradients(20, 76, (-0.12, -0.04, 0.05, 0.13), 150.0, 1.0),
+            *gradients(20, 78, (-0.12, -0.04, 0.05, 0.13), 150.0, 1.0),
             label(20, 170, "one small batch would have done"),
             label(360, 22, "The gradients are noisy: gain 3", bold=True),
-            *gradients(410, 76, (-1.25, -0.45, 0.6, 1.4), 62.0, 3.0),
+            *gradients(400, 78, (-0.95, -0.4, 0.5, 0.85), 58.0, 3.0),
             label(360, 170, "a step is worth three small steps"),
             label(200, 81, "gradients"),
             label(200, 143, "step"),
@@ -180,30 +181,30 @@ def a_death() -> str:
     rows = (22.0, 56.0, 90.0)
     elements = [label(118, y + 16, f"worker {number}", "end") for number, y in enumerate(rows)]
     for y in rows[:2]:
-        elements += [box(130, y, 150, 22, BLUE), box(368, y, 150, 22, BLUE)]
+        elements += [box(130, y, 130, 22, BLUE), box(346, y, 130, 22, BLUE)]
     elements += [
-        box(130, rows[2], 80, 22, BLUE),
-        label(218, rows[2] + 17, "✕"),
-        box(284, rows[0], 30, 56, RED, filled=False),
-        box(322, rows[0], 36, 56, ORANGE),
-        box(438, rows[2], 80, 22, BLUE, filled=False),
-        box(526, rows[0], 36, 90, ORANGE),
-        *(box(572, y, 96, 22, BLUE) for y in rows),
-        label(284, 138, "undone"),
-        label(345, 138, "repeated"),
-        label(438, 138, "joins"),
-        box(130, 154, 14, 14, BLUE),
-        label(152, 167, "local steps"),
-        box(250, 154, 14, 14, ORANGE),
-        label(272, 167, "a sync round that is kept"),
-        box(470, 154, 14, 14, RED, filled=False),
-        label(492, 167, "one that is undone"),
+        box(130, rows[2], 70, 22, BLUE),
+        line(210, rows[2] + 4, 224, rows[2] + 18, RED, 3.0),
+        line(210, rows[2] + 18, 224, rows[2] + 4, RED, 3.0),
+        box(266, rows[0], 30, 56, RED, filled=False),
+        box(304, rows[0], 34, 56, ORANGE),
+        box(484, rows[0], 34, 56, ORANGE),
+        arrow(532, rows[0] + 30, 0, 52, GREEN, 3.0),
+        *(box(546, y, 120, 22, BLUE) for y in rows),
+        box(130, 130, 14, 14, BLUE),
+        label(152, 143, "local steps"),
+        box(330, 130, 14, 14, ORANGE),
+        label(352, 143, "a sync round that is kept"),
+        box(130, 156, 14, 14, RED, filled=False),
+        label(152, 169, "an undone sync round"),
+        arrow(337, 155, 0, 18, GREEN, 2.0),
+        label(352, 169, "the state, for the joiner"),
     ]
     return picture(
         "How a block survives a death",
         "Three workers over time. Worker 2 dies in a block. The sync round of the others is "
-        "undone, and repeated without worker 2, with the same steps. Worker 2 starts again, joins, "
-        "and takes part in the next round.",
+        "undone, and repeated without worker 2, with the same steps. Worker 2 starts again. "
+        "After the next round it gets the state from another worker, and takes part.",
         178,
         elements,
     )
