@@ -140,7 +140,7 @@ def who_holds() -> str:
     )
 
 
-# -- when to communicate -------------------------------------------------------------------------
+# -- when to talk --------------------------------------------------------------------------------
 
 
 def timeline(y: float, steps: int, every: int, sync: float) -> list[str]:
@@ -157,7 +157,7 @@ def timeline(y: float, steps: int, every: int, sync: float) -> list[str]:
 
 def when_to_talk() -> str:
     return picture(
-        "When to communicate",
+        "When to talk",
         "Two workers over time. With DDP every step is followed by an exchange, and ten steps fill "
         "the line. In blocks an exchange follows twelve steps, and 24 steps fit.",
         184,
