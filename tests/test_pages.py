@@ -1,5 +1,7 @@
 """Every example in the documentation, done: see pages.py."""
 
+import re
+
 import pytest
 
 from helpers.pages import ROOT, Block, blocks, has_examples, run_page
@@ -26,7 +28,13 @@ def test_the_page_runs_from_top_to_bottom(page, tmp_path):
 def test_the_pages_that_should_have_examples_have_them():
     found = {str(page.relative_to(ROOT)) for page in PAGES}
     assert {"README.md", "docs/scaling.md", "docs/migrating.md", "docs/record.md"} <= found
-    assert "docs/checkpoints.md" in found
+    assert {"docs/checkpoints.md", "docs/how-adascale-works.md", "docs/tutorial.md"} <= found
+
+
+def test_the_navigation_has_every_page():
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = (str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    assert sorted(listed) == sorted(pages)
 
 
 def test_every_script_on_a_page_is_also_run():
