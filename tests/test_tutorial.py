@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import torch.distributed.fsdp  # noqa: F401  # here, so that 13 forks need not import it
 
+import manyhands  # noqa: F401  # likewise
 from helpers.pages import ROOT, apply_patch, blocks, run_command, write_file
 
 PAGE = ROOT / "docs" / "tutorial.md"
