@@ -7,9 +7,6 @@ speed, and 1e-7. Half-precision gradients are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
-
 import torch
 from torch import Tensor
 
@@ -36,22 +33,6 @@ def norm(grad: Tensor) -> Tensor:
         rest = torch.linalg.vector_norm(flat[rows * ROW :], dtype=parts.dtype)
         parts = torch.cat([parts, rest.view(1)])
     return torch.linalg.vector_norm(parts)
-
-
-def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """|g| for each: short dense float32 tensors in one call, the others one by one."""
-    together = [_is_simple(grad) for grad in grads]
-    lengths = iter(torch._foreach_norm(list(compress(grads, together))) if any(together) else [])
-    return [next(lengths) if simple else norm(g) for g, simple in zip(grads, together, strict=True)]
-
-
-def _is_simple(grad: Tensor) -> bool:
-    """Whether one call of torch's, and no more, gives an exact length."""
-    return (
-        grad.dtype is torch.float32
-        and grad.layout is torch.strided
-        and (grad.numel() <= SHORT or grad.device.type != "cpu")
-    )
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

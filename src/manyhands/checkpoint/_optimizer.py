@@ -319,7 +319,7 @@ class OptimizerLoader:
         members = [name for group in self._groups for name in group]
         by_name = {self._aliases.get(name, name): grad for name, grad in previous.items()}
         state["previous"] = [by_name.get(name) for name in members] if previous else []
-        return rule._parsed(state)
+        return rule._parse_state(state)
 
     def _allocate_entries(self, local: LocalState) -> dict[str, Any]:
         """Return a parameter's entries; their tensors are targets, still to be filled."""

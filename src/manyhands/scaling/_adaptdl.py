@@ -92,7 +92,7 @@ class AdaptiveDataParallel(nn.Module):
         self._averages = True
         self.process_group = ddp_arguments.get("process_group")
         if mp_scaler is not None:
-            rule._grad_scaler = mp_scaler
+            rule._loss_scale.scaler = mp_scaler
         if scale is not None:
             rule.set_scale(scale)
         rule.initialize(self, optimizer, patch_optimizer=True)

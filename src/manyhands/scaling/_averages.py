@@ -174,6 +174,26 @@ class NoiseAverage:
             norm_kind=sums.norm_kind,
         )
 
+    def with_settings(
+        self,
+        *,
+        debiased: bool,
+        smoothing: float,
+        floor_each_step: bool,
+        mix_norm_kinds: bool,
+        var_floor: float,
+    ) -> NoiseAverage:
+        """Return the same average, to be continued in this way."""
+        kind = DebiasedAverage if debiased else PaperAverage
+        return replace(
+            self,
+            sqr=convert_average(self.sqr, kind, smoothing),
+            var=convert_average(self.var, kind, smoothing),
+            floor_each_step=floor_each_step,
+            mix_norm_kinds=mix_norm_kinds,
+            var_floor=var_floor,
+        )
+
     def with_groups(self, groups: int) -> NoiseAverage:
         """Return the same average for more parameter groups, of which nothing is known yet."""
         return replace(self, groups=groups)

@@ -11,8 +11,7 @@ the rank raises an error.
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,27 +37,18 @@ NOT_AVERAGED = GradientAnomaly(
 )
 
 
-def find_missing_gradients(
-    expected: Sequence[int], measured: Collection[int], *, may_be_intended: bool
-) -> GradientAnomaly | None:
-    """Return the anomaly if some parameters had no gradient in the step's last backward pass."""
-    missing = [index for index in expected if index not in measured]
-    if not missing:
-        return None
+def describe_missing_gradients(
+    missing: Sequence[int], expected: int, *, may_be_intended: bool
+) -> GradientAnomaly:
+    """Return the anomaly that these parameters had no gradient in the step's last pass."""
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return GradientAnomaly(
-        f"{len(missing)} of {len(expected)} parameters had no gradient in the step's last "
+        f"{len(missing)} of {expected} parameters had no gradient in the step's last "
         f"backward() (in the optimizer's order: {listed}). Were they frozen on this rank, or not "
         "used by its loss? DistributedDataParallel waits for all of them, unless it is made with "
         "find_unused_parameters=True",
         may_be_intended,
     )
-
-
-def norms_match(squares: Sequence[float], norms: Sequence[float]) -> bool:
-    """Return whether `squares` are the squares of `norms`, and not all zero."""
-    pairs = zip(squares, norms, strict=True)
-    return any(squares) and all(math.isclose(s, x * x, rel_tol=1e-5) for s, x in pairs)
 
 
 def wait_for_ranks(

@@ -18,11 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core import amp as _amp
 from manyhands._core.agreement import check_same_tensors
+from manyhands._core.amp import LossScale
 from manyhands._core.ranks import rank_group_of
-from manyhands.scaling._batch import check_smoothing, parse_passes
-from manyhands.scaling._mean_gradient import StepContext
+from manyhands.scaling._batch import Batch, check_smoothing, parse_passes
 from manyhands.scaling._noise import estimate
 from manyhands.scaling._norm_kinds import PlainNorm
 from manyhands.scaling._options import (
@@ -32,9 +31,9 @@ from manyhands.scaling._options import (
     load_options,
     save_options,
 )
-from manyhands.scaling._state import check_previous
+from manyhands.scaling._previous_gradient import parse_previous
 from manyhands.scaling._step_stats import StepStats
-from manyhands.scaling._tap import Accumulation, GradientTap
+from manyhands.scaling._tap import GradientTap
 
 VERSION = 2  # of the state dict
 
@@ -151,20 +150,16 @@ class NoiseScale:
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         ranks.check_equal("NoiseScale", claims, ranks.any_device)
         check_same_tensors("NoiseScale", ranks, {"parameter": params})
-        self._ranks = ranks
+        self._watches_steps = optimizer is not None
         # weak: neither the tap nor the optimizer's hook may keep this object alive
-        owner, watches_steps = weakref.proxy(self), optimizer is not None
+        owner = weakref.proxy(self)
         self._tap = GradientTap(
             groups,
             ranks.with_own_group(params[0].device),
             PlainNorm(),
-            Accumulation(passes, is_scaled_loss),
-            context=lambda passes: StepContext(
-                scale=float(passes * ranks.size), loss_scale=_amp.loss_scale_of(grad_scaler)
-            ),
-            on_stats=lambda stats: None if watches_steps else owner._receive(stats),
-            on_excess=lambda message: owner._leave_out_step(message),
-            join_averaging=getattr(optimizer, "join_in", lambda: None),
+            Batch(ranks.size, passes, loss_is_divided=is_scaled_loss),
+            LossScale(grad_scaler),
+            on_last_pass=lambda: owner._complete_step(),
             model=model,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
@@ -180,13 +175,13 @@ class NoiseScale:
         replaced by one that also measures them.
         """
         if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._watch_closure(kwargs["closure"])}
+            return args, {**kwargs, "closure": self._watch_closure(args[0], kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._watch_closure(args[1]), *args[2:]), kwargs
-        self._finish_step()
+            return (args[0], self._watch_closure(args[0], args[1]), *args[2:]), kwargs
+        self._finish_step(args[0])
         return None
 
-    def _watch_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _watch_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, with the gradients of its first call measured."""
         owner_ref, first = weakref.ref(self), True
 
@@ -198,27 +193,35 @@ class NoiseScale:
             if first:
                 first = False
                 result = closure()
-                owner._finish_step()
+                owner._finish_step(optimizer)
                 return result
-            owner._tap.paused = True  # LBFGS evaluates the same samples again
-            try:
+            with owner._tap.hooks.paused():  # LBFGS evaluates the same samples again
                 return closure()
-            finally:
-                owner._tap.paused = False
 
         return watched
 
-    def _finish_step(self) -> None:
+    def _complete_step(self) -> None:
+        """React to the last backward pass of a step, or to one that is too many."""
+        tap = self._tap
+        if tap.step.too_many:
+            self._leave_out_step(tap.describe_excess())
+            return
+        stats = tap.complete()
+        if not self._watches_steps:  # then a step is assumed to follow
+            self._receive(stats)
+
+    def _finish_step(self, optimizer: Optimizer) -> None:
         """Take in the measured gradients: the optimizer is about to step along them."""
         tap = self._tap
-        if tap.step.stats is None and self._ranks.size > 1 and tap.hooked:
-            tap.complete_early()  # other ranks may have used parameters that this rank did not
-        elif tap.step.stats is None and tap.step.passes > 0:
-            self._warn(_too_few_passes(tap.step.passes, tap.accumulation.declared))
-        if tap.step.passes == 0 and not self._warned and tap.parameters_moved:
+        step = tap.step
+        if step.stats is None and tap.ranks.size > 1 and tap.hooks.active:
+            tap.complete_early(optimizer)  # others may have used parameters that this rank did not
+        elif step.stats is None and step.passes > 0:
+            self._warn(_too_few_passes(step.passes, tap.batch.passes))
+        if step.passes == 0 and not self._warned and tap.hooks.parameters_moved:
             self._warn("parameters were moved or converted. Make a NoiseScale after that.")
-        if tap.step.problem is not None:
-            self._leave_out_step(tap.step.problem)
+        if step.problem is not None:
+            self._leave_out_step(step.problem)
         if tap.step.stats is not None:
             self._receive(tap.step.stats)
         tap.finish_step()
@@ -242,7 +245,7 @@ class NoiseScale:
         self._add_in_flight()
         stats.start_copy()
         self._in_flight = stats
-        self._tap.mean.consecutive.remember()
+        self._tap.previous.remember()
 
     def _add_in_flight(self) -> None:
         """Add the numbers that are on their way to the host, if any, to the moments."""
@@ -331,8 +334,9 @@ class NoiseScale:
         """
         passes = parse_passes(num_gradients_to_accumulate)
         self._tap.check_between_steps("set_num_gradients_to_accumulate()")
-        self._tap.mean.announce(passes, float(passes * self._ranks.size), 0.0)
-        self._tap.accumulation.declared = passes
+        batch = self._tap.batch
+        self._tap.exchange.announce(passes, batch.scale_for(passes))
+        batch.passes = passes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
@@ -345,7 +349,7 @@ class NoiseScale:
             "consecutive": self._consecutive,
             "steps": self._steps,
             "nonfinite": self._nonfinite,
-            "previous": list(self._tap.previous_gradient),
+            "previous": self._tap.previous.to_state(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -366,7 +370,7 @@ class NoiseScale:
             moments = _Moments(**{k: float(v) for k, v in state_dict["moments"].items()})
             consecutive = bool(state_dict["consecutive"])
             steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
-            previous = check_previous(state_dict["previous"], self._params)
+            previous = parse_previous(state_dict["previous"], self._params)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state dict is damaged: {error!r}.") from error
         batch_size, saved = options["batch_size"].value, options["batch_size"].recorded
@@ -374,7 +378,7 @@ class NoiseScale:
             moments = moments.rescale(batch_size / saved)
         self._tap.clear()
         self._in_flight = None
-        self._tap.previous_gradient = previous
+        self._tap.previous.load_state(previous, self._params)
         self._options, self._moments, self._consecutive = options, moments, consecutive
         self._steps, self._nonfinite = steps, nonfinite
         if mismatches:
@@ -390,7 +394,7 @@ class NoiseScale:
 
     def unhook(self) -> None:
         """Stop measuring."""
-        self._tap.unhook()
+        self._tap.hooks.remove()
         if self._stop_watching is not None:
             self._stop_watching()
 
@@ -403,7 +407,7 @@ class NoiseScale:
         )
 
 
-def _too_few_passes(passes: int, declared: int | None) -> str:
+def _too_few_passes(passes: int, declared: int) -> str:
     return (
         f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
         f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."
