@@ -19,6 +19,8 @@ from manyhands._core import amp as _amp
 from manyhands._core.agreement import check_same_tensors
 from manyhands._core.ranks import RankGroup
 from manyhands._core.wrapper import unwrap
+from manyhands.scaling._batch import Batch
+from manyhands.scaling._options import Options
 
 PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
 
@@ -143,12 +145,18 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
         )
 
 
-def check_ranks_agree(optimizer: Optimizer, ranks: RankGroup, claims: Mapping[str, float]) -> None:
-    """Raise on every rank if they have other options (`claims`) or other parameters."""
+def check_ranks_agree(
+    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options
+) -> None:
+    """Raise on every rank if they have other options or other parameters."""
     groups = optimizer.param_groups
     params = [param for group in groups for param in group["params"]]
+    scale = batch.scale_for(batch.passes)
     claims = {
-        **claims,
+        "num_gradients_to_accumulate": 0.0 if batch.counts_passes else float(batch.passes),
+        "scale": scale,
+        "smoothing": batch.smoothing_for(scale),
+        **{name: -1.0 if o.value is None else float(o.value) for name, o in options.items()},
         "number of parameter groups": float(len(groups)),
         "number of parameters": float(len(params)),
         "number of elements": float(sum(param.numel() for param in params)),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -92,12 +92,27 @@ class GradientHooks:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not measure the passes inside: LBFGS evaluates the same samples again."""
+        """Do not measure the passes inside."""
         self._paused = True
         try:
             yield
         finally:
             self._paused = False
+
+    def replay(self, result: object, closure: Callable[[], object]) -> Callable[[], object]:
+        """Return a closure that has run already, with this result; further calls are not measured.
+
+        LBFGS evaluates the same samples again.
+        """
+        results = [result]
+
+        def replayed() -> object:
+            if results:
+                return results.pop()
+            with self.paused():
+                return closure()
+
+        return replayed
 
     def reset(self) -> None:
         """Drop what was measured: another pass begins."""

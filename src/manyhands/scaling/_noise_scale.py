@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import check_same_tensors
 from manyhands._core.amp import LossScale
 from manyhands._core.ranks import rank_group_of
+from manyhands.scaling._averages import NoiseMoments
 from manyhands.scaling._batch import Batch, check_smoothing, parse_passes
 from manyhands.scaling._noise import estimate
 from manyhands.scaling._norm_kinds import PlainNorm
@@ -36,45 +37,6 @@ from manyhands.scaling._step_stats import StepStats
 from manyhands.scaling._tap import GradientTap
 
 VERSION = 2  # of the state dict
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """Weighted means of (sqr, var), of their squares and product, and of the weights' squares."""
-
-    weight: float = 0.0
-    squared_weight: float = 0.0
-    sqr: float = 0.0
-    var: float = 0.0
-    sqr_sqr: float = 0.0
-    var_var: float = 0.0
-    sqr_var: float = 0.0
-
-    def add(self, sqr: float, var: float, smoothing: float) -> _Moments:
-        """Return the moments with one more step's estimates."""
-        new = 1.0 - smoothing
-
-        def mix(old: float, value: float) -> float:
-            return smoothing * old + new * value
-
-        return _Moments(
-            mix(self.weight, 1.0),
-            smoothing**2 * self.squared_weight + new**2,
-            mix(self.sqr, sqr),
-            mix(self.var, var),
-            mix(self.sqr_sqr, sqr * sqr),
-            mix(self.var_var, var * var),
-            mix(self.sqr_var, sqr * var),
-        )
-
-    def rescale(self, factor: float) -> _Moments:
-        """Return the same measurement with the noise of batches `factor` times as large."""
-        return replace(
-            self,
-            var=self.var / factor,
-            var_var=self.var_var / factor**2,
-            sqr_var=self.sqr_var / factor,
-        )
 
 
 class NoiseScale:
@@ -139,7 +101,7 @@ class NoiseScale:
         if not params:
             raise ValueError("no parameters to measure: the iterable was empty.")
         self._params = params
-        self._moments = _Moments()
+        self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
         self._in_flight: StepStats | None = None  # the last step's, on their way to the host
         self._steps = 0
@@ -261,7 +223,7 @@ class NoiseScale:
             self._nonfinite += 1
             return
         if self._consecutive and not sums.consecutive:  # the better measurement: start anew
-            self._moments, self._steps = _Moments(), 0
+            self._moments, self._steps = NoiseMoments(), 0
         self._consecutive = sums.consecutive
         new, smoothing = estimate(sums), self._options["smoothing"].value
         self._moments = self._moments.add(sum(new.sqr), sum(new.var), smoothing)
@@ -307,21 +269,10 @@ class NoiseScale:
 
         The steps are assumed to be independent.
         """
-        sqr, var, moments = self.squared_norm, self.variance, self._moments
+        sqr = self.squared_norm
         if self.steps < 2 or not sqr > 0.0:
             return math.nan if self.steps < 2 else math.inf
-        # The delta method: the variance of a ratio of means, from those of both and their
-        # covariance, over the effective number of steps in the weighted average.
-        w = moments.weight
-        ratio = var / sqr
-        scatter = (
-            moments.var_var / w
-            - var * var
-            - 2.0 * ratio * (moments.sqr_var / w - sqr * var)
-            + ratio * ratio * (moments.sqr_sqr / w - sqr * sqr)
-        )
-        effective = w * w / moments.squared_weight
-        return self._batch_size * math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
+        return self._batch_size * self._moments.ratio_error
 
     def one_sample(self) -> AbstractContextManager[None]:
         """Treat the backward passes inside as one (see `AdaScale.one_sample`)."""
@@ -367,7 +318,7 @@ class NoiseScale:
             )
         try:
             options, mismatches = load_options(self._options, state_dict["options"])
-            moments = _Moments(**{k: float(v) for k, v in state_dict["moments"].items()})
+            moments = NoiseMoments(**{k: float(v) for k, v in state_dict["moments"].items()})
             consecutive = bool(state_dict["consecutive"])
             steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
             previous = parse_previous(state_dict["previous"], self._params)

@@ -7,8 +7,9 @@ trace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from manyhands._core.amp import ScalerSignals
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._noise import NormSums
+from manyhands.scaling._options import Options
 from manyhands.scaling._step_stats import StepStats
 from manyhands.scaling._tap import GradientTap
 
@@ -28,6 +30,37 @@ class StepOutcome:
 
     gain: float  # of the average that includes them, at the scale of their step
     skipped: bool  # the gradient scaler found infinities, and no step was made
+
+
+@dataclass
+class StepCounts:
+    """What a rule's steps have come to so far. The owner of the progress."""
+
+    progress: float = 0.0  # the sum of the gains
+    steps: int = 0
+    skipped: int = 0
+
+    def to_state(self) -> dict[str, float]:
+        """Return the counts for a state dict."""
+        return asdict(self)
+
+    @classmethod
+    def parse_state(cls, entry: Mapping[str, Any]) -> StepCounts:
+        """Return the counts of a state dict, or raise."""
+        return cls(
+            check_progress(float(entry["progress"])), int(entry["steps"]), int(entry["skipped"])
+        )
+
+    def load_state(self, loaded: StepCounts) -> None:
+        """Become `loaded`, in place: the proxies that trainers put around a rule share this."""
+        vars(self).update(vars(loaded))
+
+
+def check_progress(progress: float) -> float:
+    """Return the progress, or raise."""
+    if not (math.isfinite(progress) and progress >= 0.0):
+        raise ValueError(f"progress must be finite and not negative, got {progress}.")
+    return float(progress)
 
 
 @dataclass(frozen=True)
@@ -62,13 +95,16 @@ class TrackerState:
 class NoiseTracker:
     """Adds the statistics of the tap's steps to an average.
 
-    If `delayed`, statistics are added one step after they were taken, when their copy to the host
-    has long arrived.
+    `options` are the rule's, of which some say how to average. If `delayed`, statistics are added
+    one step after they were taken, when their copy to the host has long arrived.
     """
 
-    def __init__(self, tap: GradientTap, average: NoiseAverage, *, delayed: bool) -> None:
+    def __init__(
+        self, tap: GradientTap, average: NoiseAverage, options: Options, *, delayed: bool
+    ) -> None:
         self.tap = tap
-        self.average = average
+        self._options = options
+        self.average = self._configure(average)
         self.nonfinite = 0
         self.nonfinite_in_a_row = 0
         self._delayed = delayed
@@ -185,6 +221,17 @@ class NoiseTracker:
             return self.average
         return self.average.add(sums, self.tap.batch.smoothing_for(sums.scale))
 
+    def _configure(self, average: NoiseAverage) -> NoiseAverage:
+        """Return the average with the settings that the options ask for."""
+        batch, options = self.tap.batch, self._options
+        return average.with_settings(
+            debiased=options["debias_ewma"].value,
+            smoothing=batch.smoothing_for(batch.scale_for(batch.passes)),
+            floor_each_step=options["floor_each_step"].value,
+            mix_norm_kinds=batch.counts_passes,  # adaptdl mixes them
+            var_floor=options["var_floor"].value,
+        )
+
     def check_not_stuck(self) -> None:
         """Raise if the gradients of the last steps were not finite."""
         if self.nonfinite_in_a_row >= NONFINITE_LIMIT:
@@ -282,6 +329,6 @@ class NoiseTracker:
         """Continue from a parsed state; statistics under way are dropped."""
         self.forget()
         self._in_flight = self._early_outcome = self._last_stats = None
-        self.average = state.average
+        self.average = self._configure(state.average)
         self.tap.loss_scale.last = state.loss_scale
         self.nonfinite, self.nonfinite_in_a_row = state.nonfinite, state.nonfinite_in_a_row

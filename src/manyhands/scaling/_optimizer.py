@@ -35,7 +35,7 @@ from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._batch import Batch, check_scale, parse_passes
 from manyhands.scaling._binding import Binding, check_bindable, check_ranks_agree
 from manyhands.scaling._noise import VAR_FLOOR, check_var_floor
-from manyhands.scaling._noise_tracker import NoiseTracker, StepOutcome
+from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, StepOutcome, check_progress
 from manyhands.scaling._norm_kinds import NormKind, PlainNorm
 from manyhands.scaling._options import Option, Options, describe_mismatches
 from manyhands.scaling._tap import GradientTap
@@ -96,9 +96,6 @@ class ScalingRuleBase(OptimizerWrapper):
     """
 
     # Shared with the proxies that trainers put around a rule: see `_core/wrapper.py`.
-    _progress = Shared[float]()
-    _steps = Shared[int]()
-    _skipped = Shared[int]()
     _factors = Shared[tuple[float, ...]]()
     _options = Shared[Options]()
     _min_scale = 0.0
@@ -141,9 +138,7 @@ class ScalingRuleBase(OptimizerWrapper):
         self._batch.set_smoothing(smoothing)
         if scale is not None:
             self._batch.set_scale(scale=self._check_own_scale(scale))
-        self._progress = 0.0
-        self._steps = 0
-        self._skipped = 0
+        self._counts = StepCounts()
         self._factors = ()
         if optimizer is not None:
             self._bind(optimizer)
@@ -218,21 +213,11 @@ class ScalingRuleBase(OptimizerWrapper):
             if not self._batch.counts_passes:  # else the scale is known only at the step
                 scale = self._check_own_scale(scale)
             self._check_optimizer_supports(scale)
-            check_ranks_agree(optimizer, self._ranks, self._claims(scale))
+            check_ranks_agree(optimizer, self._ranks, self._batch, self._options)
             self._start_measuring(norms, NoiseAverage(len(optimizer.param_groups)))
         except BaseException:
             self._inner = None  # so that the mistake can be corrected, and the rule bound again
             raise
-
-    def _claims(self, scale: float) -> dict[str, float]:
-        """Return the settings that have to be equal on all ranks."""
-        batch, options = self._batch, self._options
-        return {
-            "num_gradients_to_accumulate": 0.0 if batch.counts_passes else float(batch.passes),
-            "scale": scale,
-            "smoothing": batch.smoothing_for(scale),
-            **{n: -1.0 if o.value is None else float(o.value) for n, o in options.items()},
-        }
 
     def _start_measuring(self, norms: NormKind, average: NoiseAverage) -> None:
         """Make the parts that a rule has once it has an optimizer."""
@@ -250,21 +235,9 @@ class ScalingRuleBase(OptimizerWrapper):
             compare_at_scale_1=self._batch.counts_passes,
             model=self._model,
         )
-        average = self._configure_average(average)
-        self._noise_tracker = NoiseTracker(tap, average, delayed=self._delayed)
+        self._noise_tracker = NoiseTracker(tap, average, self._options, delayed=self._delayed)
         self._binding = Binding(self._inner_optimizer)
         self._binding.claim(self)
-
-    def _configure_average(self, average: NoiseAverage) -> NoiseAverage:
-        """Return the average with the settings that the options ask for."""
-        batch, options = self._batch, self._options
-        return average.with_settings(
-            debiased=options["debias_ewma"].value,
-            smoothing=batch.smoothing_for(batch.scale_for(batch.passes)),
-            floor_each_step=options["floor_each_step"].value,
-            mix_norm_kinds=batch.counts_passes,  # adaptdl mixes them
-            var_floor=options["var_floor"].value,
-        )
 
     @YieldingProperty
     def _inner_optimizer(self) -> Optimizer:
@@ -326,7 +299,7 @@ class ScalingRuleBase(OptimizerWrapper):
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
         twin._model = twin.adp  # only fully_shard's modules are searched, and none can be copied
         twin._batch, twin._loss_scale = copy.copy(self._batch), copy.copy(self._loss_scale)
-        twin._options = dict(self._options)
+        twin._options, twin._counts = dict(self._options), copy.copy(self._counts)
         if twin._inner is not None:
             twin._start_measuring(twin._make_norm(twin._inner), self._tracker.average)
             twin._tap.load_state(twin._tap.parse_state(self._tap.to_state()))
@@ -358,13 +331,11 @@ class ScalingRuleBase(OptimizerWrapper):
     @property
     def progress(self) -> float:
         """Small-batch steps done so far: the sum of the gains of all steps taken."""
-        return self._progress
+        return self._counts.progress
 
     def set_progress(self, progress: float) -> None:
         """Set the progress, after a phase that was trained without the rule."""
-        if not (math.isfinite(progress) and progress >= 0.0):
-            raise ValueError(f"progress must be finite and not negative, got {progress}.")
-        self._progress = float(progress)
+        self._counts.progress = check_progress(progress)
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -383,8 +354,8 @@ class ScalingRuleBase(OptimizerWrapper):
         """
         noise, groups = self._tracker.average, range(len(self.param_groups))
         return {
-            "step": self._steps,
-            "progress": self._progress,
+            "step": self._counts.steps,
+            "progress": self._counts.progress,
             "scale": self.scale,
             "workers": self._batch.workers,
             "passes": self.passes,
@@ -394,7 +365,7 @@ class ScalingRuleBase(OptimizerWrapper):
             "sqr": [noise.sqr_of(i) if noise.measured else None for i in groups],
             "var": [noise.var_of(i) if noise.measured else None for i in groups],
             "noise_scale": [noise.noise_scale(i) for i in groups],
-            "skipped": self._skipped,
+            "skipped": self._counts.skipped,
             "nonfinite": self._tracker.nonfinite,
             **(self.optimizer.snapshot() if hasattr(self.optimizer, "snapshot") else {}),
         }
@@ -509,7 +480,9 @@ class ScalingRuleBase(OptimizerWrapper):
         binding, batch = self._binding, self._batch
         self._check_parameter_groups()
         if closure is not None:
-            closure = self._run_closure(self._in_step(closure))
+            closure = self._in_step(closure)
+            with torch.enable_grad():
+                closure = tap.hooks.replay(closure(), closure)
         elif tap.step.passes == 0 and binding.is_initializing_state():
             return binding.step(*args, **kwargs)
         tap.check_divided()
@@ -519,7 +492,7 @@ class ScalingRuleBase(OptimizerWrapper):
         batch.passes = self.passes
         outcome = tracker.finish_step(inner, signals, self.scale)
         self._decide_once()
-        self._steps += 1
+        self._counts.steps += 1
         self._count_outcome(outcome)
         if not (signals.present or self._loss_scale.known):
             tracker.check_not_stuck()  # a scaler skips steps that overflow, and they do no harm
@@ -543,7 +516,7 @@ class ScalingRuleBase(OptimizerWrapper):
         # torch's schedulers warn unless they find this on the optimizer they were made for
         vars(inner)["_opt_called"] = True
         if outcome is not None and not self._delayed:
-            self._progress += outcome.gain
+            self._counts.progress += outcome.gain
         return result
 
     # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
@@ -562,27 +535,14 @@ class ScalingRuleBase(OptimizerWrapper):
         """Return a number that differs between ranks if their statistics or factors do."""
         average = self._tracker.average
         factors = sum(self._factors)
-        return self._progress + sum(average.raw_sqr) + sum(average.raw_var) + factors
+        return self._counts.progress + sum(average.raw_sqr) + sum(average.raw_var) + factors
 
     def _count_outcome(self, outcome: StepOutcome | None) -> None:
         """Count a skipped step, or, if delayed, the previous step's progress."""
         if outcome is not None and outcome.skipped:
-            self._skipped += 1
+            self._counts.skipped += 1
         elif outcome is not None and self._delayed:
-            self._progress += outcome.gain
-
-    def _run_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Run the closure, and return one that gives its result to the optimizer's first call."""
-        with torch.enable_grad():
-            results = [closure()]
-
-        def replay() -> Any:
-            if results:
-                return results.pop()
-            with self._tap.hooks.paused():  # LBFGS evaluates the same samples again
-                return closure()
-
-        return replay
+            self._counts.progress += outcome.gain
 
     def _parse_factors(self, factors: Any) -> tuple[float, ...]:
         """Return what `scale_lr` returned as one float per parameter group, or raise."""
@@ -675,10 +635,7 @@ class ScalingRuleBase(OptimizerWrapper):
         self._count_outcome(self._tracker.finish_in_flight())
         return {
             **_state.describe_origin(self._norm_kind, self._inner_optimizer),
-            **_state.save_parts(self._tracker, self._options),
-            "progress": self._progress,
-            "steps": self._steps,
-            "skipped": self._skipped,
+            **_state.save_parts(self._tracker, self._options, self._counts),
         }
 
     def load_scaling_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -705,9 +662,8 @@ class ScalingRuleBase(OptimizerWrapper):
         self._options.update(state.options)  # in place: a trainer's proxy holds this dict
         self._apply_options()
         self._tap.load_state(state.tap)
-        average = self._configure_average(state.tracker.average)
-        self._tracker.load_state(replace(state.tracker, average=average))
-        self._progress, self._steps, self._skipped = state.progress, state.steps, state.skipped
+        self._tracker.load_state(state.tracker)
+        self._counts.load_state(state.counts)
         if state.mismatches:
             message = describe_mismatches(state.mismatches, type(self).__name__)
             warnings.warn(message, stacklevel=3)

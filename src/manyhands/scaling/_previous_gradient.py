@@ -24,14 +24,14 @@ from manyhands.scaling._norm_kinds import NormKind
 class PreviousGradient:
     """Remembers the last step's gradient, whose owner it is, and measures the next one against it.
 
-    `grads`        the last step's gradient by parameter, in float32 or better; empty at first
-    `_candidates`  the gradient just measured, which becomes `grads` if its step is taken
+    `grads`       the last step's gradient by parameter, in float32 or better; empty at first
+    `candidates`  the gradient just measured, which becomes `grads` if its step is taken
     """
 
     def __init__(self, norms: NormKind) -> None:
         self._norms = norms
         self.grads: list[Tensor | None] = []
-        self._candidates: list[tuple[int, Tensor]] = []
+        self.candidates: list[tuple[int, Tensor]] = []
         self._finite: list[Tensor] = []  # for each candidate, on its device
 
     def measure(
@@ -55,7 +55,7 @@ class PreviousGradient:
                 continue
             square = self._square(index, now)
             self._finite.append(square.isfinite())
-            self._candidates.append((index, now))
+            self.candidates.append((index, now))
             if before is None:
                 result.append((index, square, square / 4))
             else:
@@ -66,13 +66,13 @@ class PreviousGradient:
 
     def remember(self) -> None:
         """Keep the measured gradient for the next step, unless any element is not finite."""
-        if not self._candidates:
+        if not self.candidates:
             return
         # torch.where instead of `if`: reading the flag would wait for a GPU
         usable = torch.stack(self._finite).all()
-        missing = 1 + self._candidates[-1][0] - len(self.grads)
+        missing = 1 + self.candidates[-1][0] - len(self.grads)
         self.grads += [None] * missing
-        for index, now in self._candidates:
+        for index, now in self.candidates:
             before = self.grads[index]
             otherwise = torch.full_like(now, torch.nan) if before is None else before
             self.grads[index] = torch.where(usable, now, otherwise)
@@ -80,7 +80,7 @@ class PreviousGradient:
 
     def forget(self) -> None:
         """Drop the measured gradient: no step was made along it."""
-        self._candidates, self._finite = [], []
+        self.candidates, self._finite = [], []
 
     def _square(self, index: int, tensor: Tensor) -> Tensor:
         norm = self._norms.one(index, tensor)

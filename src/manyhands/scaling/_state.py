@@ -7,7 +7,6 @@ parsed and checked before anything is changed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.wrapper import unwrap
 from manyhands.scaling._batch import Batch
-from manyhands.scaling._noise_tracker import NoiseTracker, TrackerState
+from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState
 from manyhands.scaling._options import OptionMismatch, Options, load_options, save_options
 from manyhands.scaling._tap import TapState
 
@@ -33,9 +32,7 @@ class ScalingState:
     mismatches: list[OptionMismatch]
     tracker: TrackerState
     tap: TapState
-    progress: float
-    steps: int
-    skipped: int
+    counts: StepCounts
 
 
 def describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, Any]:
@@ -50,10 +47,11 @@ def describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def save_parts(tracker: NoiseTracker, options: Options) -> dict[str, Any]:
+def save_parts(tracker: NoiseTracker, options: Options, counts: StepCounts) -> dict[str, Any]:
     """Return what the parts of a rule save."""
     tap = tracker.tap
     return {
+        **counts.to_state(),
         **tracker.to_state(),
         **tap.to_state(),
         "batch": tap.batch.to_state(),
@@ -91,9 +89,6 @@ def parse_entry(
                 f"{origin[name]!r}. {advice}"
             )
     try:
-        progress = float(entry["progress"])
-        if not (math.isfinite(progress) and progress >= 0.0):
-            raise ValueError(f"its progress is {progress}")
         batch, batch_mismatches = tracker.tap.batch.parse_state(entry["batch"])
         loaded_options, mismatches = load_options(options, entry["options"])
         return ScalingState(
@@ -102,9 +97,7 @@ def parse_entry(
             mismatches=batch_mismatches + mismatches,
             tracker=tracker.parse_state(entry),
             tap=tracker.tap.parse_state(entry),
-            progress=progress,
-            steps=int(entry["steps"]),
-            skipped=int(entry["skipped"]),
+            counts=StepCounts.parse_state(entry),
         )
     # Whatever a damaged file can provoke: the user gets one kind of error for all of it. A
     # RuntimeError is torch's, for a tensor of several elements where a number is expected.

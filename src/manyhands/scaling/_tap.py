@@ -155,13 +155,15 @@ class GradientTap:
 
     def finish_step(self) -> None:
         """Prepare for the next step: the optimizer is about to step along these gradients."""
-        self.previous.remember()
+        if self.previous.candidates:
+            self.previous.remember()
         last_gradient = self.step.last_gradient
         self.clear()
         self._gradient_at_step = last_gradient
 
     def _start_over(self) -> None:
-        self.previous.forget()
+        if self.previous.candidates:
+            self.previous.forget()
         self.hooks.reset()
         self.step = StepInProgress()
 
