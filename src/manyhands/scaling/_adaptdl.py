@@ -169,7 +169,7 @@ class AdaptiveDataParallel(nn.Module):
             writer.add_scalar(prefix + tag, value, global_step)
 
 
-def _sort_arguments(third: Any, fourth: Any, fifth: Any, sixth: Any) -> dict[str, Any]:
+def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object) -> dict[str, Any]:
     """Return the arguments after the optimizer by name, in our order or in adaptdl's.
 
     Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,

@@ -75,7 +75,7 @@ class TapState:
     """The tap's part of a state dict, parsed."""
 
     previous: list[Tensor | None]  # the last step's gradient, by parameter
-    norms: list[Any]  # of the norm kind: see `NormKind.to_state`
+    norms: list[list[float]]  # of the norm kind: see `NormKind.to_state`
 
 
 class GradientTap:
