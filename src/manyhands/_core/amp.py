@@ -4,6 +4,8 @@
 `found_inf` (did the gradients overflow?) and `grad_scale` (what they are still multiplied
 with; None after `unscale_`). An optimizer with a fused step uses them itself; for the others
 we unscale and skip, as the scaler would have.
+
+`LossScale` is for gradients that are measured in backward, before the scaler leaves anything.
 """
 
 from __future__ import annotations

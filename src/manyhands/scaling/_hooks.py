@@ -3,8 +3,9 @@
 A tensor's own hooks are no place to measure: a user's hooks that are registered later would change
 the gradient afterwards. The hook is therefore on the parameter's `AccumulateGrad` node, which all
 of the tensor's hooks come before, and DDP's averaging after. The node belongs to the tensor as it
-is: `module.to(...)` gives a parameter a new one without our hook. Whether anybody has
-changed a gradient since then, its version tells (`GradientVersion`).
+is: `module.to(...)` gives a parameter a new one without our hook.
+
+`GradientVersion` finds out, without reading values, whether anybody has changed a gradient since.
 
 Tensors held, and when
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
@@ -35,7 +36,7 @@ from manyhands.scaling._step_stats import Norm
 class GradientHooks:
     """Hooks on the tensors on which autograd computes; removed when this object is dropped.
 
-    `passes` is told of every gradient, and finds out when a pass begins and ends.
+    Every hook calls `passes`, which finds out when a backward pass begins and ends.
     """
 
     def __init__(self, norms: NormKind, passes: BackwardPasses) -> None:

@@ -41,8 +41,7 @@ from manyhands.scaling._late_ranks import (
     NOT_AVERAGED,
     PATIENCE,
     GradientAnomaly,
-    describe_missing_gradients,
-    wait_for_ranks,
+    describe_missing,
 )
 from manyhands.scaling._mean_gradient import MeanGradient
 from manyhands.scaling._norm_kinds import NormKind
@@ -295,11 +294,7 @@ class GradientTap:
         self.exchange.check_announcements()
         numbers = self._mean.measure(step.squares, self.hooks.norms, facts)
         step.stats = self.exchange.send(numbers, facts, self.norms.norm_kind)
-        anomaly = self._find_anomaly()
-        if anomaly is not None:
-            step.stats.wait_for_ranks = partial(
-                wait_for_ranks, anomaly, step.stats.pending, self.ranks.rank, self._params
-            )
+        step.stats.anomaly = self._find_anomaly()
         if batch.counts_passes and passes > 1:
             self.multiply_gradients(1 / passes)
             step.divided_by = passes
@@ -335,15 +330,16 @@ class GradientTap:
         # In a group of our own, only a rank that has not sent can delay the numbers.
         if self.ranks.size == 1 or not self.ranks.own_group or self._unsharded:
             return None
+        anomaly = partial(GradientAnomaly, self.ranks.rank, self._params)
         if step.passes == 0:
-            return None if any(p.grad is not None for p in self._params) else NO_BACKWARD
+            has_gradient = any(param.grad is not None for param in self._params)
+            return None if has_gradient else anomaly(NO_BACKWARD)
         alone = step.passes == 1 and self._mean.not_averaged
         missing = [index for index in hooks.trainable if index not in hooks.norms]
         if missing:
-            return describe_missing_gradients(
-                missing, len(hooks.trainable), may_be_intended=not alone
-            )
-        return NOT_AVERAGED if alone else None
+            text = describe_missing(missing, len(hooks.trainable))
+            return anomaly(text, may_be_intended=not alone)
+        return anomaly(NOT_AVERAGED) if alone else None
 
     # -- dividing the gradient by the number of passes -----------------------------------------
 
