@@ -157,7 +157,7 @@ def test_ranks_that_disagree_are_an_error(tmp_path):
     def other_steps():
         mh.save(tmp_path, step=dist.get_rank())
 
-    raises_on_ranks(2, ValueError, other_steps, match="different step: rank 0: 0, rank 1: 1")
+    raises_on_ranks(2, ValueError, other_steps, match="step: rank 0: 0; rank 1: 1")
 
     def other_shapes():
         mh.save(tmp_path, model=nn.Linear(2 + dist.get_rank(), 2))

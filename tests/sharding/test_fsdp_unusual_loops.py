@@ -282,13 +282,13 @@ def wraps(rank):
     [
         (
             lambda rank: mh.FSDP(nn.Linear(2, 300 if rank == 0 else 2)),
-            r"weight is rank 0: \(300, 2",
+            r"weight: rank 0: \(300, 2",
         ),
         (lambda rank: mh.FSDP(nn.Linear(2, 300 if rank == 1 else 2)), r"rank 1: \(300, 2"),
         (lambda rank: mh.FSDP(nn.Linear(2, 2), sync_module_states=rank == 0), "sync_module_states"),
         (lambda rank: mh.FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")), "without memory"),
-        (freezes, "bias is rank 0: .* rank 1: .* frozen"),
-        (buffers, r"seen is rank 0: \(1,\)"),
+        (freezes, "bias: rank 0: .* rank 1: .* frozen"),
+        (buffers, r"seen: rank 0: \(1,\)"),
         (wraps, "rank 1: absent"),
     ],
 )

@@ -1,7 +1,7 @@
 """The ranks of a process group: who they are, and how numbers and text travel between them.
 
     identity   `size`, `rank`, `group`, and which backend serves which device
-    numbers    `all_gather`, `sum_and_gather`, `all_reduce`, `check_equal`
+    numbers    `all_gather`, `sum_and_gather`, `all_reduce`
     text       `all_gather_text`, for messages about what ranks disagree on
     tensors    `broadcast`, `broadcast_from_first`, `all_to_all`; slices of a bucket (`slices.py`)
 
@@ -11,7 +11,7 @@ With one rank every collective returns at once, so that callers need no branch o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -264,20 +264,6 @@ class RankGroup:
         rows = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(rows, padded, group=self.group)
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
-
-    def check_equal(self, owner: str, own: Mapping[str, float], device: torch.device) -> None:
-        """Raise a ValueError on every rank if ranks have different numbers.
-
-        `own` are this rank's numbers by their names, `owner` is the class that they belong to.
-        """
-        everyone = self.all_gather(list(own.values()), device)
-        for name, values in zip(own, zip(*everyone, strict=True), strict=True):
-            if len(set(values)) > 1:
-                listed = ", ".join(f"rank {r}: {v:g}" for r, v in enumerate(values[:8]))
-                raise ValueError(
-                    f"workers disagree on the {name}: {listed}. "
-                    f"Build the same {owner} on every worker."
-                )
 
 
 @dataclass

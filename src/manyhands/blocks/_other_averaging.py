@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrapper import unwrap
 from manyhands.blocks.averaging._extras import live_modules
 from manyhands.blocks.averaging._payload import RoundResult
-from manyhands.sharding.zero._oss import OSS
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 
@@ -38,8 +38,11 @@ def check_not_averaged(
         "rank of each worker as process_group=."
     )
     inner = unwrap(optimizer)[-1]
-    if isinstance(inner, OSS) and _overlap(inner.group, workers):
-        raise ValueError(f"OSS shards its updates over the same workers as the blocks. {advice}")
+    if isinstance(inner, ShardedOptimizer) and _overlap(inner.group, workers):
+        raise ValueError(
+            f"{type(inner).__name__} shards its updates over the same workers as the blocks. "
+            f"{advice}"
+        )
     if model is not None and _averages(model) and _overlap(model.process_group, workers):
         raise ValueError(
             f"model= is in {type(model).__name__}, which averages gradients over the same workers "

@@ -20,36 +20,32 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.blocks import _state
-from manyhands.blocks._anchor import OuterState
-from manyhands.blocks._optimizer import Blocks
+from manyhands._core.state_parts import BlocksParts, StatePart
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._parts import TensorParts
 from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._values import GetTensor, decode, encode
 
+OWN = "residual"  # the entry that each replica has of its own
 
-def _tensors_by_key(each: OuterState, name: str, key: str, replica: Replica) -> dict[str, Tensor]:
+
+def _tensors_by_key(part: StatePart, name: str, key: str, replica: Replica) -> dict[str, Tensor]:
     """Return the outer state of one parameter by key; `key` is the optimizer's prefix."""
-    found = {f"{key}/blocks.anchor/{name}": each.anchor}
-    for number, memory in enumerate(each.memories):
-        found[f"{key}/blocks.memory.{number}/{name}"] = memory
-    if each.residual is not None:
-        found[f"{replica.key_prefix(key)}/blocks.residual/{name}"] = each.residual
-    return found
+    return {
+        f"{replica.key_prefix(key) if entry == OWN else key}/blocks.{entry}/{name}": values
+        for entry, values in part.entries.items()
+    }
 
 
 def collect_blocks(
-    blocks: Blocks, names: Mapping[int, str], key: str, replica: Replica
+    blocks: BlocksParts, names: Mapping[int, str], key: str, replica: Replica
 ) -> tuple[Any, dict[str, Any]]:
     """Return what all replicas have alike, as JSON, and this rank's slices of tensors by key."""
-    sync = blocks._sync
-    counters = _state.save_counters(sync, blocks._options)
-    meta = {**counters, "memories": sync.anchor.outer.memories, "layouts": replica.layouts}
+    meta = {**blocks.save_counters(), "memories": blocks.memories, "layouts": replica.layouts}
     tensors = {
-        path: TensorParts.from_flat(values, each.param, each.start)
-        for each in sync.anchor.outer_state()
-        for path, values in _tensors_by_key(each, names[id(each.param)], key, replica).items()
+        path: TensorParts.from_flat(values, part.param, part.start or 0)
+        for part in blocks.outer_parts()
+        for path, values in _tensors_by_key(part, names[id(part.param)], key, replica).items()
     }
     # `put` stores nothing: the counters contain no tensors.
     return encode(meta, f"{key}/blocks", lambda path, _: path), tensors
@@ -64,7 +60,7 @@ class BlocksLoader:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: BlocksParts,
         meta: Any,
         saved_names: Mapping[int, str],
         tensors: Mapping[str, _index.StoredTensor],
@@ -76,28 +72,27 @@ class BlocksLoader:
         self.targets: dict[str, Any] = {}
         self._blocks = blocks
         # Without a saved anchor: frozen in the saved run, or all of them if one worker saved it.
-        self._unsaved: list[OuterState] = []
-        self._meta = _state.check_saved(decode(meta, get), blocks._options, {})
+        self._unsaved: list[Tensor] = []
+        self._meta = blocks.check_counters(decode(meta, get))
         if self._meta is None:  # saved without blocks
             return
-        anchor = blocks._sync.anchor
         memories = self._meta["memories"]
-        if memories != anchor.outer.memories:
+        if memories != blocks.memories:
             raise ValueError(
                 f"the checkpoint has {memories} memories of its outer step, and the one here has "
-                f"{anchor.outer.memories}. Continue with an outer step of the same kind."
+                f"{blocks.memories}. Continue with an outer step of the same kind."
             )
         self._load_residuals = self._meta["layouts"] == replica.layouts
-        for each in anchor.outer_state():
-            name = saved_names[id(each.param)]
-            found = _tensors_by_key(each, name, key, saved_replica)
+        for part in blocks.outer_parts():
+            name = saved_names[id(part.param)]
             if f"{key}/blocks.anchor/{name}" not in tensors:
-                self._unsaved.append(each)
+                self._unsaved.append(part.param)
                 continue
-            for path, values in found.items():
-                if values is each.residual and not self._load_residuals:
+            residual = part.entries.get(OWN)
+            for path, values in _tensors_by_key(part, name, key, saved_replica).items():
+                if values is residual and not self._load_residuals:
                     continue
-                parts = TensorParts.from_flat(values, each.param, each.start)
+                parts = TensorParts.from_flat(values, part.param, part.start or 0)
                 self._check_shape(path, parts, tensors)
                 self.targets[path] = parts
 
@@ -114,11 +109,9 @@ class BlocksLoader:
 
     def finish(self) -> None:
         """Continue from the filled targets. The parameters must be filled as well by now."""
-        sync = self._blocks._sync
         if self._meta is None:
             # The anchor begins at the parameters, without outer momentum.
-            self._blocks.load_common_state(None)
-            return
-        if not self._load_residuals:
-            sync.anchor.reset_residuals()
-        _state.load_counters(self._meta, sync, self._unsaved)
+            self._blocks.begin()
+        else:
+            residuals = self._load_residuals
+            self._blocks.load_counters(self._meta, self._unsaved, residuals=residuals)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.flat import order_of_dims
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice
@@ -132,7 +132,7 @@ class TensorParts:
 
 def _locate(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
-    here, corner = local(tensor).detach(), (0,) * tensor.dim()
+    here, corner = local_shard(tensor).detach(), (0,) * tensor.dim()
     if is_dtensor(tensor):
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
         corner = tuple(chunk.offsets)

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.optim import Optimizer
+
+from manyhands._core.state_parts import OptimizerLayers
 from manyhands.checkpoint._ranks import CheckpointRanks
-from manyhands.checkpoint._unwrap import OptimizerLayers
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def find_replicas(optimizers: Sequence[Any], ranks: CheckpointRanks) -> list[Rep
     """Return this rank's replica for each optimizer. Every rank must call this."""
 
     def locate_all() -> list[Any]:
-        return [_locate_replica(OptimizerLayers.of(optimizer)) for optimizer in optimizers]
+        return [_locate_replica(optimizer) for optimizer in optimizers]
 
     # `run_on_all`, because an optimizer of a wrong type must be an error on every rank.
     own = ranks.run_on_all(locate_all)
@@ -66,13 +68,16 @@ def find_replicas(optimizers: Sequence[Any], ranks: CheckpointRanks) -> list[Rep
     return result
 
 
-def _locate_replica(layers: OptimizerLayers) -> tuple[int, Any]:
+def _locate_replica(optimizer: Any) -> tuple[int, Any]:
     """Return the replica's number, and the layout of this rank's outer state."""
-    if layers.blocks is None:
-        return 0, None
-    sync = layers.blocks._sync
-    workers = sync.members.workers
-    return workers.rank, [workers.size, workers.rank, *sync.anchor.layout()]
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Save any "
+            "other object that has a state_dict under a name of yours: mh.save(path, "
+            "scaler=scaler)."
+        )
+    blocks = OptimizerLayers.of(optimizer).blocks
+    return (0, None) if blocks is None else (blocks.replica, blocks.layout)
 
 
 def merge_replicas(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -24,14 +24,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import LARGE
+from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrapper import unwrap
 from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.planning._state import OptimizerStateSizes
 from manyhands.sharding.wrapping._pick import picked
 from manyhands.sharding.wrapping._policies import default_auto_wrap_policy
 from manyhands.sharding.zero._ddp import ShardedDataParallel
-from manyhands.sharding.zero._elementwise import chosen_layout
-from manyhands.sharding.zero._oss import OSS
+from manyhands.sharding.zero._elementwise import choose_layout
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PlannedOptimizer:
     def elementwise(self) -> bool:
         options = [{**self.arguments, **options} for options, _ in self.groups]
         options = options or [self.arguments]
-        return chosen_layout(self.kind, None, options) == "even"
+        return choose_layout(self.kind, None, options) == "even"
 
 
 def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -145,8 +145,9 @@ def _describe_optimizer(optimizer: Any) -> PlannedOptimizer:
     groups = [({k: v for k, v in g.items() if k not in ("params", "param_names")}, g["params"])
               for g in optimizer.param_groups]  # fmt: skip
     optimizer = unwrap(optimizer)[-1]
-    if isinstance(optimizer, OSS):  # the class that it shards is what has state
-        return PlannedOptimizer(optimizer._kind, dict(optimizer._given), groups, exists=True)
+    if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
+        arguments = dict(optimizer.optimizer_arguments)
+        return PlannedOptimizer(optimizer.optimizer_class, arguments, groups, exists=True)
     # Defaults also hold options that a class sets for itself and its constructor refuses.
     accepted = inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}

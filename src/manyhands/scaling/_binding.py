@@ -17,9 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
-from manyhands._core.agreement import check_same_tensors
+from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.wrapper import SHARED, OptimizerWrapper, Shared, YieldingProperty, unwrap
+from manyhands._core.wrapper import (
+    SHARED,
+    OptimizerWrapper,
+    SharedAttribute,
+    YieldingProperty,
+    unwrap,
+)
 from manyhands.scaling._averages import DebiasedAverage, NoiseAverage, PaperAverage, convert_average
 from manyhands.scaling._batch import Batch, check_scale, parse_passes
 from manyhands.scaling._mean_gradient import StepContext
@@ -72,12 +78,13 @@ class BoundOptimizer(OptimizerWrapper):
     """A rule's ties to the outside. `ScalingRuleBase` documents the arguments."""
 
     # Shared with the proxies that trainers put around a rule: see `_core/wrapper.py`.
-    _progress = Shared[float]()
-    _steps = Shared[int]()
-    _skipped = Shared[int]()
-    _factors = Shared[tuple[float, ...]]()
-    _patch = Shared[OptimizerPatch | None]()
-    _options = Shared[Options]()
+    layer = "rule"
+    _progress = SharedAttribute[float]()
+    _steps = SharedAttribute[int]()
+    _skipped = SharedAttribute[int]()
+    _factors = SharedAttribute[tuple[float, ...]]()
+    _patch = SharedAttribute[OptimizerPatch | None]()
+    _options = SharedAttribute[Options]()
     _min_scale = 0.0
     _norm_kind = "plain"
 
@@ -288,9 +295,8 @@ class BoundOptimizer(OptimizerWrapper):
         }
         if not params:
             raise ValueError("the optimizer has no parameters: every group is empty.")
-        # numbers first: the second check needs equally many tensors on every rank
-        self._ranks.check_equal("optimizer and rule", claims, self._ranks.any_device)
-        check_same_tensors("optimizer and rule", self._ranks, {"parameter": params})
+        facts = {**claims, "parameters": describe_tensors(params)}
+        agree(self._ranks, facts, "Build the same model, optimizer and rule on every rank.")
 
     @YieldingProperty
     def _inner_optimizer(self) -> Optimizer:

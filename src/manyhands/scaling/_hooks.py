@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
 
 # called with a parameter's index and the gradient, in a tuple as autograd passes it
@@ -108,12 +108,12 @@ class GradientVersion:
 def _version(grad: Tensor) -> int:
     """Return a number that changes with every in-place operation."""
     # Operations on a DTensor may count on the DTensor or on its local tensor, so add both.
-    return grad._version + (local(grad)._version if is_dtensor(grad) else 0)
+    return grad._version + (local_shard(grad)._version if is_dtensor(grad) else 0)
 
 
 def has_values(grad: Tensor) -> bool:
     """Return whether a gradient has an element that is not zero. Waits for a GPU."""
-    grad = local(grad)
+    grad = local_shard(grad)
     if isinstance(grad, ShardedGradient):  # this rank may hold no element of it
         return not grad.zeroed
     return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
-from manyhands._core.agreement import check_same_tensors
+from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import rank_group_of
 from manyhands.scaling._batch import check_smoothing, parse_passes
 from manyhands.scaling._mean_gradient import StepContext
@@ -149,8 +149,8 @@ class NoiseScale:
         self._stop_watching: Callable[[], Any] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
-        ranks.check_equal("NoiseScale", claims, ranks.any_device)
-        check_same_tensors("NoiseScale", ranks, {"parameter": params})
+        facts = {**claims, "parameters": describe_tensors(params)}
+        agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
         self._ranks = ranks
         # weak: neither the tap nor the optimizer's hook may keep this object alive
         owner, watches_steps = weakref.proxy(self), optimizer is not None

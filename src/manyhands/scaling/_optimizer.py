@@ -365,9 +365,9 @@ class ScalingRuleBase(BoundOptimizer):
         keeps its proportion to workers x passes, as the micro-batch stays the same.
         """
         # parsed first: a state dict that does not fit changes nothing
-        state = self._parsed(_state.get_entry(state_dict, type(self).__name__))
+        state = self.check_scaling_state(_state.get_entry(state_dict, type(self).__name__))
         self._load_inner(dict(state_dict))
-        self._continue_from(state)
+        self.take_scaling_state(state)
 
     def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict through the patched optimizer's `load_state_dict`.
@@ -400,9 +400,9 @@ class ScalingRuleBase(BoundOptimizer):
 
     def load_scaling_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `scaling_state_dict`; the optimizer's own state stays as it is."""
-        self._continue_from(self._parsed(state_dict))
+        self.take_scaling_state(self.check_scaling_state(state_dict))
 
-    def _parsed(self, entry: Mapping[str, Any]) -> _state.ScalingState:
+    def check_scaling_state(self, entry: Mapping[str, Any]) -> _state.ScalingState:
         """Return the scaling entry of a state dict, checked against this wrapper."""
         self._check_between_steps("load_state_dict()")
         state = _state.parse_entry(
@@ -422,7 +422,7 @@ class ScalingRuleBase(BoundOptimizer):
             self._options = own_options
         return state
 
-    def _continue_from(self, state: _state.ScalingState) -> None:
+    def take_scaling_state(self, state: _state.ScalingState) -> None:
         """Take over a parsed state."""
         # in place: the noise tracker holds the batch, and a trainer's proxy the dict of options
         vars(self._batch).update(vars(state.batch))

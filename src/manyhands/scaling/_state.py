@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.state_parts import plain_optimizer
 from manyhands._core.wrapper import unwrap
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._batch import Batch
@@ -48,8 +49,7 @@ def describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, Any]:
     return {
         "version": VERSION,
         "gradients": norm_kind,
-        # an OSS has the class that it shards in `optim`: the same name with and without sharding
-        "optimizer": type(getattr(inner, "optim", inner)).__name__,
+        "optimizer": type(plain_optimizer(inner)).__name__,  # with and without sharding
         "group_sizes": [len(group["params"]) for group in optimizer.param_groups],
     }
 

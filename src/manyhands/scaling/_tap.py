@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 from manyhands._core.ranks import RankGroup
 from manyhands.scaling._fsdp_params import unsharded_parameters
 from manyhands.scaling._hooks import GradientVersion, ParameterHooks, has_values
@@ -417,7 +417,7 @@ class GradientTap:
         with torch.no_grad():
             for param in self._params:
                 if param.grad is not None:
-                    local(param.grad).mul_(factor)
+                    local_shard(param.grad).mul_(factor)
 
 
 def _deliver(tap: weakref.ref[GradientTap], index: int, grads: tuple[Tensor | None]) -> None:

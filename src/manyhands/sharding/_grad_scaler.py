@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands.sharding.zero._oss import OSS
+from manyhands._core.state_parts import ShardedOptimizer
+from manyhands._core.wrapper import find_layer
 
 Device: TypeAlias = str | torch.device | None
 
@@ -129,7 +130,7 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        sharded = _sharding_of(optimizer)
+        sharded = find_layer(optimizer, ShardedOptimizer)
         if sharded is not None:
             sharded.join_in()
         held = [
@@ -154,19 +155,13 @@ class ShardedGradScaler(GradScaler):
         return {anywhere.device: anywhere}
 
 
-def _sharding_of(optimizer: Any) -> OSS | None:
-    while optimizer is not None and not isinstance(optimizer, OSS):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer
-
-
 def _carriers(param: Tensor) -> list[Tensor]:
     """Tensors with the gradients that this worker holds of a parameter: itself, if it is whole."""
     grad = param.grad
     if isinstance(grad, ShardedGradient):
         return [_carrying(piece) for piece in grad.slices if piece.numel()]
     if grad is not None and is_dtensor(grad):
-        return [_carrying(local(grad))]
+        return [_carrying(local_shard(grad))]
     return [param]  # torch puts another gradient there, if it is sparse and in float16
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 from manyhands._core.flat import FlatTensors, group_by_type
 from manyhands._core.norms import accumulation_dtype
 from manyhands.blocks._codec import CODECS, Codec
@@ -35,7 +35,7 @@ class TensorPayload:
     codec: Codec = CODECS["float32"]
 
     def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
-        first = local(next(iter(tensors.values())))
+        first = local_shard(next(iter(tensors.values())))
         self.tensors = tensors
         self._vector = FlatTensors(list(tensors.values()))
         self.length, self.device = len(self._vector), first.device
