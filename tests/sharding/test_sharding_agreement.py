@@ -224,10 +224,11 @@ MODULES = {
     an_optimizer_of_layers_in_another_order: (
         "parameters in group 0 of optimizer 0. The first that differs is number 0: rank 0: a.weight"
     ),
-    optimizers_in_another_order: "of optimizer 0. The first that differs is number 0: rank 0: a.weight",
-    other_buffers: "buffers in the module. The first that differs is number 0: rank 0: seen (2,) float32",
+    optimizers_in_another_order: "of optimizer 0. The first that differs is number 0: rank 0: a.w",
+    other_buffers: "buffers in the module. The first that differs is number 0: rank 0: seen (2,)",
     a_frozen_layer_that_no_optimizer_has: (
-        "parameters in the module. The first that differs is number 2: rank 0: 1.weight (3, 2) float32 on cpu frozen"
+        "in the module. The first that differs is number 2: rank 0: 1.weight (3, 2) float32 on cpu "
+        "frozen"
     ),
     one_takes_rank_0s_values: "values of sync_models_at_startup: rank 0: True; rank 1: False",
     one_broadcasts_buffers: "values of broadcast_buffers: rank 0: True; rank 1: False",
@@ -282,7 +283,9 @@ def maximize_on_one(rank):
 OPTIONS = {
     another_rate: "values of lr in group 0: rank 0: 0.1; rank 1: 1.1",
     another_rate_in_a_tensor: "values of lr in group 0: rank 0: 0.25; rank 1: 1.25",
-    other_betas: "values of betas in group 0. The first that differs is number 1: rank 0: 0.75; rank 1: 0.875",
+    other_betas: (
+        "betas in group 0. The first that differs is number 1: rank 0: 0.75; rank 1: 0.875"
+    ),
     a_rate_of_a_group: "values of lr in group 1: rank 0: 0.5; rank 1: 1.5",
     a_rate_of_a_group_that_is_added: "values of lr in group 1: rank 0: 0.5; rank 1: 1.5",
     maximize_on_one: "values of maximize in group 0: rank 0: False; rank 1: True",

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._core.dtensor import is_dtensor, local_shard
-from manyhands._core.module_wrapper import WRAPPER_NAMES, plain_name
+from manyhands._core.modules import WRAPPER_NAMES, plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands.errors import RanksDisagree
 
@@ -74,7 +74,7 @@ def agree(
 def raise_if_different(
     everyone: Sequence[Facts], advice: str, *, names: Sequence[Names] = ()
 ) -> None:
-    """Raise `RanksDisagree` for the first fact that differs between ranks; `everyone` is by rank."""
+    """Raise `RanksDisagree` for the first fact that differs; `everyone` is by rank."""
     for title in dict.fromkeys(title for facts in everyone for title in facts):
         values = [facts.get(title, ABSENT) for facts in everyone]
         called = [each.get(title, ()) for each in names]

@@ -33,7 +33,6 @@ from manyhands.blocks._checks import (
 from manyhands.blocks._codec import find_codec
 from manyhands.blocks._other_averaging import check_not_averaged
 from manyhands.blocks._outer import Average, Outer
-from manyhands.blocks._parts import OuterStateParts
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks._state import describe_outer, rename_options, split_overrides
 from manyhands.blocks._sync import Sync
@@ -481,9 +480,9 @@ class Blocks(OptimizerWrapper):
         """Continue from what `checked_state` returned; if None, from the parameters as they are."""
         _state.load_saved(saved, self._sync)
 
-    def state_parts(self) -> OuterStateParts:
+    def state_parts(self) -> _state.OuterStateParts:
         """Return what `mh.save` and `mh.load` ask of blocks."""
-        return OuterStateParts(self._sync, self._options)
+        return _state.OuterStateParts(self._sync, self._options)
 
     def __repr__(self) -> str:
         workers = self._sync.members.workers.size

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrapper import unwrap
-from manyhands.blocks.averaging._extras import live_modules
 from manyhands.blocks.averaging._payload import RoundResult
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
@@ -83,15 +83,12 @@ def warn_identical_moves(workers: int) -> None:
     )
 
 
-def _found(params: Iterable[Tensor], workers: RankGroup) -> set[str]:
+def _found(params: Sequence[Tensor], workers: RankGroup) -> set[str]:
     """Return the class names of modules that average these gradients over these workers."""
-    wanted = {id(param) for param in params}
     return {
         type(module).__name__
-        for module in live_modules()
-        if _averages(module)
-        and any(id(param) in wanted for param in module.parameters())
-        and _overlap(module.process_group, workers)
+        for module, _ in modules_holding(params, _averages)
+        if _overlap(module.process_group, workers)
     }
 
 

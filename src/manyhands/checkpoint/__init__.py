@@ -7,14 +7,11 @@ A save meets the files in this order; a load goes through the same stages, from 
     _ranks.py                 the ranks that save or load together
     _contents.py              everything that belongs to a run:
       _names.py  _model.py        tensors under the names of the plain model
-      _unwrap.py                  the layers around an optimizer
-      _replicas.py                in blocks, each replica has an optimizer state of its own
       _optimizer.py               the optimizer's state by parameter name
-      _local_state.py             which slices of that state are on this rank
-      _blocks_state.py            the outer state of blocks
+      _blocks.py                  in blocks: replicas, which have a state each, and the outer state
       _values.py  _random.py      values as JSON, random generators
       _undo.py                    undo what foreign `load_state_dict` did, if the load fails
-    _parts.py  _planner.py    slices of tensors, and which rank writes and reads which of them
+    _parts.py  _planner.py    this rank's slices of tensors, and which rank writes and reads which
     _storage.py               what torch's planners write to and read from
     _index.py  _schema.py         the index, and the check of everything it says
     _safetensors.py  _files.py    the files of tensors, and how files are opened safely

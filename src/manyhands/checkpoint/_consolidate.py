@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint import _folder, _index, _safetensors
-from manyhands.checkpoint._local_state import EXACT_ENTRY
+from manyhands.checkpoint._parts import EXACT_ENTRY
 from manyhands.checkpoint._safetensors import TensorEntry
 from manyhands.checkpoint._storage import Reader
 from manyhands.checkpoint._values import decode

@@ -13,12 +13,12 @@ from manyhands._core.dtensor import is_dtensor
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrapper import unwrap
 from manyhands.checkpoint import _index, _values
-from manyhands.checkpoint._local_state import to_parts
+from manyhands.checkpoint._blocks import Replica
 from manyhands.checkpoint._model import ModelLoader, collect_model, is_module, read_tensors
 from manyhands.checkpoint._names import ModelNames, escape, find_names, list_names, put_new
 from manyhands.checkpoint._optimizer import OptimizerLoader, collect_optimizer
+from manyhands.checkpoint._parts import to_parts
 from manyhands.checkpoint._random import random_state
-from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._undo import (
     ForeignState,
     ForeignStates,

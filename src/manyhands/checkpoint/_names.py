@@ -1,7 +1,7 @@
 """What tensors are called: in the plain model, and in a checkpoint.
 
 A model's tensors have the names of the plain model, without those that wrappers put in between
-(`_core/module_wrapper.py`). So a checkpoint fits the model under any other wrapper.
+(`_core/modules.py`). So a checkpoint fits the model under any other wrapper.
 
 The keys of all tensors in a checkpoint, such that no two tensors have one key:
 
@@ -9,7 +9,7 @@ The keys of all tensors in a checkpoint, such that no two tensors have one key:
     optimizer.0/ENTRY/NAME         an entry of a parameter's state
     optimizer.0/options.1.lr       an option of its second parameter group
     optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
-    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks_state`, `_replicas`
+    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks`
     scheduler.0.x                  a scheduler's state
     value/NAME.x.0.y               in the user's value of that name: value["x"][0]["y"]
     value/NAME/PARAMETER           in a module among the user's values
@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands._core.module_wrapper import ModuleWrapper, plain_modules
+from manyhands._core.modules import ModuleWrapper, plain_modules
 
 
 @dataclass

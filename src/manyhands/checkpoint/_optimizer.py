@@ -10,8 +10,8 @@ How the index describes an optimizer:
     blocks      blocks around it: the counters that all workers share
     replicas    in blocks, what each further replica has of its own: groups, state, other, rule
 
-An entry of the parameter's shape may lie in slices on several ranks (`_local_state.py` knows
-which). Any other entry is whole on each rank that has it.
+An entry of the parameter's shape may lie in slices on several ranks (`_parts.py`). Any other entry
+is whole on each rank that has it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from manyhands._core.state_parts import (
     state_parts,
 )
 from manyhands.checkpoint import _index, _values
-from manyhands.checkpoint._blocks_state import BlocksLoader, collect_blocks
-from manyhands.checkpoint._local_state import (
+from manyhands.checkpoint._blocks import BlocksLoader, Replica, collect_blocks
+from manyhands.checkpoint._names import ModelNames, list_names, put_new, state_key
+from manyhands.checkpoint._parts import (
     EXACT_ENTRY,
     allocate_target,
     entries_of,
@@ -41,8 +42,6 @@ from manyhands.checkpoint._local_state import (
     is_partial,
     to_parts,
 )
-from manyhands.checkpoint._names import ModelNames, list_names, put_new, state_key
-from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._values import KEPT_OPTIONS, GetTensor, PutTensor, decode, encode
 
 

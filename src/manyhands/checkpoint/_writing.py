@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from manyhands._core.agreement import raise_if_different
 from manyhands.checkpoint import _files, _folder, _index, _lock, _storage
+from manyhands.checkpoint._blocks import Replica, find_replicas, merge_replicas
 from manyhands.checkpoint._contents import Contents, as_list, collect, prepare_optimizers
 from manyhands.checkpoint._planner import SavePlanner, merge_plans, plan_to_text
 from manyhands.checkpoint._ranks import CheckpointRanks
-from manyhands.checkpoint._replicas import Replica, find_replicas, merge_replicas
 from manyhands.checkpoint._safetensors import check_can_hold
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

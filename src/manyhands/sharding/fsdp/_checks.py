@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from manyhands._core.agreement import agree
 from manyhands._core.dtensor import is_dtensor
-from manyhands._core.module_wrapper import check_not_averaged_inside, plain_name
+from manyhands._core.modules import check_not_averaged_inside, plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._optimizer_guard import REPLACED
 from manyhands.sharding.fsdp._places import Places, named_params

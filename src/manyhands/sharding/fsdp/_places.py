@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._core.dtensor import is_dtensor
-from manyhands._core.module_wrapper import plain_name
+from manyhands._core.modules import plain_name
 from manyhands._core.ranks import RankGroup
 
 Place: TypeAlias = tuple[nn.Module, str]

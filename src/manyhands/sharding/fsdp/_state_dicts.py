@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhands._core.dtensor import is_dtensor, local_shard
-from manyhands._core.module_wrapper import INNER, plain_name
+from manyhands._core.modules import INNER, plain_name
 from manyhands.sharding.fsdp._full_tensors import (
     from_local,
     rename_keys,

@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 
 from manyhands._core.backward import current_task
 from manyhands._core.dtensor import local_shard
-from manyhands._core.module_wrapper import INNER, plain_name
+from manyhands._core.modules import INNER, plain_name
 from manyhands._core.trees import as_type
 from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding._clip import combine_norms, norm_of_shard
 from manyhands.sharding.fsdp._checks import check_inner_groups, check_module, check_parameters
-from manyhands.sharding.fsdp._engine import Engine
+from manyhands.sharding.fsdp._engine import Engine, shard_wrap
 from manyhands.sharding.fsdp._full_tensors import (
     consolidate_slices,
     full_optimizer_state,
@@ -53,7 +53,6 @@ from manyhands.sharding.fsdp._options import (
 )
 from manyhands.sharding.fsdp._places import cast_buffers, distinct_params, find_places
 from manyhands.sharding.fsdp._root import RootState, become_root
-from manyhands.sharding.fsdp._setup import shard_wrap
 from manyhands.sharding.fsdp._single_rank import GradientDivision, cast_in_forward
 from manyhands.sharding.fsdp._state_dicts import (
     add_our_versions,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SparseAdam
 
 from manyhands._core.agreement import Describer, agree
-from manyhands._core.module_wrapper import ModuleWrapper, check_not_averaged_inside
+from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.wrapper import find_layer, wrapped_attribute

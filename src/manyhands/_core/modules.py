@@ -1,16 +1,20 @@
-"""Modules around a model: which of their names are not the model's, and what they do with it.
+"""Modules around a model and around parameters: names, wrappers, and the search for modules.
 
 A wrapper puts a name of its own into the names of parameters: `module.` (data parallelism),
 `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP), `_checkpoint_wrapped_module.`
 (activation checkpointing). The plain model has none of them.
+
+An optimizer does not know its modules. What needs them searches Python's garbage collector, which
+is slow: at construction, or when an error is likely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
@@ -62,3 +66,19 @@ def check_not_averaged_inside(module: nn.Module) -> None:
                 f"the module contains a {type(inside).__name__} already, and gradients would be "
                 "averaged twice. Wrap the bare module."
             )
+
+
+def modules_holding(
+    params: Sequence[Tensor], wanted: Callable[[nn.Module], bool] = lambda module: True
+) -> Iterator[tuple[nn.Module, set[int]]]:
+    """Yield every live module with any of these parameters, and the indices of those it has.
+
+    Only `wanted` modules are looked into. Modules of before `gc.freeze()` are not found.
+    """
+    index_of = {id(param): index for index, param in enumerate(params)}
+    for thing in gc.get_objects():
+        # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.
+        if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing) and wanted(thing):
+            found = {index_of[id(p)] for p in thing.parameters() if id(p) in index_of}
+            if found:
+                yield thing, found
