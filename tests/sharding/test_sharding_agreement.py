@@ -108,12 +108,12 @@ def test_the_first_parameter_that_differs_is_named():
         assert expected in messages[build.__name__].replace(",)", ")"), build.__name__
 
 
-def test_only_the_ranks_that_differ_are_named():
+def test_ranks_that_agree_are_named_together():
     def build(rank):
         mh.OSS(parameters(torch.zeros(3 if rank == 2 else 2)), lr=0.1)
 
     (message,) = messages_of(build, world_size=4).values()
-    assert "rank 0: (2,) float32 on cpu, rank 2: (3,) float32 on cpu. " in message
+    assert "ranks 0, 1, 3: (2,) float32 on cpu; rank 2: (3,) float32 on cpu. " in message
 
 
 def test_devices_are_told_apart_but_not_by_their_index():
@@ -218,8 +218,8 @@ def one_sets_the_size_of_buckets(rank):
 
 MODULES = {
     layers_of_one_shape_in_another_order: (
-        "parameters in the module: number 0: rank 0: a.weight (2, 2) float32 on cpu, "
-        "rank 1: b.weight (2, 2)"
+        "in the module. The first that differs is number 0: rank 0: a.weight (2, 2) float32 on "
+        "cpu; rank 1: b.weight (2, 2)"
     ),
     an_optimizer_of_layers_in_another_order: (
         "parameters in group 0 of optimizer 0. The first that differs is number 0: rank 0: a.weight"

@@ -26,7 +26,7 @@ from manyhands._core.groups import Lease, connect
 from manyhands._core.shared_memory import SharedMemory, SharedMemoryReduceScatter
 from manyhands._core.slices import PendingReduceScatter
 
-LARGE = 65_536  # elements: a broadcast of its own costs less than the copy into a common one
+SENT_ALONE = 65_536  # elements of a tensor that gets a broadcast of its own, without a copy
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class RankGroup:
             return
         small_by_type: dict[Any, list[torch.Tensor]] = {}
         for tensor in map(torch.Tensor.detach, tensors):
-            if tensor.numel() > LARGE and tensor.is_contiguous():
+            if tensor.numel() > SENT_ALONE and tensor.is_contiguous():
                 dist.broadcast(tensor, group_src=0, group=self.group)
             else:
                 small_by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
