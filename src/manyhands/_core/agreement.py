@@ -92,7 +92,7 @@ def _difference(
         rows = ((key, [value.get(key, ABSENT) for value in values]) for key in keys)
         return _first_difference(f"different {title}", rows)
     if not all(isinstance(value, list) for value in values):
-        return _compare(f"different {title}", values)
+        return _compare_values(f"different {title}", values)
     thing = title.removesuffix("s") if title.isalpha() else "number"
     first = names[0] if names else ()
     numbered = (
@@ -101,7 +101,7 @@ def _difference(
     )
     found = _first_difference(f"different {title}", numbered)
     if not found[0]:
-        found = _compare(f"different numbers of {title}", [len(value) for value in values])
+        found = _compare_values(f"different numbers of {title}", [len(value) for value in values])
     if not found[0] and all(names) and _all_equal([sorted(each) for each in names]):
         order = ((f"{thing} {number}", row) for number, row in enumerate(zip(*names, strict=True)))
         found = _first_difference(f"the same {title} in another order", order)
@@ -113,11 +113,11 @@ def _first_difference(
 ) -> tuple[str, Sequence[Any]]:
     for name, row in rows:
         if not _all_equal(row):
-            return _compare(f"{what}. The first that differs is {name}", row)
+            return _compare_values(f"{what}. The first that differs is {name}", row)
     return "", ()
 
 
-def _compare(what: str, row: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+def _compare_values(what: str, row: Sequence[Any]) -> tuple[str, Sequence[Any]]:
     return ("", ()) if _all_equal(row) else (f"{what}: {_by_rank(row)}", row)
 
 
@@ -129,7 +129,7 @@ def _by_rank(values: Sequence[Any]) -> str:
     """Return which ranks have which value."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(_shown(value), []).append(rank)
+        ranks.setdefault(_format_value(value), []).append(rank)
     return "; ".join(
         f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:NAMED]))}"
         f"{', ...' if len(those) > NAMED else ''}: {value}"
@@ -137,7 +137,7 @@ def _by_rank(values: Sequence[Any]) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     short = f"{value:g}" if isinstance(value, float) else ""
     return short if short and float(short) == value else str(value)
 

@@ -2,7 +2,7 @@
 
 A save meets the files in this order; a load goes through the same stages, from files to contents.
 
-    _save.py  _load.py        `mh.save` and `mh.load`: the arguments, and the thread of a save
+    _save_and_load.py         `mh.save` and `mh.load`: the arguments, and the thread of a save
     _writing.py  _reading.py  the steps of a save and of a load
     _ranks.py                 the ranks that save or load together
     _contents.py              everything that belongs to a run:
@@ -19,10 +19,9 @@ A save meets the files in this order; a load goes through the same stages, from 
     _consolidate.py           a checkpoint as plain files, for `manyhands checkpoint`
 
 torch.distributed.checkpoint takes long to import, so it is imported when a checkpoint is first
-saved or loaded. That is why _save.py and _load.py are files of their own: they must not import it.
+saved or loaded. That is why _save_and_load.py is a file of its own: it must not import it.
 """
 
-from manyhands.checkpoint._load import load
-from manyhands.checkpoint._save import Saving, save
+from manyhands.checkpoint._save_and_load import Saving, load, save
 
 __all__ = ["Saving", "load", "save"]

@@ -1,6 +1,6 @@
 """The steps of a load: compare everything with the index and its checksums, then change something.
 
-Apart from `_load.py` because it imports torch.distributed.checkpoint.
+Apart from `_save_and_load.py` because it imports torch.distributed.checkpoint.
 """
 
 from __future__ import annotations

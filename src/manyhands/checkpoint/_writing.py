@@ -1,6 +1,6 @@
-"""The steps of a save, which `_save.py` lists.
+"""The steps of a save, which `_save_and_load.py` lists.
 
-Apart from `_save.py` because it imports torch.distributed.checkpoint.
+Apart from `_save_and_load.py` because it imports torch.distributed.checkpoint.
 """
 
 from __future__ import annotations

@@ -80,9 +80,10 @@ def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
     for inner in inside:
         if inner.size > 1 and _members(inner) != own:
             raise ValueError(
-                f"a wrap inside has {_describe(inner)}, and the one around it {_describe(ranks)}. "
-                "Give all wraps of a model the same process_group; only a group of one may be "
-                "inside another, for parameters that each rank trains by itself."
+                f"a wrap inside has {_describe_ranks(inner)}, and the one around it "
+                f"{_describe_ranks(ranks)}. Give all wraps of a model the same process_group; only "
+                "a group of one may be inside another, for parameters that each rank trains by "
+                "itself."
             )
 
 
@@ -91,7 +92,7 @@ def _members(ranks: RankGroup) -> list[int] | None:
     return None if ranks.size == 1 else ranks.ranks
 
 
-def _describe(ranks: RankGroup) -> str:
+def _describe_ranks(ranks: RankGroup) -> str:
     members = _members(ranks)
     return "one rank" if members is None else f"the ranks {members}"
 

@@ -102,6 +102,6 @@ class _PathCounts:
         return self._known[module]
 
     def all_lead_through(self, module: nn.Module, param: nn.Parameter, root: nn.Module) -> bool:
-        """Whether every path from the root to the parameter passes through the module."""
+        """Return whether every path from the root to the parameter passes through the module."""
         from_root = self.below(root)
         return from_root[param] == from_root[module] * self.below(module)[param]

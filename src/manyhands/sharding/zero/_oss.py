@@ -110,7 +110,7 @@ class OSS(ShardedOptimizer):
             "broadcast_fp16": broadcast_fp16,
             "force_broadcast_object": force_broadcast_object,
         }
-        _check_arguments(optim, group, broadcast_buffer_size, flags)
+        _check_oss_arguments(optim, group, broadcast_buffer_size, flags)
         if bucket_size is None and broadcast_buffer_size > 0:
             bucket_size = broadcast_buffer_size
         if bucket_size is not None and bucket_size < 1:
@@ -359,7 +359,7 @@ class OSS(ShardedOptimizer):
             self._consolidated = state if here else None
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """The plain optimizer's state dict, after `consolidate_state_dict` on this worker.
+        """Return the plain optimizer's state dict, after `consolidate_state_dict` on this worker.
 
         With `all_ranks`, collect it on all workers first; then call this on every worker.
         """
@@ -381,7 +381,7 @@ class OSS(ShardedOptimizer):
         Each worker copies its shard. The dict itself is not changed.
         """
         self.prepare()
-        _state.check_state_dict(state_dict, self.param_groups, self._shards)
+        _state.check_plain_state_dict(state_dict, self.param_groups, self._shards)
         for_later = _state.state_without_slices(state_dict, self._shards)
         if self.shards_state:
             shard = _state.shard_state_dict(state_dict, self.param_groups, self._shards)
@@ -395,7 +395,7 @@ class OSS(ShardedOptimizer):
         """Return this worker's state by parameter, and the state dict of `optim` it is in."""
         packed = self.optim.state_dict()
         groups = [param_indices(self.param_groups, i) for i in range(len(self.param_groups))]
-        parts = _state.state_parts(packed, groups, self._shards, self._pending_state)
+        parts = _state.slice_parts(packed, groups, self._shards, self._pending_state)
         return [part for part in parts if include_empty or not part.empty], packed
 
     def load_parts(
@@ -430,7 +430,7 @@ class OSS(ShardedOptimizer):
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
 
-def _check_arguments(
+def _check_oss_arguments(
     optim: Any, group: Any, broadcast_buffer_size: Any, flags: Mapping[str, Any]
 ) -> None:
     """Raise a TypeError for an argument of a wrong type, such as one in another's position."""

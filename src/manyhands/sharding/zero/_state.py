@@ -48,7 +48,7 @@ def collect_state(
     ]
     device = shards.params[0].device
     texts = workers.all_gather_text(
-        json.dumps([_describe(*entry) for entry in own_entries]), device
+        json.dumps([_describe_slice(*entry) for entry in own_entries]), device
     )
     result: dict[int, dict[str, Any]] = {i: copy.deepcopy(s) for i, s in frozen.items()}
     _check_can_travel(texts, type(optim).__name__)
@@ -61,7 +61,7 @@ def collect_state(
                     continue
                 own = own_entries[number][1][name] if rank == workers.rank else None
                 # In the order of the text, so that ranks meet in the same collectives.
-                tensor = _send(shards, own, entry, rank, recipient, device)
+                tensor = _send_tensor(shards, own, entry, rank, recipient, device)
                 if not here:
                     continue
                 assert tensor is not None
@@ -80,7 +80,7 @@ def collect_state(
     return ordered if here else None
 
 
-def _send(
+def _send_tensor(
     shards: Shards,
     own: Tensor | None,
     entry: Mapping[str, Any],
@@ -109,7 +109,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return flatten(tensor, tensor).contiguous()
 
 
-def _describe(owned: ParamSlice, state: Mapping[str, Any]) -> list[Any]:
+def _describe_slice(owned: ParamSlice, state: Mapping[str, Any]) -> list[Any]:
     """Return [parameter, start, stop, entries] of a slice, in JSON's types."""
     entries: dict[str, Any] = {}
     for name, value in state.items():
@@ -210,7 +210,7 @@ def _slice_entry(name: str, value: Any, owned: ParamSlice, param: Tensor) -> Any
     return value.clone()
 
 
-def check_state_dict(
+def check_plain_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
 ) -> None:
     """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
@@ -268,7 +268,7 @@ def move_state(
 # -- for the parts that do not know slices ---------------------------------------------------------
 
 
-def state_parts(
+def slice_parts(
     packed: Mapping[str, Any],
     groups: Sequence[Sequence[int]],
     shards: Shards,
