@@ -1,7 +1,7 @@
 """Do all ranks have the same facts? If not, every rank raises, and names the first that differs.
 
 A rank's *facts* are what it must have in common with the others: titles, each with a value in
-JSON's types. A list is compared element by element, a dict name by name.
+JSON's types. A list is compared element by element, a dict name by name, and in its order.
 
     {"scale": 4.0, "parameters": ["(4, 3) float32 on cpu", ...], "options": {"every": 16, ...}}
 
@@ -90,7 +90,9 @@ def _difference(
     if all(isinstance(value, dict) for value in values):
         keys = dict.fromkeys(key for value in values for key in value)
         rows = ((key, [value.get(key, ABSENT) for value in values]) for key in keys)
-        return _first_difference(f"different {title}", rows)
+        found = _first_difference(f"different {title}", rows)
+        order = ((f"number {i}", row) for i, row in enumerate(zip(*values, strict=False)))
+        return found if found[0] else _first_difference(f"the same {title} in another order", order)
     if not all(isinstance(value, list) for value in values):
         return _compare_values(f"different {title}", values)
     thing = title.removesuffix("s") if title.isalpha() else "number"
