@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 
 
 @dataclass(frozen=True)
@@ -120,4 +120,4 @@ def unscale(param_groups: Sequence[dict[str, Any]], grad_scale: Tensor) -> None:
     for group in param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                local(param.grad).mul_(inverse.to(param.grad.device))
+                local_shard(param.grad).mul_(inverse.to(param.grad.device))

@@ -27,7 +27,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.scaling._norm_kinds import NormKind
 from manyhands.scaling._step_stats import Norm
@@ -214,12 +214,12 @@ def _version(grad: Tensor) -> int:
     if type(grad) is Tensor or not is_dtensor(grad):
         return grad._version
     # Operations on a DTensor may count on the DTensor or on its local tensor, so add both.
-    return grad._version + local(grad)._version
+    return grad._version + local_shard(grad)._version
 
 
 def any_values(params: Sequence[Tensor]) -> bool:
     """Return whether any gradient has an element that is not zero. Waits for a GPU."""
-    return any(_has_values(local(p.grad)) for p in params if p.grad is not None)
+    return any(_has_values(local_shard(p.grad)) for p in params if p.grad is not None)
 
 
 def _has_values(grad: Tensor) -> bool:

@@ -10,13 +10,13 @@ the rank raises an error.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import PendingSums
 
 PATIENCE = 2.0  # seconds
@@ -42,11 +42,15 @@ class GradientAnomaly:
         """Return if the other ranks' payloads are here or may still come; raise if they cannot."""
         if pending.done_within(PATIENCE):
             return
-        modules = list(_ddp_modules_of(self.params))
-        if self.may_be_intended:
+
+        def waits(module: nn.Module) -> bool:
+            if not isinstance(module, DistributedDataParallel):
+                return False
             # these two options make DDP average without gradients that a rank did not compute
-            modules = [m for m in modules if not (m.find_unused_parameters or m.static_graph)]
-        if modules:
+            expected = module.find_unused_parameters or module.static_graph
+            return not (expected and self.may_be_intended)
+
+        if any(modules_holding(self.params, waits)):
             raise RuntimeError(
                 f"the other ranks have not sent their part of this step for {PATIENCE:g} s: they "
                 f"wait for rank {self.rank}, which is this one. Here {self.text}."
@@ -62,18 +66,3 @@ def describe_missing(missing: Sequence[int], expected: int) -> str:
         "used by its loss? DistributedDataParallel waits for all of them, unless it is made with "
         "find_unused_parameters=True"
     )
-
-
-def _ddp_modules_of(params: Sequence[Tensor]) -> Iterator[DistributedDataParallel]:
-    """Yield the DDP modules that hold any of these parameters.
-
-    An optimizer does not know its modules, so Python's garbage collector is searched. That is
-    slow, and happens only when an error is likely.
-    """
-    wanted = {id(param) for param in params}
-    for thing in gc.get_objects():
-        # type(), not isinstance: that would ask lazy proxies for their __class__, and import things
-        if issubclass(type(thing), DistributedDataParallel) and any(
-            id(param) in wanted for param in thing.parameters()
-        ):
-            yield thing

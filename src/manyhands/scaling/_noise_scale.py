@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import check_same_tensors
+from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.amp import LossScale
 from manyhands._core.ranks import rank_group_of
 from manyhands.scaling._averages import NoiseMoments
@@ -110,8 +110,8 @@ class NoiseScale:
         self._stop_watching: Callable[[], Any] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
-        ranks.check_equal("NoiseScale", claims, ranks.any_device)
-        check_same_tensors("NoiseScale", ranks, {"parameter": params})
+        facts = {**claims, "parameters": describe_tensors(params)}
+        agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
         self._optimizer = optimizer
         # weak: neither the tap nor the optimizer's hook may keep this object alive
         owner = weakref.proxy(self)

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.amp import LossScale
 from manyhands._core.backward import BackwardPasses
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 from manyhands._core.ranks import RankGroup
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
@@ -348,7 +348,7 @@ class GradientTap:
         with torch.no_grad():
             for param in self._params:
                 if param.grad is not None:
-                    local(param.grad).mul_(factor)
+                    local_shard(param.grad).mul_(factor)
 
     def divide_by_passes(self) -> None:
         """Divide the gradients by the number of passes, if that is left to the user."""
