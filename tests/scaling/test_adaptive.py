@@ -400,7 +400,7 @@ def test_adaptdls_order_of_arguments_is_taken_by_position():
         rule = mh.LinearScale()
         adp = mh.AdaptiveDataParallel(model, optimizer, schedule, scaler, rule, "mine")
         assert (adp.lr_scheduler, adp.scaling_rule, adp.name) == (schedule, rule, "mine")
-        assert rule._grad_scaler is scaler
+        assert rule._loss_scale.scaler is scaler
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(optimizer, 0.9)

@@ -253,7 +253,7 @@ EXPLICIT = {
     ),
     "floor_each_step": (True, lambda rule: rule.noise.floor_each_step, False),
     "var_floor": (0.0, lambda rule: rule.noise.var_floor, 1e-6),
-    "second_moment_floor": (0.01, lambda rule: rule._tracker.tap.norms.floor, 1e-3),
+    "second_moment_floor": (0.01, lambda rule: rule._tap.norms.floor, 1e-3),
 }
 
 

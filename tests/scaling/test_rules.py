@@ -10,9 +10,10 @@ from torch import nn
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model, preconditioners
-from manyhands._core.norms import norm, norms
+from manyhands._core.norms import norm
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._noise import NormSums
+from manyhands.scaling._norm_kinds import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
 
 
@@ -182,7 +183,7 @@ def test_norms_of_every_kind_of_tensor():
         torch.randn(5, dtype=torch.complex64).conj(),
         torch.ones(2, 3).expand(2, 3),
     ]
-    for tensor, together in zip(tensors, norms(tensors), strict=True):
+    for tensor, together in zip(tensors, PlainNorm().many([], tensors), strict=True):
         plain = tensor.to_dense() if tensor.is_sparse else tensor
         wide = plain.to(torch.complex128 if plain.is_complex() else torch.float64)
         expected = pytest.approx(float(wide.abs().square().sum().sqrt()), rel=5e-6)

@@ -4,6 +4,8 @@
 `found_inf` (did the gradients overflow?) and `grad_scale` (what they are still multiplied
 with; None after `unscale_`). An optimizer with a fused step uses them itself; for the others
 we unscale and skip, as the scaler would have.
+
+`LossScale` is for gradients that are measured in backward, before the scaler leaves anything.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,41 @@ class ScalerSignals:
         return self.found_inf is not None
 
 
-def loss_scale_of(scaler: Any) -> Tensor | float:
-    """Return the factor that gradients have at present, without waiting for the device."""
-    if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
-        return 1.0
-    if hasattr(scaler, "_scale"):  # get_scale() would copy it to the host
-        return 1.0 if scaler._scale is None else scaler._scale
-    return float(scaler.get_scale())
+class LossScale:
+    """What gradients are multiplied by when they are measured: the one owner of that number.
+
+    If `scaler` is known, the scale is read in backward. If not, the scaler leaves the scale on the
+    optimizer at the step, after the gradients have been measured; it is then divided out of the
+    measurement, and `last` is that of the last step.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self.scaler = scaler
+        self.last: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the scale is known in backward."""
+        return self.scaler is not None
+
+    def in_backward(self) -> Tensor | float:
+        """Return the scale of the gradients at present, without waiting for the device."""
+        scaler = self.scaler
+        if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
+            return 1.0
+        if hasattr(scaler, "_scale"):  # get_scale() would copy it to the host
+            return 1.0 if scaler._scale is None else scaler._scale
+        return float(scaler.get_scale())
+
+    def at_step(self, signals: ScalerSignals) -> Tensor | None:
+        """Return the scale that is known only now; None if there is none."""
+        return None if self.known else signals.grad_scale
+
+    def update(self, scale: float) -> bool:
+        """Keep the scale of this step; return whether it is another one than the last step's."""
+        changed = scale != self.last
+        self.last = scale
+        return changed
 
 
 def supports_amp(optimizer: Optimizer) -> bool:
@@ -90,4 +120,4 @@ def unscale(param_groups: Sequence[dict[str, Any]], grad_scale: Tensor) -> None:
     for group in param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                local(param.grad).mul_(inverse.to(param.grad.device))
+                local_shard(param.grad).mul_(inverse.to(param.grad.device))

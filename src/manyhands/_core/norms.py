@@ -1,14 +1,11 @@
-"""The length of a gradient, exactly and in one read of the memory.
+"""The norm of a gradient, exactly and in one read of its memory.
 
-A CPU adds the squares of a tensor one after the other, so that a float32 norm over ten million
-elements comes out 7e-4 too small. Long tensors are therefore taken in rows of 32,768: the same
-speed, and 1e-7. Half-precision gradients are summed in float32.
+A CPU adds the squares of a tensor one after the other, and a float32 norm over ten million elements
+comes out 7e-4 too small. So the norms of rows of 32,768 elements are taken first, at the same
+speed, with an error of 1e-7. Half-precision gradients are summed in float32.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -16,11 +13,11 @@ from torch import Tensor
 from manyhands._core.flat import flatten
 
 ROW = 32_768
-SHORT = 2 * ROW  # elements that can be added up in one go
+SHORT = 2 * ROW  # elements that may be summed at once
 
 
 def norm(grad: Tensor) -> Tensor:
-    """|grad|, as a tensor of no dimensions in float32 or better."""
+    """Return |grad| as a tensor without dimensions, in float32 or wider."""
     if grad.layout != torch.strided:
         grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.to_dense()
     if grad.is_complex():
@@ -38,22 +35,6 @@ def norm(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(parts)
 
 
-def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """|g| for each: short dense float32 tensors in one call, the others one by one."""
-    together = [_is_simple(grad) for grad in grads]
-    lengths = iter(torch._foreach_norm(list(compress(grads, together))) if any(together) else [])
-    return [next(lengths) if simple else norm(g) for g, simple in zip(grads, together, strict=True)]
-
-
-def _is_simple(grad: Tensor) -> bool:
-    """Whether one call of torch's, and no more, gives an exact length."""
-    return (
-        grad.dtype is torch.float32
-        and grad.layout is torch.strided
-        and (grad.numel() <= SHORT or grad.device.type != "cpu")
-    )
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of this one are added up."""
+    """Return the type in which values of this type are summed."""
     return torch.promote_types(dtype, torch.float32)

@@ -8,6 +8,7 @@ One step's estimate is unbiased and very noisy. A rule acts on the average over 
 * `PaperAverage` is the AdaScale paper's appendix B.3: a plain mean until 1 / (1 - smoothing)
   steps have been seen, a moving average from then on.
 * `NoiseAverage` holds one of these for |true gradient|^2 and one for the noise.
+* `NoiseMoments` are moving averages of both numbers, and of their squares and product.
 
 All of them are immutable: `add` returns the next average. `gain()` can therefore include the
 gradients of the current step before that step is taken, and drop them if it never is.
@@ -105,7 +106,7 @@ def convert_average(
     return PaperAverage(mean, tuple(max(1, min(count, most)) for count in counts))
 
 
-def save_average(average: AnyAverage) -> dict[str, Any]:
+def save_average(average: AnyAverage) -> dict[str, list[float]]:
     """Return an average as lists of numbers, for a state dict."""
     return {name: list(values) for name, values in asdict(average).items()}
 
@@ -174,6 +175,26 @@ class NoiseAverage:
             norm_kind=sums.norm_kind,
         )
 
+    def with_settings(
+        self,
+        *,
+        debiased: bool,
+        smoothing: float,
+        floor_each_step: bool,
+        mix_norm_kinds: bool,
+        var_floor: float,
+    ) -> NoiseAverage:
+        """Return the same average, to be continued in this way."""
+        kind = DebiasedAverage if debiased else PaperAverage
+        return replace(
+            self,
+            sqr=convert_average(self.sqr, kind, smoothing),
+            var=convert_average(self.var, kind, smoothing),
+            floor_each_step=floor_each_step,
+            mix_norm_kinds=mix_norm_kinds,
+            var_floor=var_floor,
+        )
+
     def with_groups(self, groups: int) -> NoiseAverage:
         """Return the same average for more parameter groups, of which nothing is known yet."""
         return replace(self, groups=groups)
@@ -234,4 +255,60 @@ class NoiseAverage:
             var=var,
             consecutive=bool(state["consecutive"]),
             norm_kind=str(state["norm_kind"]),
+        )
+
+
+@dataclass(frozen=True)
+class NoiseMoments:
+    """Weighted means of (sqr, var), of their squares and product, and of the weights' squares."""
+
+    weight: float = 0.0
+    squared_weight: float = 0.0
+    sqr: float = 0.0
+    var: float = 0.0
+    sqr_sqr: float = 0.0
+    var_var: float = 0.0
+    sqr_var: float = 0.0
+
+    def add(self, sqr: float, var: float, smoothing: float) -> NoiseMoments:
+        """Return the moments with one more step's estimates."""
+        new = 1.0 - smoothing
+
+        def mix(old: float, value: float) -> float:
+            return smoothing * old + new * value
+
+        return NoiseMoments(
+            mix(self.weight, 1.0),
+            smoothing**2 * self.squared_weight + new**2,
+            mix(self.sqr, sqr),
+            mix(self.var, var),
+            mix(self.sqr_sqr, sqr * sqr),
+            mix(self.var_var, var * var),
+            mix(self.sqr_var, sqr * var),
+        )
+
+    @property
+    def ratio_error(self) -> float:
+        """Standard error of var / sqr, if the steps are independent."""
+        # The delta method: the variance of a ratio of means, from those of both and their
+        # covariance, over the effective number of steps in the weighted average.
+        w = self.weight
+        sqr, var = self.sqr / w, self.var / w
+        ratio = var / sqr
+        scatter = (
+            self.var_var / w
+            - var * var
+            - 2.0 * ratio * (self.sqr_var / w - sqr * var)
+            + ratio * ratio * (self.sqr_sqr / w - sqr * sqr)
+        )
+        effective = w * w / self.squared_weight
+        return math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
+
+    def rescale(self, factor: float) -> NoiseMoments:
+        """Return the same measurement with the noise of batches `factor` times as large."""
+        return replace(
+            self,
+            var=self.var / factor,
+            var_var=self.var_var / factor**2,
+            sqr_var=self.sqr_var / factor,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +16,15 @@ from manyhands.scaling._options import OptionMismatch
 
 @dataclass
 class Batch:
-    """The size of the whole batch: all workers, all passes.
+    """The size of the whole batch: all workers, all passes. The owner of the number of passes.
 
     The scale is workers x passes (each micro-batch is a small batch), unless `scale` or
-    `scale_per_pass` is set. If `counts_passes`, the passes of each step are counted, and the
-    default smoothing follows the scale, as adaptdl's does. Otherwise passes are declared, and
-    the default smoothing follows the number of small gradients, as fairscale's does.
+    `scale_per_pass` is set.
+
+    Passes are declared, and the user divides: each loss (`loss_is_divided`), or the gradient after
+    the last pass. The default smoothing follows the number of small gradients, as fairscale's does.
+    Or, if `counts_passes`, passes are counted until one is averaged over the ranks, and the tap
+    divides their sum. The default smoothing then follows the scale, as adaptdl's does.
     """
 
     workers: int = 1
@@ -29,6 +33,7 @@ class Batch:
     scale_per_pass: float | None = None
     smoothing: float | None = None
     counts_passes: bool = False
+    loss_is_divided: bool = True
     set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
 
     def scale_for(self, passes: int) -> float:
@@ -38,6 +43,11 @@ class Batch:
         if self.scale_per_pass is not None:
             return self.scale_per_pass * passes
         return float(self.workers * passes)
+
+    @property
+    def passes_divided_by_user(self) -> bool:
+        """Whether the loss of each pass is divided by the number of passes."""
+        return self.loss_is_divided and not self.counts_passes
 
     def smoothing_for(self, scale: float) -> float:
         """Return the weight of the past when a batch of this scale is added to the averages."""
@@ -60,7 +70,7 @@ class Batch:
         else:
             self.set_by_user = self.set_by_user | {"smoothing"}
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, float | None]:
         """Return the numbers for a state dict."""
         return {
             "scale": self.scale,
@@ -70,7 +80,7 @@ class Batch:
             "passes": self.passes,
         }
 
-    def from_state(self, state: dict[str, Any]) -> tuple[Batch, list[OptionMismatch]]:
+    def parse_state(self, state: Mapping[str, Any]) -> tuple[Batch, list[OptionMismatch]]:
         """Return this run's batch with the saved settings, and where the two runs disagree.
 
         Workers and passes are this run's. (Counted passes are assumed to be as many as in the
@@ -102,6 +112,10 @@ class Batch:
             mismatches += [OptionMismatch("smoothing", *pair)] if pair[0] != pair[1] else []
             loaded = replace(loaded, smoothing=self.smoothing)
         return loaded, mismatches
+
+    def load_state(self, loaded: Batch) -> None:
+        """Become `loaded`, in place: the tap and the noise tracker hold this object."""
+        vars(self).update(vars(loaded))
 
 
 def check_scale(scale: float, smallest: float, rule: str, details: str = "") -> float:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,6 +62,29 @@ def unsharded_parameters(
             found[i] = _unsharded(params[i], holder._parameters[name])
         module.reshard()
     return found
+
+
+def find_unaveraged_gradients(
+    params: Sequence[Tensor], unsharded: dict[int, Tensor], measured: Collection[int]
+) -> str | None:
+    """Return an error message if `fully_shard` has not averaged all gradients of the last pass.
+
+    `measured` are the indices of the parameters that had a gradient in that pass.
+    """
+    if any(i in unsharded and params[i].grad is None for i in measured):
+        return (
+            "after the step's last backward() there are gradients that fully_shard has not "
+            "averaged. Was that pass inside no_sync(), or after "
+            "set_requires_gradient_sync(False)? Only the passes before it may be."
+        )
+    if any(param.grad is not None for param in unsharded.values()):
+        return (
+            "the step's last backward() has left gradients that fully_shard has not averaged: "
+            "a module that it was called on ran several times under reentrant checkpoints, "
+            "which torch's fully_shard does not support. Pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint, or wrap the module with mh.FSDP."
+        )
+    return None
 
 
 def fsdp_modules(model: nn.Module | None) -> list[Any]:

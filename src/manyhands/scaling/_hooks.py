@@ -1,47 +1,75 @@
-"""Hooks where autograd adds to `param.grad`: they see every gradient once, before any reduction.
+"""|g| of every parameter in one backward pass, from hooks where autograd adds to `param.grad`.
 
 A tensor's own hooks are no place to measure: a user's hooks that are registered later would change
 the gradient afterwards. The hook is therefore on the parameter's `AccumulateGrad` node, which all
 of the tensor's hooks come before, and DDP's averaging after. The node belongs to the tensor as it
 is: `module.to(...)` gives a parameter a new one without our hook.
+
+`GradientVersion` finds out, without reading values, whether anybody has changed a gradient since.
+
+Tensors held, and when
+    norms          parameter index -> |g|, from the pass's first gradient until `reset`
+    partial_sums   parameter index -> the sum of its gradients, if one micro-batch has several:
+                   inside `one_sample`, and for a parameter that several reentrant checkpoints share
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.backward import BackwardPasses, current_task
+from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands.scaling._norm_kinds import NormKind
+from manyhands.scaling._step_stats import Norm
 
-# called with a parameter's index and the gradient, in a tuple as autograd passes it
-Deliver = Callable[[int, tuple[Tensor | None]], None]
 
-
-class ParameterHooks:
+class GradientHooks:
     """Hooks on the tensors on which autograd computes; removed when this object is dropped.
 
-    Most `params` are such tensors themselves. For the DTensors of `fully_shard`, `unsharded` has
-    the tensor that takes their place during forward and backward.
+    Every hook calls `passes`, which finds out when a backward pass begins and ends.
     """
 
-    def __init__(
-        self, params: Sequence[Tensor], unsharded: dict[int, Tensor], deliver: Deliver
-    ) -> None:
-        self.autograd_params = [unsharded.get(i, p) for i, p in enumerate(params)]
-        # with its node, which is compared in `parameters_moved`
-        self._handles: list[tuple[Any, Any]] = []
-        for index, param in enumerate(self.autograd_params):
+    def __init__(self, norms: NormKind, passes: BackwardPasses) -> None:
+        self.passes = passes
+        self.norms: dict[int, Norm] = {}
+        self.partial_sums: dict[int, Tensor] = {}
+        self.valid = True  # False if a gradient was seen only in part
+        self.sums_gradients = False  # whether the gradients of several passes belong together
+        self.first_index = 0  # of the parameter whose gradient came first in the pass
+        self.trainable: list[int] = []
+        self._kind = norms
+        self._norm_of = norms.one
+        self._paused = False
+        # parameters whose gradient has come in several parts, ever
+        self._repeated: set[int] = set()
+        self._handles: list[tuple[RemovableHandle, Node]] = []
+
+    def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
+        """Measure the gradients of these parameters, and no others.
+
+        Most `params` are what autograd computes on. For the DTensors of `fully_shard`, `unsharded`
+        has the tensor that takes their place during forward and backward.
+        """
+        self.remove()
+        self._on_cpu = all(param.device.type == "cpu" for param in params)
+        self._params = [unsharded.get(i, p) for i, p in enumerate(params)]
+        self.trainable = [i for i, p in enumerate(self._params) if p.requires_grad]
+        receive = partial(_on_gradient, weakref.ref(self))
+        self._handles = []  # with its node, which is compared in `parameters_moved`
+        for index, param in enumerate(self._params):
             if _can_have_gradient(param):
                 node = _accumulator(param)
-                self._handles.append((node.register_prehook(partial(deliver, index)), node))
-        self.trainable = [i for i, p in enumerate(self.autograd_params) if p.requires_grad]
+                self._handles.append((node.register_prehook(partial(receive, index)), node))
         # The list is the finalizer's argument, not `self`, which could then never be dropped.
         weakref.finalize(self, _remove_hooks, self._handles)
 
@@ -60,15 +88,91 @@ class ParameterHooks:
         if not self.active:
             return False
         nodes = [node for _, node in self._handles]
-        params = filter(_can_have_gradient, self.autograd_params)
+        params = filter(_can_have_gradient, self._params)
         return any(_accumulator(p) is not node for p, node in zip(params, nodes, strict=True))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not measure the passes inside."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def replay(self, result: object, closure: Callable[[], object]) -> Callable[[], object]:
+        """Return a closure that has run already, with this result; further calls are not measured.
+
+        LBFGS evaluates the same samples again.
+        """
+        results = [result]
+
+        def replayed() -> object:
+            if results:
+                return results.pop()
+            with self.paused():
+                return closure()
+
+        return replayed
+
+    def reset(self) -> None:
+        """Drop what was measured: another pass begins."""
+        self.norms, self.partial_sums, self.valid = {}, {}, True
+
+    def finish_pass(self) -> dict[int, Norm]:
+        """Return the norms of the pass, those of summed gradients included."""
+        for index, partial_sum in self.partial_sums.items():
+            self.norms[index] = self._kind.one(index, partial_sum)
+        return self.norms
+
+    def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
+        """Add the second part of a gradient that comes in parts.
+
+        A reentrant checkpoint that runs its parameter again causes this. The first part was
+        measured and not kept. If `.grad` has the norm that was measured, `.grad` is the first part
+        alone. If not, this step's statistics are spoiled, this once: from now on, parts of this
+        parameter's gradient are summed.
+        """
+        self._repeated.add(index)
+        first = self._params[index].grad
+        measured = float(self.norms.pop(index))
+        norm = math.nan if first is None else float(self._kind.one(index, first))
+        if first is not None and math.isclose(norm, measured, rel_tol=1e-4, abs_tol=1e-8):
+            self.partial_sums[index] = first + grad
+        else:
+            self.valid = False
+
+
+def _on_gradient(
+    hooks_ref: weakref.ref[GradientHooks], index: int, grads: tuple[Tensor | None]
+) -> None:
+    """Measure a parameter's gradient. (Called for each parameter: every microsecond counts.)"""
+    hooks, grad = hooks_ref(), grads[0]
+    if hooks is None or grad is None or hooks._paused:
+        return
+    task = current_task()
+    if task != hooks.passes.task:
+        hooks.first_index = index
+        hooks.passes.enter(task)
+    if grad.requires_grad:  # with create_graph=True
+        grad = grad.detach()
+    if hooks.sums_gradients or index in hooks._repeated:
+        partial_sum = hooks.partial_sums.get(index)
+        # a copy, because autograd may reuse the memory of `grad` for `.grad`
+        hooks.partial_sums[index] = grad.clone() if partial_sum is None else partial_sum + grad
+    elif index not in hooks.norms:
+        norm = hooks._norm_of(index, grad)
+        # on a CPU, floats cost a fraction of one-element tensors
+        hooks.norms[index] = norm.item() if hooks._on_cpu else norm
+    else:
+        hooks._on_repeated_gradient(index, grad)
 
 
 def _can_have_gradient(param: Tensor) -> bool:
     return param.is_floating_point() or param.is_complex()
 
 
-def _accumulator(param: Tensor) -> Any:
+def _accumulator(param: Tensor) -> Node:
     """Return the node that adds to `param.grad`.
 
     A frozen parameter gets one too, so that it is measured once it is unfrozen.
@@ -82,7 +186,7 @@ def _accumulator(param: Tensor) -> Any:
     return node
 
 
-def _remove_hooks(handles: list[tuple[Any, Any]]) -> None:
+def _remove_hooks(handles: list[tuple[RemovableHandle, Node]]) -> None:
     for handle, _ in handles:
         handle.remove()
     handles.clear()
@@ -107,13 +211,18 @@ class GradientVersion:
 
 def _version(grad: Tensor) -> int:
     """Return a number that changes with every in-place operation."""
+    if type(grad) is Tensor or not is_dtensor(grad):
+        return grad._version
     # Operations on a DTensor may count on the DTensor or on its local tensor, so add both.
-    return grad._version + (local(grad)._version if is_dtensor(grad) else 0)
+    return grad._version + local_shard(grad)._version
 
 
-def has_values(grad: Tensor) -> bool:
-    """Return whether a gradient has an element that is not zero. Waits for a GPU."""
-    grad = local(grad)
+def any_values(params: Sequence[Tensor]) -> bool:
+    """Return whether any gradient has an element that is not zero. Waits for a GPU."""
+    return any(_has_values(local_shard(p.grad)) for p in params if p.grad is not None)
+
+
+def _has_values(grad: Tensor) -> bool:
     if isinstance(grad, ShardedGradient):  # this rank may hold no element of it
         return not grad.zeroed
     return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())

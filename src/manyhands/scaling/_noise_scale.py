@@ -12,17 +12,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core import amp as _amp
-from manyhands._core.agreement import check_same_tensors
+from manyhands._core.agreement import agree, describe_tensors
+from manyhands._core.amp import LossScale
 from manyhands._core.ranks import rank_group_of
-from manyhands.scaling._batch import check_smoothing, parse_passes
-from manyhands.scaling._mean_gradient import StepContext
+from manyhands.scaling._averages import NoiseMoments
+from manyhands.scaling._batch import Batch, check_smoothing, parse_passes
 from manyhands.scaling._noise import estimate
 from manyhands.scaling._norm_kinds import PlainNorm
 from manyhands.scaling._options import (
@@ -32,50 +32,11 @@ from manyhands.scaling._options import (
     load_options,
     save_options,
 )
-from manyhands.scaling._state import check_previous
+from manyhands.scaling._previous_gradient import parse_previous
 from manyhands.scaling._step_stats import StepStats
-from manyhands.scaling._tap import Accumulation, GradientTap
+from manyhands.scaling._tap import GradientTap
 
 VERSION = 2  # of the state dict
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """Weighted means of (sqr, var), of their squares and product, and of the weights' squares."""
-
-    weight: float = 0.0
-    squared_weight: float = 0.0
-    sqr: float = 0.0
-    var: float = 0.0
-    sqr_sqr: float = 0.0
-    var_var: float = 0.0
-    sqr_var: float = 0.0
-
-    def add(self, sqr: float, var: float, smoothing: float) -> _Moments:
-        """Return the moments with one more step's estimates."""
-        new = 1.0 - smoothing
-
-        def mix(old: float, value: float) -> float:
-            return smoothing * old + new * value
-
-        return _Moments(
-            mix(self.weight, 1.0),
-            smoothing**2 * self.squared_weight + new**2,
-            mix(self.sqr, sqr),
-            mix(self.var, var),
-            mix(self.sqr_sqr, sqr * sqr),
-            mix(self.var_var, var * var),
-            mix(self.sqr_var, sqr * var),
-        )
-
-    def rescale(self, factor: float) -> _Moments:
-        """Return the same measurement with the noise of batches `factor` times as large."""
-        return replace(
-            self,
-            var=self.var / factor,
-            var_var=self.var_var / factor**2,
-            sqr_var=self.sqr_var / factor,
-        )
 
 
 class NoiseScale:
@@ -140,7 +101,7 @@ class NoiseScale:
         if not params:
             raise ValueError("no parameters to measure: the iterable was empty.")
         self._params = params
-        self._moments = _Moments()
+        self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
         self._in_flight: StepStats | None = None  # the last step's, on their way to the host
         self._steps = 0
@@ -149,22 +110,18 @@ class NoiseScale:
         self._stop_watching: Callable[[], Any] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
-        ranks.check_equal("NoiseScale", claims, ranks.any_device)
-        check_same_tensors("NoiseScale", ranks, {"parameter": params})
-        self._ranks = ranks
+        facts = {**claims, "parameters": describe_tensors(params)}
+        agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
+        self._optimizer = optimizer
         # weak: neither the tap nor the optimizer's hook may keep this object alive
-        owner, watches_steps = weakref.proxy(self), optimizer is not None
+        owner = weakref.proxy(self)
         self._tap = GradientTap(
             groups,
             ranks.with_own_group(params[0].device),
             PlainNorm(),
-            Accumulation(passes, is_scaled_loss),
-            context=lambda passes: StepContext(
-                scale=float(passes * ranks.size), loss_scale=_amp.loss_scale_of(grad_scaler)
-            ),
-            on_stats=lambda stats: None if watches_steps else owner._receive(stats),
-            on_excess=lambda message: owner._leave_out_step(message),
-            join_averaging=getattr(optimizer, "join_in", lambda: None),
+            Batch(ranks.size, passes, loss_is_divided=is_scaled_loss),
+            LossScale(grad_scaler),
+            on_last_pass=lambda: owner._complete_step(),
             model=model,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
@@ -200,25 +157,34 @@ class NoiseScale:
                 result = closure()
                 owner._finish_step()
                 return result
-            owner._tap.paused = True  # LBFGS evaluates the same samples again
-            try:
+            with owner._tap.hooks.paused():  # LBFGS evaluates the same samples again
                 return closure()
-            finally:
-                owner._tap.paused = False
 
         return watched
+
+    def _complete_step(self) -> None:
+        """React to the last backward pass of a step, or to one that is too many."""
+        tap = self._tap
+        if tap.step.too_many:
+            self._leave_out_step(tap.describe_excess())
+            return
+        stats = tap.complete()
+        if self._optimizer is None:  # then a step is assumed to follow
+            self._receive(stats)
 
     def _finish_step(self) -> None:
         """Take in the measured gradients: the optimizer is about to step along them."""
         tap = self._tap
-        if tap.step.stats is None and self._ranks.size > 1 and tap.hooked:
-            tap.complete_early()  # other ranks may have used parameters that this rank did not
-        elif tap.step.stats is None and tap.step.passes > 0:
-            self._warn(_too_few_passes(tap.step.passes, tap.accumulation.declared))
-        if tap.step.passes == 0 and not self._warned and tap.parameters_moved:
+        step = tap.step
+        if step.stats is None and tap.ranks.size > 1 and tap.hooks.active:
+            # other ranks may have used parameters that this rank did not
+            tap.complete_early(self._optimizer)
+        elif step.stats is None and step.passes > 0:
+            self._warn(_too_few_passes(step.passes, tap.batch.passes))
+        if step.passes == 0 and not self._warned and tap.hooks.parameters_moved:
             self._warn("parameters were moved or converted. Make a NoiseScale after that.")
-        if tap.step.problem is not None:
-            self._leave_out_step(tap.step.problem)
+        if step.problem is not None:
+            self._leave_out_step(step.problem)
         if tap.step.stats is not None:
             self._receive(tap.step.stats)
         tap.finish_step()
@@ -242,7 +208,7 @@ class NoiseScale:
         self._add_in_flight()
         stats.start_copy()
         self._in_flight = stats
-        self._tap.mean.consecutive.remember()
+        self._tap.previous.remember()
 
     def _add_in_flight(self) -> None:
         """Add the numbers that are on their way to the host, if any, to the moments."""
@@ -258,7 +224,7 @@ class NoiseScale:
             self._nonfinite += 1
             return
         if self._consecutive and not sums.consecutive:  # the better measurement: start anew
-            self._moments, self._steps = _Moments(), 0
+            self._moments, self._steps = NoiseMoments(), 0
         self._consecutive = sums.consecutive
         new, smoothing = estimate(sums), self._options["smoothing"].value
         self._moments = self._moments.add(sum(new.sqr), sum(new.var), smoothing)
@@ -304,21 +270,10 @@ class NoiseScale:
 
         The steps are assumed to be independent.
         """
-        sqr, var, moments = self.squared_norm, self.variance, self._moments
+        sqr = self.squared_norm
         if self.steps < 2 or not sqr > 0.0:
             return math.nan if self.steps < 2 else math.inf
-        # The delta method: the variance of a ratio of means, from those of both and their
-        # covariance, over the effective number of steps in the weighted average.
-        w = moments.weight
-        ratio = var / sqr
-        scatter = (
-            moments.var_var / w
-            - var * var
-            - 2.0 * ratio * (moments.sqr_var / w - sqr * var)
-            + ratio * ratio * (moments.sqr_sqr / w - sqr * sqr)
-        )
-        effective = w * w / moments.squared_weight
-        return self._batch_size * math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
+        return self._batch_size * self._moments.ratio_error
 
     def one_sample(self) -> AbstractContextManager[None]:
         """Treat the backward passes inside as one (see `AdaScale.one_sample`)."""
@@ -331,8 +286,9 @@ class NoiseScale:
         """
         passes = parse_passes(num_gradients_to_accumulate)
         self._tap.check_between_steps("set_num_gradients_to_accumulate()")
-        self._tap.mean.announce(passes, float(passes * self._ranks.size), 0.0)
-        self._tap.accumulation.declared = passes
+        batch = self._tap.batch
+        self._tap.exchange.announce(passes, batch.scale_for(passes))
+        batch.passes = passes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
@@ -345,7 +301,7 @@ class NoiseScale:
             "consecutive": self._consecutive,
             "steps": self._steps,
             "nonfinite": self._nonfinite,
-            "previous": list(self._tap.previous_gradient),
+            "previous": self._tap.previous.to_state(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -363,10 +319,10 @@ class NoiseScale:
             )
         try:
             options, mismatches = load_options(self._options, state_dict["options"])
-            moments = _Moments(**{k: float(v) for k, v in state_dict["moments"].items()})
+            moments = NoiseMoments(**{k: float(v) for k, v in state_dict["moments"].items()})
             consecutive = bool(state_dict["consecutive"])
             steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
-            previous = check_previous(state_dict["previous"], self._params)
+            previous = parse_previous(state_dict["previous"], self._params)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state dict is damaged: {error!r}.") from error
         batch_size, saved = options["batch_size"].value, options["batch_size"].recorded
@@ -374,7 +330,7 @@ class NoiseScale:
             moments = moments.rescale(batch_size / saved)
         self._tap.clear()
         self._in_flight = None
-        self._tap.previous_gradient = previous
+        self._tap.previous.load_state(previous, self._params)
         self._options, self._moments, self._consecutive = options, moments, consecutive
         self._steps, self._nonfinite = steps, nonfinite
         if mismatches:
@@ -390,7 +346,7 @@ class NoiseScale:
 
     def unhook(self) -> None:
         """Stop measuring."""
-        self._tap.unhook()
+        self._tap.hooks.remove()
         if self._stop_watching is not None:
             self._stop_watching()
 
@@ -403,7 +359,7 @@ class NoiseScale:
         )
 
 
-def _too_few_passes(passes: int, declared: int | None) -> str:
+def _too_few_passes(passes: int, declared: int) -> str:
     return (
         f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
         f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."

@@ -7,17 +7,21 @@ trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
+from torch.optim import Optimizer
 
 from manyhands._core.amp import ScalerSignals
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._noise import NormSums
+from manyhands.scaling._options import Options
 from manyhands.scaling._step_stats import StepStats
 from manyhands.scaling._tap import GradientTap
+
+NONFINITE_LIMIT = 10
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,37 @@ class StepOutcome:
 
     gain: float  # of the average that includes them, at the scale of their step
     skipped: bool  # the gradient scaler found infinities, and no step was made
+
+
+@dataclass
+class StepCounts:
+    """What a rule's steps have come to so far. The owner of the progress."""
+
+    progress: float = 0.0  # the sum of the gains
+    steps: int = 0
+    skipped: int = 0
+
+    def to_state(self) -> dict[str, float]:
+        """Return the counts for a state dict."""
+        return asdict(self)
+
+    @classmethod
+    def parse_state(cls, entry: Mapping[str, Any]) -> StepCounts:
+        """Return the counts of a state dict, or raise."""
+        return cls(
+            check_progress(float(entry["progress"])), int(entry["steps"]), int(entry["skipped"])
+        )
+
+    def load_state(self, loaded: StepCounts) -> None:
+        """Become `loaded`, in place: the proxies that trainers put around a rule share this."""
+        vars(self).update(vars(loaded))
+
+
+def check_progress(progress: float) -> float:
+    """Return the progress, or raise."""
+    if not (math.isfinite(progress) and progress >= 0.0):
+        raise ValueError(f"progress must be finite and not negative, got {progress}.")
+    return float(progress)
 
 
 @dataclass(frozen=True)
@@ -47,36 +82,37 @@ class _InFlight:
     scaler_decides: bool  # the gradient scaler skips a step whose gradients are not finite
 
 
+@dataclass(frozen=True)
+class TrackerState:
+    """The noise tracker's part of a state dict, parsed."""
+
+    average: NoiseAverage
+    loss_scale: float | None
+    nonfinite: int
+    nonfinite_in_a_row: int
+
+
 class NoiseTracker:
     """Adds the statistics of the tap's steps to an average.
 
-    `smoothing(scale)` is the weight of the past. `scaler_known` says that the tap has the gradient
-    scaler, and divides the loss scale out by itself. If `delayed`, statistics are added one step
-    after they were taken, when their copy to the host has long arrived.
+    `options` are the rule's, of which some say how to average. If `delayed`, statistics are added
+    one step after they were taken, when their copy to the host has long arrived.
     """
 
     def __init__(
-        self,
-        tap: GradientTap,
-        average: NoiseAverage,
-        *,
-        smoothing: Callable[[float], float],
-        scaler_known: bool,
-        delayed: bool,
+        self, tap: GradientTap, average: NoiseAverage, options: Options, *, delayed: bool
     ) -> None:
         self.tap = tap
-        self.average = average
+        self._options = options
+        self.average = self._configure(average)
         self.nonfinite = 0
         self.nonfinite_in_a_row = 0
-        self._smoothing = smoothing
-        self._scaler_known = scaler_known
         self._delayed = delayed
         self._preview: _Preview | None = None
         self._in_flight: _InFlight | None = None
         # the outcome of a delayed step that `current` has added ahead of time
         self._early_outcome: StepOutcome | None = None
         self._last_stats: StepStats | None = None
-        self._loss_scale: float | None = None  # of the last step
 
     @property
     def current(self) -> NoiseAverage:
@@ -106,28 +142,31 @@ class NoiseTracker:
         stats.read()
         return stats.micro_batch
 
-    def finish_step(self, signals: ScalerSignals, scale: float) -> StepOutcome | None:
+    def finish_step(
+        self, optimizer: Optimizer, signals: ScalerSignals, scale: float
+    ) -> StepOutcome | None:
         """Add this step's statistics, and return the outcome.
 
         If delayed, the previous step's are added, and the result is None if there was none.
         """
-        stats = self.tap.step.stats
+        tap, loss_scale = self.tap, self.tap.loss_scale
+        stats = tap.step.stats
         if stats is None:
-            stats = self._complete_early()
-        if self.tap.step.problem is not None:
-            raise RuntimeError(self.tap.step.problem)
-        if signals.present and not self._scaler_known:
+            stats = self._complete_early(optimizer)
+        if tap.step.problem is not None:
+            raise RuntimeError(tap.step.problem)
+        if signals.present and not loss_scale.known:
             self._check_loss_scale_known(signals, stats)
-        late_loss_scale = None if self._scaler_known else signals.grad_scale
+        late_loss_scale = loss_scale.at_step(signals)
         if self._delayed:
             outcome = self.finish_in_flight()
             stats.start_copy([] if late_loss_scale is None else [late_loss_scale])
-            scaler_decides = signals.present or self._scaler_known
+            scaler_decides = signals.present or loss_scale.known
             self._in_flight = _InFlight(stats, scale, late_loss_scale is not None, scaler_decides)
         else:
             outcome = self._add_now(stats, signals, scale, late_loss_scale is not None)
         self._preview, self._last_stats = None, stats
-        self.tap.finish_step()
+        tap.finish_step()
         return outcome
 
     def finish_in_flight(self) -> StepOutcome | None:
@@ -164,9 +203,7 @@ class NoiseTracker:
     def _unscale(self, sums: NormSums | None, loss_scale: float | None) -> NormSums | None:
         if sums is None or loss_scale is None:
             return sums
-        changed = loss_scale != self._loss_scale
-        self._loss_scale = loss_scale
-        if sums.consecutive and changed:
+        if self.tap.loss_scale.update(loss_scale) and sums.consecutive:
             return None  # the two gradients that were compared have different loss scales
         return sums.unscale(loss_scale)
 
@@ -182,7 +219,28 @@ class NoiseTracker:
     def _average_with(self, sums: NormSums | None) -> NoiseAverage:
         if sums is None or not sums.all_finite:
             return self.average
-        return self.average.add(sums, self._smoothing(sums.scale))
+        return self.average.add(sums, self.tap.batch.smoothing_for(sums.scale))
+
+    def _configure(self, average: NoiseAverage) -> NoiseAverage:
+        """Return the average with the settings that the options ask for."""
+        batch, options = self.tap.batch, self._options
+        return average.with_settings(
+            debiased=options["debias_ewma"].value,
+            smoothing=batch.smoothing_for(batch.scale_for(batch.passes)),
+            floor_each_step=options["floor_each_step"].value,
+            mix_norm_kinds=batch.counts_passes,  # adaptdl mixes them
+            var_floor=options["var_floor"].value,
+        )
+
+    def check_not_stuck(self) -> None:
+        """Raise if the gradients of the last steps were not finite."""
+        if self.nonfinite_in_a_row >= NONFINITE_LIMIT:
+            raise RuntimeError(
+                f"the gradients of the last {NONFINITE_LIMIT} steps were not finite. With AMP, "
+                "use a torch.amp.GradScaler, which skips such steps; otherwise the parameters "
+                "are probably NaN by now: lower the learning rate, clip the gradients, or "
+                "continue from a checkpoint."
+            )
 
     def _check_loss_scale_known(self, signals: ScalerSignals, stats: StepStats) -> None:
         """Raise if the statistics contain a loss scale that cannot be divided out any more."""
@@ -198,24 +256,24 @@ class NoiseTracker:
                 f"{advice} Or read gain() after the step."
             )
 
-    def _complete_early(self) -> StepStats:
+    def _complete_early(self, optimizer: Optimizer) -> StepStats:
         """Handle a `step` without all of its backward passes: on every rank, an error.
 
         Except if other ranks have gradients, and DDP has averaged them with this rank's zeros.
         """
         tap = self.tap
         # Mistakes of this rank alone come first, before anything is sent.
-        if not tap.hooked:
+        if not tap.hooks.active:
             raise RuntimeError("unhook() was called, so gradients are not measured any more.")
         if tap.in_one_sample:
             raise RuntimeError("step() inside one_sample(): leave the `with` block first.")
-        if tap.in_backward:
+        if tap.hooks.passes.open:
             raise RuntimeError(
                 "step() while backward() is running. A scaling rule needs the whole gradient "
                 "first: step after backward() has returned."
             )
-        declared, passes = tap.accumulation.declared, tap.step.passes
-        stats = tap.complete_early()
+        passes = tap.step.passes
+        stats = tap.complete_early(optimizer)
         stats.read()  # raises if the ranks disagree about the step
         if stats.ranks > 1 and stats.passes > 0 and not stats.incomplete_everywhere:
             return stats
@@ -225,59 +283,52 @@ class NoiseTracker:
             raise RuntimeError(
                 "step() without a backward() before it: there is no gradient to step along. "
                 "(A backward pass counts if it reached a parameter of this optimizer.)"
-                + (moved if tap.parameters_moved else "")
+                + (moved if tap.hooks.parameters_moved else "")
             )
-        if declared is None:
+        if tap.batch.counts_passes:
             raise RuntimeError(
                 f"step() inside no_sync(), after {passes} backward pass(es): the gradients are "
                 "not averaged over the workers yet. Run the step's last backward outside it."
             )
         raise RuntimeError(
-            f"step() after {passes} of {declared} backward passes. Run the others first. If the "
-            "data has run out, as at the end of an epoch, leave the step out and call "
+            f"step() after {passes} of {tap.batch.passes} backward passes. Run the others first. "
+            "If the data has run out, as at the end of an epoch, leave the step out and call "
             f"zero_grad(); or call set_num_gradients_to_accumulate({passes}) before the first "
             "backward() of the shorter step."
         )
 
     # -- saving and loading ------------------------------------------------------------------
 
+    @property
+    def state(self) -> TrackerState:
+        """What a bitwise continuation needs, besides the tap's state."""
+        return TrackerState(
+            self.average, self.tap.loss_scale.last, self.nonfinite, self.nonfinite_in_a_row
+        )
+
     def to_state(self) -> dict[str, Any]:
-        """Return what a bitwise continuation needs."""
+        """Return the tracker's part of a state dict."""
         return {
             "average": self.average.to_state(),
-            "previous": list(self.tap.previous_gradient),
-            "norms": self.tap.norms.to_state(),
-            "loss_scale": self._loss_scale,
+            "loss_scale": self.tap.loss_scale.last,
             "nonfinite": self.nonfinite,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
 
-    def copy_from(self, other: NoiseTracker) -> None:
-        """Continue from another tracker, whose parameters these are copies of."""
-        self.load(
-            other.average,
-            # the previous gradient is updated by in-place operations, so it is not shared
-            [None if g is None else g.clone() for g in other.tap.previous_gradient],
-            other._loss_scale,
-            other.nonfinite,
-            other.nonfinite_in_a_row,
-            other.tap.norms.to_state(),
+    def parse_state(self, entry: Mapping[str, Any]) -> TrackerState:
+        """Return the tracker's part of a state dict, or raise; nothing is changed."""
+        loss_scale = entry["loss_scale"]
+        return TrackerState(
+            self.average.from_state(entry["average"]),
+            None if loss_scale is None else float(loss_scale),
+            int(entry["nonfinite"]),
+            int(entry["nonfinite_in_a_row"]),
         )
 
-    def load(
-        self,
-        average: NoiseAverage,
-        previous: list[Tensor | None],
-        loss_scale: float | None,
-        nonfinite: int,
-        nonfinite_in_a_row: int,
-        norms: list[Any],
-    ) -> None:
-        """Continue from these numbers; statistics under way are dropped."""
+    def load_state(self, state: TrackerState) -> None:
+        """Continue from a parsed state; statistics under way are dropped."""
         self.forget()
         self._in_flight = self._early_outcome = self._last_stats = None
-        self.average = average
-        self.tap.norms.load_state(norms)
-        self.tap.previous_gradient = previous
-        self._loss_scale = loss_scale
-        self.nonfinite, self.nonfinite_in_a_row = nonfinite, nonfinite_in_a_row
+        self.average = self._configure(state.average)
+        self.tap.loss_scale.last = state.loss_scale
+        self.nonfinite, self.nonfinite_in_a_row = state.nonfinite, state.nonfinite_in_a_row

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from itertools import compress
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from manyhands._core.norms import SHORT, norm, norms
+from manyhands._core.norms import SHORT, norm
 
 # (parameter index, the elements of its gradient that this rank holds, a function that takes the
 # same elements out of any tensor of the parameter's shape)
@@ -37,10 +38,10 @@ class NormKind(Protocol):
     def refresh(self) -> None:
         """Look at the optimizer again, after a group was added or its state was replaced."""
 
-    def to_state(self) -> list[Any]:
+    def to_state(self) -> list[list[float]]:
         """Return what a bitwise continuation needs."""
 
-    def load_state(self, state: list[Any]) -> None:
+    def load_state(self, state: list[list[float]]) -> None:
         """Continue from `to_state`."""
 
 
@@ -56,10 +57,15 @@ class PlainNorm:
         return norm(grad)
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        return norms(grads)
+        """Take short dense float32 gradients in one call, and the others one by one."""
+        simple = [_is_simple(grad) for grad in grads]
+        together = list(compress(grads, simple))
+        lengths = iter(torch._foreach_norm(together) if together else [])
+        pairs = zip(grads, simple, strict=True)
+        return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
-        return norms([elements for _, elements, _ in slices])
+        return self.many([], [elements for _, elements, _ in slices])
 
     # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
 
@@ -69,8 +75,17 @@ class PlainNorm:
     def refresh(self) -> None:
         pass
 
-    def to_state(self) -> list[Any]:
+    def to_state(self) -> list[list[float]]:
         return []
 
-    def load_state(self, state: list[Any]) -> None:
+    def load_state(self, state: list[list[float]]) -> None:
         pass
+
+
+def _is_simple(grad: Tensor) -> bool:
+    """Return whether one call of torch's, and no more, gives an exact norm."""
+    return (
+        grad.dtype is torch.float32
+        and grad.layout is torch.strided
+        and (grad.numel() <= SHORT or grad.device.type != "cpu")
+    )

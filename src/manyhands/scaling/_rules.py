@@ -143,7 +143,7 @@ class AdamScale(AdaScale):
         return PreconditionedNorm(optimizer, floor.value)
 
     def _apply_options(self) -> None:
-        norms = self._tracker.tap.norms
+        norms = self._tap.norms
         assert isinstance(norms, PreconditionedNorm)
         norms.floor = self._options["second_moment_floor"].value
 
@@ -307,7 +307,7 @@ class LEGWScale(ScalingRuleBase):
                 "LEGWScale finds the baseline's batch size from the model's first input, and "
                 "no tensor came into the model. Pass it: batch_size=..."
             )
-        small_batch = micro_batch * self._ranks.size * self.passes / self.scale
+        small_batch = micro_batch * self._batch.workers * self.passes / self.scale
         self._options["batch_size"] = replace(batch_size, recorded=small_batch)
 
     def scale_lr(self, scale: float) -> float:
@@ -325,11 +325,10 @@ class LEGWScale(ScalingRuleBase):
         }
 
 
-def _check_legw_number(name: str, least: float, value: Any) -> Any:
+def _check_legw_number(name: str, least: float, value: object) -> None:
     # Also catches LEGWScale(optimizer, ...): the optimizer is the third argument.
     if not isinstance(value, Real) or not float(value) >= least:
         raise ValueError(
             f"LEGWScale's {name} must be a number of at least {least:g}, got {value!r}. "
             "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
         )
-    return value

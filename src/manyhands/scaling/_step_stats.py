@@ -14,15 +14,22 @@ error. No further collective is needed, in which one of them could be left waiti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from manyhands._core.ranks import PendingSums
+from manyhands._core.ranks import PendingSums, RankGroup, widest_float
+from manyhands.scaling._late_ranks import GradientAnomaly
 from manyhands.scaling._noise import NormSums
+
+# On a GPU norms stay there, as waiting for them would cost more than the work. On a CPU plain
+# floats cost a fraction of what one-element tensors do.
+Norm = Tensor | float
+Numbers = Tensor | list[float]
 
 SQUARE_TOLERANCE = 1e-5
 CHECKSUM_TOLERANCE = 1e-9
@@ -104,7 +111,7 @@ class StepStats:
     consecutive: bool = False
     norm_kind: str = "plain"
     micro_batch: float = 0.0  # samples: this rank's, and after `read` the mean over the ranks
-    wait_for_ranks: Callable[[], None] = lambda: None  # raises instead of waiting forever
+    anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
     incomplete_everywhere: bool = False  # after `read`: no rank has seen all passes
     most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
     _host: Tensor | None = None  # the numbers on the host, or on their way there
@@ -113,7 +120,7 @@ class StepStats:
 
     def start_copy(self, extras: Sequence[Tensor] = ()) -> None:
         """Begin to copy the numbers and the one-element `extras` to the host, without waiting."""
-        self.wait_for_ranks()
+        self._check_late()
         numbers = self._join_extras(extras)
         self._extra_count = len(extras)
         if numbers.device.type != "cuda":
@@ -135,7 +142,7 @@ class StepStats:
                 self._copied.synchronize()
             numbers = self._host.tolist()
         else:
-            self.wait_for_ranks()
+            self._check_late()
             numbers = self._join_extras(extras).tolist() if extras else self.pending.read()
         groups, end = self.groups, len(numbers) - (self._extra_count or len(extras))
         if self.ranks > 1:
@@ -156,10 +163,134 @@ class StepStats:
         )
         return sums, numbers[end:]
 
+    def _check_late(self) -> None:
+        """Raise if the other ranks wait for this one."""
+        if self.anomaly is not None:
+            self.anomaly.wait(self.pending)
+
     def _join_extras(self, extras: Sequence[Tensor]) -> Tensor:
         numbers = self.pending.wait()
         flat = [extra.detach().to(numbers).view(1) for extra in extras]
         return torch.cat([numbers, *flat]) if flat else numbers
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known about a step when its last backward pass is over.
+
+    The small batches' gradients were divided by `small_batch_divided_by` when they were measured,
+    and `.grad` is the mean times `mean_multiplied_by`: it depends on who divides by the passes.
+    """
+
+    passes: int
+    passes_seen: int
+    scale: float
+    loss_scale: Tensor | float
+    checksum: float
+    micro_batch: float
+    small_batch_divided_by: int
+    mean_multiplied_by: int
+    valid: bool
+
+    @property
+    def needs_no_correction(self) -> bool:
+        """Whether the norms can be used as they were measured."""
+        divided = self.small_batch_divided_by != 1 or self.mean_multiplied_by != 1
+        scaled = isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
+        return self.valid and not divided and not scaled
+
+
+@dataclass(frozen=True)
+class LocalNumbers:
+    """What this rank has measured in a step."""
+
+    numbers: Numbers  # `small_squares`, then `mean_square`
+    small_batches: int  # on all ranks
+    shared_square: Norm = 0.0  # see `RankClaims`
+    consecutive: bool = False
+
+
+class StepExchange:
+    """Sends a rank's payload to the others once a step, and announcements between steps."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.ranks = ranks
+        self._announcements: list[PendingSums] = []  # sent, and not checked yet
+
+    def set_groups(self, groups: int, device: torch.device) -> None:
+        """Send numbers of so many parameter groups from now on, from this device."""
+        self._groups = groups
+        self._device = device
+
+    def send(self, local: LocalNumbers, facts: StepFacts, norm_kind: str) -> StepStats:
+        """Start the step's collective and return the statistics that will come of it."""
+        # in the order of the fields of `RankClaims`, whose last one is added in `_payload`
+        claims = (
+            0.0,
+            facts.passes,
+            facts.passes_seen,
+            facts.scale,
+            facts.checksum,
+            facts.micro_batch,
+        )
+        payload = self._payload(local.numbers, claims, local.shared_square)
+        # Kept until the next step's has begun: see `PendingSums`.
+        self._last_sent = self.ranks.sum_and_gather(payload, 2 * self._groups)
+        return StepStats(
+            pending=self._last_sent,
+            groups=self._groups,
+            ranks=self.ranks.size,
+            passes=facts.passes,
+            small_batches=local.small_batches,
+            # two consecutive gradients stand for one step of twice the size
+            scale=2.0 * facts.scale if local.consecutive else facts.scale,
+            consecutive=local.consecutive,
+            norm_kind=norm_kind,
+            micro_batch=facts.micro_batch,
+        )
+
+    def _payload(self, numbers: Numbers, claims: Sequence[float], shared_square: Norm) -> Tensor:
+        """Return what this rank sends, as one vector."""
+        if self.ranks.size == 1:
+            return to_tensor(numbers, self._device)
+        if isinstance(numbers, list) and isinstance(shared_square, float):
+            return to_tensor([*numbers, *claims, shared_square], self._device)
+        payload = torch.cat(
+            [to_tensor(numbers, self._device), to_tensor([*claims, 0.0], self._device)]
+        )
+        payload[-1] = shared_square  # on the device, without a copy to the host and back
+        return payload
+
+    def announce(self, passes: int, scale: float, checksum: float = 0.0) -> None:
+        """Announce to the other ranks that steps have so many passes from now on.
+
+        This does not wait. If a rank announces something else, or nothing until the end of its
+        next step, all ranks notice: an announcement is as long as a step's payload, so it is
+        paired with whatever the other ranks send next.
+        """
+        if self.ranks.own_group:
+            claims = [1.0, passes, passes, scale, checksum, 0.0, 0.0]  # see `RankClaims`
+            payload = to_tensor([0.0] * (2 * self._groups) + claims, self._device)
+            self._announcements.append(self.ranks.sum_and_gather(payload, 2 * self._groups))
+
+    def check_announcements(self, patience: float = math.inf) -> None:
+        """Raise if other ranks announced something else. Wait for them, but at most `patience`."""
+        deadline = time.monotonic() + patience
+        while self._announcements:
+            if patience < math.inf and not self._announcements[0].done_within(
+                deadline - time.monotonic()
+            ):
+                return
+            numbers = self._announcements.pop(0).read()
+            RankClaims.check(RankClaims.parse_table(numbers[2 * self._groups :]))
+
+
+def to_tensor(numbers: Numbers, device: torch.device) -> Tensor:
+    """Return the numbers as a tensor on the device, in the widest float there is."""
+    if isinstance(numbers, Tensor):
+        return numbers
+    on_host = torch.tensor(numbers, dtype=widest_float(device))
+    return on_host.to(device, non_blocking=True)
 
 
 def _check_averaged(shared_squares: list[float]) -> None:
