@@ -306,7 +306,8 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
                 "this OSS belongs to another ShardedDataParallel already. Give each module an "
                 "optimizer of its own."
             )
-        if not _same_group(optimizers[0].group if group is None else group, one.group):
+        given = optimizers[0].group if group is None else group
+        if (given or dist.group.WORLD) is not (one.group or dist.group.WORLD):
             raise ValueError(
                 "the process group is not the optimizer's (or not that of each of them). Make "
                 "all with the same one: OSS(..., group=group)."
@@ -342,11 +343,6 @@ def _facts_of_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: 
         for title, value in facts_of_groups(one.param_groups, names).items():
             facts[f"{title} of optimizer {number}"] = value
     return facts
-
-
-def _same_group(first: Any, second: Any) -> bool:
-    world = dist.group.WORLD
-    return (first or world) is (second or world)
 
 
 def _check_size(elements: int) -> None:
