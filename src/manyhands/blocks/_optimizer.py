@@ -21,6 +21,7 @@ from manyhands._core.wrapper import OptimizerWrapper, Shared
 from manyhands.blocks import _state
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._arguments import flag, whole
+from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._checks import (
     check_agreement,
     check_choice,
@@ -36,8 +37,13 @@ from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks._state import describe_outer, rename_options, split_overrides
 from manyhands.blocks._sync import Sync
-from manyhands.blocks._warmup import average_gradients
-from manyhands.blocks.averaging._extras import Buffers, by_index, make_payloads, trainable_params
+from manyhands.blocks.averaging._extras import (
+    Buffers,
+    Extras,
+    by_index,
+    make_payloads,
+    trainable_params,
+)
 from manyhands.blocks.crew._membership import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._terms import Terms
 
@@ -162,12 +168,9 @@ class Blocks(OptimizerWrapper):
             Anchor(outer, find_codec(codec), fragments, anchor_on_host, inner),
             interval,
             Schedule(interval.first, fragments, overlap, start),
-            warmup=warmup,
-            local_warmup=local_warmup,
-            state=state,
-            buffers=None if buffers == "keep" else found,
-            first_buffers_only=buffers == "broadcast",
-            options=self._options,
+            BlockState.begin(warmup, local_warmup),
+            Extras(optimizer, found, buffers, state),
+            self._options,
         )
         self._shared_memory = shared_memory
         self._begin(model)
@@ -180,7 +183,7 @@ class Blocks(OptimizerWrapper):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
             return
-        buffers = sync.buffer_tensors
+        buffers = sync.extras.buffer_tensors()
         self._known = {id(param) for param in params}
         sync.anchor.extend(params)
         if isinstance(sync.members, ElasticMembers):
@@ -188,7 +191,7 @@ class Blocks(OptimizerWrapper):
             terms = Terms.of(self._options, everything, buffers, self._model.modules)
             sync.members.join(-1, terms)
             sync.transfer_state()
-            sync.regroup(sync.retry)
+            sync.regroup()
             return
         self._all_workers = workers = sync.members.workers
         check_not_averaged(type(self).__name__, workers, self._inner_optimizer, model)
@@ -233,12 +236,12 @@ class Blocks(OptimizerWrapper):
     @property
     def steps(self) -> int:
         """Steps taken. A worker that joins later continues from the others' number."""
-        return self._sync.steps
+        return self._sync.state.steps
 
     @property
     def rounds(self) -> int:
         """Sync rounds that took place."""
-        return self._sync.rounds
+        return self._sync.state.rounds
 
     @property
     def left_out(self) -> list[int]:
@@ -254,9 +257,9 @@ class Blocks(OptimizerWrapper):
         inner = self._inner_optimizer
         return {
             **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
-            "step": sync.steps,
+            "step": sync.state.steps,
             "workers": stats.workers or sync.members.workers.size,  # in the last round
-            "rounds": sync.rounds,
+            "rounds": sync.state.rounds,
             "every": sync.schedule.length,
             "distance": stats.drift.distance,
             "spread": stats.drift.spread,
@@ -277,14 +280,14 @@ class Blocks(OptimizerWrapper):
         if closure is not None:
             closure = self._in_step(closure)
         signals = _amp.ScalerSignals.read_from(self, self._inner_optimizer)
-        if self.alone or sync.steps >= sync.warmup or sync.local_warmup:
+        if sync.state.steps_together and not self.alone:
+            result = self._step_together(signals, closure, *args, **kwargs)
+        else:
             if not self.alone:
                 self._add_unfrozen_params()
             result = self._step_inner(signals, closure, *args, **kwargs)
-        else:
-            result = self._step_together(signals, closure, *args, **kwargs)
         vars(self._inner_optimizer)["_opt_called"] = True  # torch's schedulers warn without it
-        sync.steps, sync.just_joined, sync.diverged = sync.steps + 1, False, True
+        sync.count_step()
         if not self.alone:
             with torch.no_grad():
                 sync.after_step()
@@ -309,7 +312,7 @@ class Blocks(OptimizerWrapper):
         def average() -> bool:
             if signals.grad_scale is not None:
                 _amp.unscale(self.param_groups, signals.grad_scale)
-            return average_gradients(self._sync, trainable_params(self._inner_optimizer))
+            return self._sync.average_gradients(trainable_params(self._inner_optimizer))
 
         if closure is None:
             return self._inner_optimizer.step(*args, **kwargs) if average() else None
@@ -386,7 +389,7 @@ class Blocks(OptimizerWrapper):
         No collective runs, so one worker may do it by itself. It costs a copy of the parameters.
         """
         sync = self._sync
-        if self.alone or not sync.has_anchor or sync.steps < sync.warmup:
+        if self.alone or not sync.state.anchor_in_use:
             yield
             return
         if sync.anchor.inner.size > 1:

@@ -12,15 +12,19 @@ below leads from the engine's names to the class's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
+
+from torch import Tensor
 
 from manyhands._core.dtensor import is_dtensor
 from manyhands.blocks._anchor import OuterState
 from manyhands.blocks._checks import memory_order
 from manyhands.blocks._outer import Outer
-from manyhands.blocks._sync import Sync
+from manyhands.blocks._rounds import Pending, SavedRound
+from manyhands.blocks._sync import CommonState, Counters, Sync
 
 Names = Mapping[str, str]
 
@@ -107,23 +111,52 @@ KEY = "blocks"
 FORMAT = 3
 
 
-def save_worker(sync: Sync) -> dict[str, Any]:
+class SavedByAnyWorker(CommonState):
+    """What any worker can continue from."""
+
+    format: int
+    workers: list[int]  # size and rank of the worker that saved it
+    diverged: bool
+    residual: list[Tensor | None]
+    pending: list[SavedRound]
+    totals: list[int]  # workers left out, and rounds undone, since the run began
+
+
+class SavedWorker(SavedByAnyWorker, total=False):
+    """A worker's own part of a state dict. The rest is its own, or missing."""
+
+    initial_state: dict[Any, Any] | None
+    last_round: list[int]  # its workers, and the numbers of those left out
+    clock: list[float]
+
+
+class SavedCounters(Counters):
+    """The plain numbers in a checkpoint that all workers share."""
+
+    format: int
+    options: dict[str, Any]
+    alone: bool
+    totals: list[int]
+
+
+def save_worker(sync: Sync) -> SavedWorker:
     """Return everything a bitwise continuation needs. Wait for what is in flight to arrive."""
-    workers = sync.members.workers
+    workers, state, stats = sync.members.workers, sync.state, sync.stats
+    resets = state.in_local_warmup or sync.extras.state == "reset"
     return {
         **save_common(sync),
         "workers": [workers.size, workers.rank],
-        "diverged": sync.diverged,
+        "diverged": state.diverged,
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
-        "initial_state": sync.initial_state,
-        "last_round": [sync.stats.workers, *sync.stats.left_out],
-        "clock": sync.clock(),
+        "initial_state": sync.initial_state.state if resets else None,
+        "last_round": [stats.workers, *stats.left_out],
+        "clock": sync.runner.clock.elapsed(state.steps),
         # A crew sends its differences again when they are due: saving must not wait for a member.
         "pending": [] if sync.members.elastic else [pending.saved() for pending in sync.pending],
     }
 
 
-def save_common(sync: Sync) -> dict[str, Any]:
+def save_common(sync: Sync) -> SavedByAnyWorker:
     """Return what any worker can continue from."""
     return {
         "format": FORMAT,
@@ -138,7 +171,7 @@ def save_common(sync: Sync) -> dict[str, Any]:
 
 def check_not_diverged(sync: Sync) -> None:
     """Raise inside a block, where each worker has parameters of its own."""
-    if sync.diverged and not sync.alone:
+    if sync.state.diverged and not sync.alone:
         raise RuntimeError(
             "a checkpoint for all workers has one model, and inside a block each worker has "
             "its own. Call optimizer.synchronize() on every worker first, or save each worker's "
@@ -156,7 +189,7 @@ def check_unsharded(sync: Sync) -> None:
         )
 
 
-def save_counters(sync: Sync, options: Mapping[str, Any]) -> dict[str, Any]:
+def save_counters(sync: Sync, options: Mapping[str, Any]) -> SavedCounters:
     """Return the plain numbers that any worker can continue from, without tensors."""
     check_not_diverged(sync)
     return {
@@ -168,21 +201,20 @@ def save_counters(sync: Sync, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_counters(saved: Mapping[str, Any], sync: Sync, unsaved: Sequence[OuterState]) -> None:
+def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState]) -> None:
     """Continue from these numbers, after anchor and memories have been filled.
 
     `unsaved` are the parameters without an anchor in the checkpoint: they were frozen, or one
     worker trained alone.
     """
     _drop_pending(sync)
-    sync.load_counters(dict(saved))
+    sync.load_block(saved)
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
-    for state in unsaved:
-        state.begin()
+    for outer in unsaved:
+        outer.begin()
+    sync.state = sync.state.load(saved["steps"], saved["rounds"])
     if saved["alone"]:  # its steps were not in blocks
         sync.begin_block()
-    sync.has_anchor = sync.steps >= sync.warmup or not sync.local_warmup
-    sync.diverged = False
     sync.restart_clock()
 
 
@@ -191,7 +223,7 @@ def check_saved(
     options: Mapping[str, Any],
     changed: Mapping[str, Any],
     names: Mapping[str, str] | None = None,
-) -> dict[str, Any] | None:
+) -> Any:  # SavedWorker or SavedCounters, whichever was saved; None
     """Return the blocks' part of a state dict if it fits these options, or raise.
 
     None stays None: the state dict is of the bare optimizer.
@@ -235,7 +267,7 @@ def check_fits(saved: Mapping[str, Any], sync: Sync) -> None:
         )
 
 
-def load_saved(saved: Mapping[str, Any] | None, sync: Sync) -> None:
+def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     """Continue from the saved state; if it is None, from the parameters as they are."""
     _drop_pending(sync)
     if saved is None:
@@ -249,37 +281,34 @@ def _drop_pending(sync: Sync) -> None:
     for pending in sync.pending:
         pending.background.finished()  # its thread may write to the tensors that are loaded now
     sync.pending.clear()
-    sync.just_joined = False
+    sync.state = sync.state.forget_rounds()
 
 
-def _load_worker(saved: Mapping[str, Any], sync: Sync) -> None:
-    if sync.alone:
-        sync.load_counters(dict(saved))
-        sync.restart_clock()
-    elif saved["anchor"]:
-        sync.load_common(dict(saved))
-        _load_residuals(saved, sync)
-    else:
-        _continue_from_one_worker(saved, sync)
-    sync.has_anchor = saved["steps"] >= sync.warmup or not sync.local_warmup
-    sync.diverged = saved["diverged"] and bool(saved["anchor"])
-    sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
-    sync.stats.workers, *sync.stats.left_out = saved.get("last_round", [0])
-    if saved.get("initial_state") is not None:
-        sync.initial_state = saved["initial_state"]
-    for pending in saved["pending"] if sync.anchor.buckets else []:
-        sync.restore_pending(pending)
-
-
-def _continue_from_one_worker(saved: Mapping[str, Any], sync: Sync) -> None:
-    """Count the steps that a single worker took; they were not in blocks."""
-    sync.load_counters(dict(saved))
-    sync.anchor.begin()
-    sync.begin_block()
+def _load_worker(saved: SavedWorker, sync: Sync) -> None:
+    sync.load_block(saved)
+    diverged = saved["diverged"] and bool(saved["anchor"])
+    sync.state = sync.state.load(saved["steps"], saved["rounds"], diverged=diverged)
     sync.restart_clock()
+    if sync.alone:
+        pass
+    elif saved["anchor"]:
+        sync.anchor.load(saved)
+        _load_residuals(saved, sync)
+    else:  # of a single worker, whose steps were not in blocks
+        sync.anchor.begin()
+        sync.begin_block()
+    stats = sync.stats
+    stats.left_out_ever, stats.undone = saved["totals"]
+    stats.workers, *stats.left_out = saved.get("last_round", [0])
+    if (initial := saved.get("initial_state")) is not None:
+        sync.initial_state.state = copy.deepcopy(initial)
+    # A crew sends its differences again when they are due.
+    for each in saved["pending"] if sync.anchor.buckets and not sync.members.elastic else []:
+        sync.pending.append(Pending.restored(each, sync.anchor))
+        sync.state = sync.state.send(each["fragments"])
 
 
-def _load_residuals(saved: Mapping[str, Any], sync: Sync) -> None:
+def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
     """Restore residuals and clock if this rank saved them itself.
 
     A residual belongs to the slices that a rank rounds, which depend on rank and size.
@@ -287,7 +316,6 @@ def _load_residuals(saved: Mapping[str, Any], sync: Sync) -> None:
     workers = sync.members.workers
     if list(saved["workers"]) != [workers.size, workers.rank]:
         sync.anchor.reset_residuals()
-        sync.restart_clock()
         return
     for bucket, residual in zip(sync.anchor.buckets, saved["residual"], strict=True):
         if bucket.residual is not None and residual is not None:

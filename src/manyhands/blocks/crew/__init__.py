@@ -5,7 +5,8 @@ In the order in which a worker meets them:
 _launcher.py       `manyhands run`: start workers, and start again those that die
 _output.py         the launcher forwards what workers print
 _guard.py          kills the workers if the launcher is killed
-_membership.py     fixed members (a process group) or elastic ones (a crew), behind one interface
+_membership.py     fixed members (a process group) or elastic ones (a crew), behind one interface;
+                   state transfer to joiners
 _crew.py           `Crew`: join, settle rounds, regroup, leave
 _enrollment.py     one process's way into the next generation
 _terms.py          what a worker must have in common with the others
