@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.blocks._drift import Drift
+from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._extras import by_index, drop_nonfinite_state, make_payloads
 from manyhands.blocks.averaging._payload import are_finite, is_payload_finite
 

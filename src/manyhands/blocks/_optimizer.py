@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,7 +36,7 @@ from manyhands.blocks._codec import find_codec
 from manyhands.blocks._other_averaging import check_not_averaged
 from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._schedule import Every, Schedule
-from manyhands.blocks._state import describe_outer, rename_options, split_overrides
+from manyhands.blocks._state import Value, describe_outer, rename_options, split_overrides
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._extras import (
     Buffers,
@@ -46,9 +47,12 @@ from manyhands.blocks.averaging._extras import (
 )
 from manyhands.blocks.crew._membership import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._terms import Terms
+from manyhands.blocks.crew._transport import CrewBase
 
 STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
+
+Closure = Callable[[], Any]  # computes the gradients, and returns the loss
 
 
 class Blocks(OptimizerWrapper):
@@ -127,9 +131,9 @@ class Blocks(OptimizerWrapper):
         local_warmup: bool = False,
         anchor_on_host: bool = False,
         model: nn.Module | None = None,
-        process_group: Any = None,
-        inner_group: Any = None,
-        crew: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        inner_group: dist.ProcessGroup | None = None,
+        crew: CrewBase | None = None,
         shared_memory: bool | None = None,
     ) -> None:
         outer = Average() if outer is None else outer
@@ -149,7 +153,7 @@ class Blocks(OptimizerWrapper):
         check_groups(type(self).__name__, crew, process_group, inner, interval)
         check_shared_memory(shared_memory, codec, crew, optimizer)
         self._supports_amp = _amp.supports_amp(optimizer)
-        self._options = {
+        self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
             "every": repr(interval),
             "codec": codec,
@@ -271,7 +275,7 @@ class Blocks(OptimizerWrapper):
 
     # -- stepping ------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step the inner optimizer, and synchronize with the other workers if it is time.
 
         A step that a `GradScaler` skips is counted, so that all workers count the same steps.
@@ -296,7 +300,7 @@ class Blocks(OptimizerWrapper):
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
 
     def _step_inner(
-        self, signals: _amp.ScalerSignals, closure: Any, *args: Any, **kwargs: Any
+        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
     ) -> Any:
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
@@ -305,7 +309,7 @@ class Blocks(OptimizerWrapper):
             return self._inner_optimizer.step(*positional, **kwargs)
 
     def _step_together(
-        self, signals: _amp.ScalerSignals, closure: Any, *args: Any, **kwargs: Any
+        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
     ) -> Any:
         """Take a step along the mean of all workers' gradients."""
 
@@ -434,7 +438,7 @@ class Blocks(OptimizerWrapper):
         return state
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, Any] | None = None
+        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, object] | None = None
     ) -> None:
         """Continue from a `state_dict`; load the model's first.
 
@@ -455,11 +459,11 @@ class Blocks(OptimizerWrapper):
             group.update(for_groups)
         self.load_common_state(saved)
 
-    def _to_engine_values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
         """Translate overrides whose values, not only names, differ in a subclass."""
         return dict(overrides)
 
-    def common_state_dict(self) -> dict[str, Any]:
+    def common_state_dict(self) -> dict[str, object]:
         """Return the blocks' state that is equal on all workers.
 
         For a checkpoint of your own that all workers continue from. (`mh.save` does not need it.)
@@ -468,7 +472,7 @@ class Blocks(OptimizerWrapper):
         _state.check_unsharded(self._sync)
         return {"options": self._options, **_state.save_common(self._sync)}
 
-    def checked_state(self, saved: Any, changed: Mapping[str, Any] | None = None) -> Any:
+    def checked_state(self, saved: Any, changed: Mapping[str, object] | None = None) -> Any:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
         saved = _state.check_saved(saved, self._options, changed or {}, self._names)
         if saved is not None:

@@ -22,8 +22,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.wrapper import unwrap
 from manyhands.blocks._anchor import Anchor, AnchorDifference, OverlappedDifference
 from manyhands.blocks._checks import fingerprint
-from manyhands.blocks._drift import Drift
-from manyhands.blocks._schedule import Schedule
+from manyhands.blocks._schedule import Drift, Schedule
 from manyhands.blocks.averaging._average import run_sync_round
 from manyhands.blocks.averaging._extras import (
     ArrivedMean,

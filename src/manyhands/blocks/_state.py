@@ -27,9 +27,11 @@ from manyhands.blocks._rounds import Pending, SavedRound
 from manyhands.blocks._sync import CommonState, Counters, Sync
 
 Names = Mapping[str, str]
+Value = bool | int | float | str | None  # of an option, as it is saved
+Options = Mapping[str, Value]
 
 
-def describe_outer(outer: Outer) -> dict[str, Any]:
+def describe_outer(outer: Outer) -> dict[str, Value]:
     """Return an outer step's class and settings; its own `__repr__` if it defines one."""
     if type(outer).__repr__ is not Outer.__repr__ and not is_dataclass(outer):
         return {"outer": repr(outer)}
@@ -40,18 +42,18 @@ def describe_outer(outer: Outer) -> dict[str, Any]:
     return {"outer": type(outer).__name__, **{f"outer.{name}": v for name, v in plain.items()}}
 
 
-def rename_options(options: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def rename_options(options: Options, names: Names) -> dict[str, Value]:
     """Return the options under the names of the class."""
     return {names.get(name, name): value for name, value in options.items()}
 
 
 def split_overrides(
     class_name: str,
-    overrides: Mapping[str, Any],
-    options: Mapping[str, Any],
+    overrides: Mapping[str, object],
+    options: Options,
     names: Names,
-    groups: Iterable[Mapping[str, Any]],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    groups: Iterable[Mapping[str, object]],
+) -> tuple[dict[str, object], dict[str, object]]:
     """Split overrides into options of the blocks (engine's names) and of parameter groups.
 
     `groups` are the parameter groups here and in the saved state. A name that is in none of them,
@@ -77,15 +79,16 @@ def split_overrides(
 
 
 def check_options(
-    saved: Mapping[str, Any], options: Mapping[str, Any], changed: Mapping[str, Any], names: Names
+    saved: Options, options: Options, changed: Mapping[str, object], names: Names
 ) -> None:
     """Raise if the saved run had other options, except those `changed` on purpose."""
     meant = set(changed)
     for name, value in changed.items():
-        here = options[name]
+        here: object = options[name]
         if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
-            value, here = describe_outer(value), _outer_in(options)
-            meant |= here.keys()
+            outer = _outer_in(options)
+            value, here = describe_outer(value), outer
+            meant |= outer.keys()
         if value != here and str(value) != str(here):
             raise ValueError(
                 f"optimizer_overrides has {names.get(name, name)}={changed[name]!r}, and the "
@@ -103,7 +106,7 @@ def check_options(
         )
 
 
-def _outer_in(options: Mapping[str, Any]) -> dict[str, Any]:
+def _outer_in(options: Options) -> dict[str, Value]:
     return {name: v for name, v in options.items() if name.partition(".")[0] == "outer"}
 
 
@@ -134,7 +137,7 @@ class SavedCounters(Counters):
     """The plain numbers in a checkpoint that all workers share."""
 
     format: int
-    options: dict[str, Any]
+    options: dict[str, Value]
     alone: bool
     totals: list[int]
 
@@ -189,7 +192,7 @@ def check_unsharded(sync: Sync) -> None:
         )
 
 
-def save_counters(sync: Sync, options: Mapping[str, Any]) -> SavedCounters:
+def save_counters(sync: Sync, options: Options) -> SavedCounters:
     """Return the plain numbers that any worker can continue from, without tensors."""
     check_not_diverged(sync)
     return {
@@ -220,9 +223,9 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
 
 def check_saved(
     saved: Any,
-    options: Mapping[str, Any],
-    changed: Mapping[str, Any],
-    names: Mapping[str, str] | None = None,
+    options: Options,
+    changed: Mapping[str, object],
+    names: Names | None = None,
 ) -> Any:  # SavedWorker or SavedCounters, whichever was saved; None
     """Return the blocks' part of a state dict if it fits these options, or raise.
 
@@ -240,7 +243,7 @@ def check_saved(
     return {**saved, "pending": []} if changed else saved
 
 
-def check_fits(saved: Mapping[str, Any], sync: Sync) -> None:
+def check_fits(saved: SavedWorker, sync: Sync) -> None:
     """Raise if the saved anchor does not belong to these parameters."""
     if sync.alone or not saved["anchor"]:  # a single worker, there or here, has no anchor
         return

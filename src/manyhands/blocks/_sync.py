@@ -32,10 +32,9 @@ from manyhands.blocks._anchor import (
     StagedDifference,
 )
 from manyhands.blocks._block_state import BlockState
-from manyhands.blocks._drift import Drift
 from manyhands.blocks._other_averaging import moved_identically, warn_identical_moves
 from manyhands.blocks._rounds import InitialState, Pending, RoundRunner
-from manyhands.blocks._schedule import Every, Schedule
+from manyhands.blocks._schedule import Drift, Every, Schedule
 from manyhands.blocks.averaging._extras import (
     Extras,
     SnapshotPayload,

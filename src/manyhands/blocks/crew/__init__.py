@@ -14,7 +14,7 @@ _roster.py         the roster as a value: who takes part, and every way it may c
 _shared_roster.py  the roster in the store: read, changed, repaired; heartbeats; arrivals
 _heartbeat.py      which processes have no heartbeat any more
 _store.py          the store: calls that cannot hang, signed values
-_transport.py      the members' gloo group, which can be aborted
-_base.py           what both kinds of crew have in common
+_transport.py      what both kinds of crew have in common: the members, and their gloo group, which
+                   can be aborted
 _torchft.py        `TorchftCrew`: torchft's lighthouse in place of store and roster
 """

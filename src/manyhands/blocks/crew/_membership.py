@@ -12,13 +12,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from traceback import clear_frames
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.averaging._payload import RoundResult
 from manyhands.blocks.crew._terms import Terms
+from manyhands.blocks.crew._transport import CrewBase
 from manyhands.errors import RanksDisagree
 
 MESSAGE = 1 << 26  # bytes in one message of a state transfer at most
@@ -126,7 +128,7 @@ class ElasticMembers:
 
     elastic = True
 
-    def __init__(self, crew: Any) -> None:
+    def __init__(self, crew: CrewBase) -> None:
         self.crew = crew
         self.inner: RankGroup = crew.inner
         self.workers = RankGroup()
@@ -165,7 +167,7 @@ class ElasticMembers:
         return not of_others or self._failures >= PERSISTENT
 
     def close(self, steps: int) -> bool:
-        return bool(self.crew.close(steps))
+        return self.crew.close(steps)
 
     def join(self, version: int, terms: Terms) -> None:
         self.crew.join(version, terms)
@@ -212,14 +214,14 @@ class StateTransfer:
         return RoundResult()
 
 
-def _send(group: Any, data: bytes, rank: int) -> None:
+def _send(group: dist.ProcessGroup, data: bytes, rank: int) -> None:
     group.send([torch.tensor([len(data)])], rank, 0).wait()
     # frombuffer() needs memory that may be written to, which bytes is not.
     for message in torch.frombuffer(bytearray(data), dtype=torch.uint8).split(MESSAGE):
         group.send([message], rank, 0).wait()
 
 
-def _receive(group: Any, rank: int) -> bytearray:
+def _receive(group: dist.ProcessGroup, rank: int) -> bytearray:
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], rank, 0).wait()
     data = bytearray(int(size))

@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._arguments import real
-from manyhands.blocks.crew._base import FIRST_PAUSE, LONGEST_PAUSE, CrewBase
 from manyhands.blocks.crew._roster import Member, Roster
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
@@ -43,7 +42,13 @@ from manyhands.blocks.crew._store import (
     serve_store,
 )
 from manyhands.blocks.crew._terms import NO_TERMS, Terms
-from manyhands.blocks.crew._transport import StoreConnection, own_address
+from manyhands.blocks.crew._transport import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    CrewBase,
+    StoreConnection,
+    own_address,
+)
 from manyhands.errors import JoinRefused, LighthouseLost, WorkerLost
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
