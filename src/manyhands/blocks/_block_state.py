@@ -34,6 +34,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+NO_VERSION = -1 << 32  # of a worker without an anchor that has taken no step
+
 
 @dataclass(frozen=True)
 class BlockState:
@@ -67,8 +69,12 @@ class BlockState:
 
     @property
     def version(self) -> int:
-        """How far this worker is: the one with the highest version sends joiners its state."""
-        return (self.rounds << 32) + self.steps if self.has_anchor else -1
+        """How far this worker is: the one with the highest version sends joiners its state.
+
+        It is negative without an anchor. If nobody has one, the steps decide, so that a joiner,
+        which has taken none, sets nobody back.
+        """
+        return ((self.rounds if self.has_anchor else -1) << 32) + self.steps
 
     @property
     def contributes(self) -> bool:
@@ -102,7 +108,17 @@ class BlockState:
         assert not self.retry, f"a step before an undone round is repeated: {self}"
         # Workers that were apart stay so in a shared warm-up, as when the steps are set back.
         diverged = self.diverged or not self.steps_together
-        return replace(self, steps=self.steps + 1, just_joined=False, diverged=diverged)
+        # Written out: `replace` takes several times as long, and every step comes here.
+        return BlockState(
+            self.warmup,
+            self.local_warmup,
+            self.steps + 1,
+            self.rounds,
+            self.has_anchor,
+            diverged,
+            just_joined=False,
+            in_flight=self.in_flight,
+        )
 
     def continue_at(self, steps: int) -> BlockState:
         """Count on from this number of steps."""

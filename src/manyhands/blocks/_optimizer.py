@@ -22,7 +22,7 @@ from manyhands._core.wrapper import OptimizerWrapper, Shared
 from manyhands.blocks import _state
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._arguments import flag, whole
-from manyhands.blocks._block_state import BlockState
+from manyhands.blocks._block_state import NO_VERSION, BlockState
 from manyhands.blocks._checks import (
     check_agreement,
     check_choice,
@@ -193,7 +193,7 @@ class Blocks(OptimizerWrapper):
         if isinstance(sync.members, ElasticMembers):
             everything = [param for group in self.param_groups for param in group["params"]]
             terms = Terms.of(self._options, everything, buffers, self._model.modules)
-            sync.members.join(-1, terms)
+            sync.members.join(NO_VERSION, terms)
             sync.transfer_state()
             sync.regroup()
             return

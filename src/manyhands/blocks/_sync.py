@@ -287,7 +287,7 @@ class Sync:
     def _end_warmup(self) -> None:
         """Make the first worker's parameters the anchor on every worker."""
         # Until that has succeeded there is no anchor: if the round is undone, the state transfer
-        # takes one worker's parameters for all.
+        # takes one worker's parameters for all (of a member, not of a joiner: see `version`).
         self.state = self.state.drop_anchor()
         local_warmup = self.state.local_warmup
         tensors = [*trainable_params(self.optimizer), *self.extras.buffer_tensors()]

@@ -3,8 +3,8 @@
 In the order in which a worker meets them:
 
 _launcher.py       `manyhands run`: start workers, and start again those that die
-_output.py         the launcher forwards what workers print
-_guard.py          kills the workers if the launcher is killed
+_processes.py      the launcher forwards what workers print, and leaves none behind
+_guard.py          the process that kills the workers if the launcher is killed
 _membership.py     fixed members (a process group) or elastic ones (a crew), behind one interface;
                    state transfer to joiners
 _crew.py           `Crew`: join, settle rounds, regroup, leave

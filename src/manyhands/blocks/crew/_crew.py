@@ -123,7 +123,7 @@ class Crew(CrewBase):
     def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
         """Join the crew: return when this worker is in a generation.
 
-        `version` is the number of outer steps that it holds, as from a checkpoint; -1 is none.
+        `version` is the number of outer steps that it holds, as from a checkpoint; negative: none.
         `terms` are what it must have in common with the others. If they differ, an error says what
         differs, before the other workers have noticed this one.
         """

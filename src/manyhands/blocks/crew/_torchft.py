@@ -68,7 +68,7 @@ class Statement:
     generation: str  # the name of its present generation; "" before the first one
     round_index: int
     arrived: bool
-    version: int  # outer steps that it holds; -1 is none
+    version: int  # outer steps that it holds; none if negative
     store: str  # the address of the store that it serves
     name: str  # names the new generation, if this worker has the lowest number in it
     terms: str  # the checksum of what it must have in common with the others
