@@ -16,6 +16,7 @@ from manyhands._core.dtensor import is_dtensor, local
 from manyhands._core.ranks import RankGroup
 from manyhands._core.shared_memory import check_on_cpu
 from manyhands._core.wrapper import unwrap
+from manyhands.blocks._arguments import flag
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._schedule import Every
 from manyhands.blocks.crew._transport import CrewBase
@@ -86,9 +87,11 @@ def check_groups(
 
 def check_shared_memory(
     wanted: bool | None, codec: str, crew: object, optimizer: Optimizer
-) -> None:
+) -> bool | None:
+    """Return whether memory is to be shared; None: where it is possible."""
+    wanted = None if wanted is None else flag("shared_memory", wanted)
     if not wanted:
-        return
+        return wanted
     if codec != "float32":
         raise ValueError(
             f"codec={codec!r} has no effect with shared_memory=True: nothing is sent. "
@@ -101,6 +104,7 @@ def check_shared_memory(
         )
     for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
         check_on_cpu(device)
+    return wanted
 
 
 def fingerprint(options: object) -> float:

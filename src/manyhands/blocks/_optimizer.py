@@ -146,12 +146,10 @@ class Blocks(OptimizerWrapper):
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
-        if shared_memory is not None:
-            shared_memory = flag("shared_memory", shared_memory)
         check_overlap_and_fragments(overlap, fragments, interval)
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         check_groups(type(self).__name__, crew, process_group, inner, interval)
-        check_shared_memory(shared_memory, codec, crew, optimizer)
+        self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
         self._supports_amp = _amp.supports_amp(optimizer)
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
@@ -165,18 +163,16 @@ class Blocks(OptimizerWrapper):
             "local_warmup": local_warmup,
         }
         self._model = found = Buffers(optimizer, model)
-        start = interval.first_start(warmup)
         self._sync = Sync(
             optimizer,
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
             Anchor(outer, find_codec(codec), fragments, anchor_on_host, inner),
             interval,
-            Schedule(interval.first, fragments, overlap, start),
+            Schedule(interval.first, fragments, overlap, interval.first_start(warmup)),
             BlockState.begin(warmup, local_warmup),
             Extras(optimizer, found, buffers, state),
             self._options,
         )
-        self._shared_memory = shared_memory
         self._begin(model)
 
     def _begin(self, model: nn.Module | None) -> None:
@@ -207,9 +203,8 @@ class Blocks(OptimizerWrapper):
 
     def _choose_transport(self, workers: RankGroup) -> RankGroup:
         """Return the workers with the collectives that sync rounds will use."""
-        if (
-            self._sync.schedule.overlap
-        ):  # a group of their own, so that they do not mix with training's
+        if self._sync.schedule.overlap:
+            # A group of their own, so that they do not mix with training's collectives.
             device = next(p.device for group in self.param_groups for p in group["params"])
             workers = workers.with_background_group(device)
         if self._shared_memory is None:
