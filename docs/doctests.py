@@ -15,23 +15,32 @@ KINDS = {
 }
 
 
+# Their signatures and "Args" are made at import, from FSDPOptions and from the options of `Blocks`.
+MADE_AT_IMPORT = {
+    "manyhands.sharding.fsdp._wrapper.FullyShardedDataParallel": manyhands.FSDP,
+    "manyhands.blocks._methods.LocalSGD": manyhands.LocalSGD,
+    "manyhands.blocks._methods.DiLoCo": manyhands.DiLoCo,
+    "manyhands.blocks._methods.SlowMo": manyhands.SlowMo,
+    "manyhands.blocks._methods.BMUF": manyhands.BMUF,
+}
+
+
 class Doctests(griffe.Extension):
-    """Fences every paragraph that begins with `>>>`, and takes FSDP's options at run time."""
+    """Fences every paragraph that begins with `>>>`, and takes options at run time."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        # The signature and the "Args" of FSDP are made at import, from FSDPOptions.
-        if obj.path.endswith("._wrapper.FullyShardedDataParallel") and obj.docstring is not None:
-            obj.docstring.value = inspect.getdoc(manyhands.FSDP) or obj.docstring.value
-        if obj.path.endswith("._wrapper.FullyShardedDataParallel.__init__"):
-            assert isinstance(obj, griffe.Function)
-            obj.parameters = fsdp_parameters()
+        if (cls := MADE_AT_IMPORT.get(obj.path)) and obj.docstring is not None:
+            obj.docstring.value = inspect.getdoc(cls) or obj.docstring.value
+        cls = MADE_AT_IMPORT.get(obj.path.removesuffix(".__init__"))
+        if cls and isinstance(obj, griffe.Function):
+            obj.parameters = parameters_of(cls)
         if obj.docstring is not None:
             fenced = DOCTEST.sub(lambda code: f"```pycon\n{code[0]}\n```", obj.docstring.value)
             obj.docstring.value = fenced
 
 
-def fsdp_parameters() -> griffe.Parameters:
-    """Return the parameters that FSDP's constructor has at run time."""
+def parameters_of(cls: type) -> griffe.Parameters:
+    """Return the parameters that a constructor has at run time."""
     return griffe.Parameters(
         *(
             griffe.Parameter(
@@ -40,6 +49,6 @@ def fsdp_parameters() -> griffe.Parameters:
                 kind=KINDS[parameter.kind],
                 default=None if parameter.default is parameter.empty else repr(parameter.default),
             )
-            for name, parameter in inspect.signature(manyhands.FSDP.__init__).parameters.items()
+            for name, parameter in inspect.signature(cls.__init__).parameters.items()
         )
     )

@@ -35,7 +35,7 @@ from typing import Any
 
 from faults.link import Link
 from faults.strangers import BAD, GUEST, Guest, Writer
-from manyhands.blocks.crew._launcher import _die_with_parent
+from manyhands.blocks.crew._processes import die_with_parent
 from manyhands.blocks.crew._store import SECRET_VARIABLE
 
 COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
@@ -255,7 +255,7 @@ class _Stage:
                 stdout=file,
                 stderr=file,
                 env={**os.environ, SECRET_VARIABLE: self._told[SECRET_VARIABLE]},
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
 
     def guest(self, extra: Sequence[str], number: int) -> Guest:

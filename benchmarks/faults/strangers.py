@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manyhands.blocks.crew._launcher import _die_with_parent
+from manyhands.blocks.crew._processes import die_with_parent
 from manyhands.blocks.crew._shared_roster import ROSTER
 from manyhands.blocks.crew._store import Signer, connect_to_store
 
@@ -68,7 +68,7 @@ class Guest:
                 stdout=file,
                 stderr=file,
                 env=environment,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
 
     def end(self, seconds: float) -> str:

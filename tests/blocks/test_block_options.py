@@ -1,6 +1,7 @@
 """Options of blocks: meaningless ones are errors, numpy's numbers are numbers, and overrides."""
 
 import copy
+import inspect
 import math
 
 import numpy as np
@@ -11,10 +12,36 @@ from torch.optim import SGD, AdamW
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands.blocks._methods import BlockOptions, CommonOptions
 
 
 def inner(optim=SGD):
     return optim([nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+METHODS = [mh.LocalSGD, mh.DiLoCo, mh.SlowMo, mh.BMUF]
+
+
+def test_the_options_that_are_passed_on_are_those_of_blocks():
+    options = inspect.get_annotations(mh.Blocks.__init__)
+    own = {"optimizer", "outer", "every", "return"}
+    assert inspect.get_annotations(BlockOptions).keys() == options.keys() - own
+    assert CommonOptions.__annotations__.items() < BlockOptions.__annotations__.items()
+    for name, kind in BlockOptions.__annotations__.items():
+        assert kind.__forward_arg__ == options[name]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_lists_every_option_with_its_default_and_a_description(method):
+    parameters = inspect.signature(method.__init__).parameters
+    assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
+    for name, each in parameters.items():
+        assert name == "self" or f"\n    {name}: " in method.__doc__
+        blocks = inspect.signature(mh.Blocks.__init__).parameters.get(name, each)
+        changed = {"every", "local_warmup"} if method in (mh.DiLoCo, mh.BMUF) else set()
+        assert name in changed or each.default == blocks.default
+    with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
+        method(inner(), evry=3)
 
 
 NOT_COUNTS = [2.5, 2.0, math.nan, math.inf, -1, "3", None, True, np.float32(2), np.bool_(True), 1j]

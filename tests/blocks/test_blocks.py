@@ -896,14 +896,15 @@ def test_a_clock_that_is_right_after_a_resume():
     def blocks():
         params = parameters()
         optimizer = wrapped("LocalSGD", params, {}, mh.Seconds(0.05, first=3))
-        optimizer._sync.steps = 5000
+        optimizer._sync.state = optimizer._sync.state.continue_at(5000)
         optimizer._sync.restart_clock(70.0, 20)
         state = optimizer.state_dict()
         optimizer = wrapped("LocalSGD", params, {}, mh.Seconds(0.05, first=3))
         optimizer.load_state_dict(state)
-        seconds, steps = optimizer._sync.clock()
+        clock = optimizer._sync.runner.clock
+        seconds, steps = clock.elapsed(5000)
         optimizer.load_state_dict({**state, "blocks": {**state["blocks"], "workers": [3, 0]}})
-        return steps, 70.0 <= seconds < 100.0, optimizer._sync._clock_start[1]
+        return steps, 70.0 <= seconds < 100.0, clock._start[1]
 
     assert run_ranks(2, blocks) == [(20, True, 5000)] * 2
 

@@ -247,6 +247,25 @@ def test_the_count_of_steps():
         optimizer.set_num_updates(-1)
 
 
+def test_a_count_set_back_into_a_shared_warm_up_leaves_workers_apart():
+    """A checkpoint for all of them would hold the parameters of one."""
+
+    def blocks():
+        params = parameters()
+        optimizer = mh.BMUF(SGD(params, lr=0.1), warmup_iterations=4, local_warmup=False)
+        for step in range(1, 6):
+            put_gradients(params, step)
+            optimizer.step()
+        optimizer.set_num_updates(0)
+        put_gradients(params)
+        optimizer.step()
+        apart = dist.get_rank(), flat(params)
+        optimizer.common_state_dict()
+        return apart
+
+    raises_on_ranks(2, RuntimeError, blocks, match="inside a block each worker has its own")
+
+
 GROWING = {"global_sync_iter": 4, "warmup_iterations": 6, "block_momentum": 0.5}
 
 

@@ -137,6 +137,19 @@ def test_a_death_in_the_middle_of_a_meeting_loses_no_work_of_the_others(store, t
         assert {e["undone"] for e in done if e["workers"] == 4} <= {0, 1}
 
 
+def test_a_death_in_the_round_that_ends_a_warm_up_sets_nobody_back(store, tmp_path):
+    """The first worker dies, and its next incarnation comes before the others know that."""
+    options = {"global_sync_iter": 6, "warmup_iterations": 20}
+    with BlockTeam(store, tmp_path, expected=3, stall=4.0) as team:
+        harm = dies_at("_send", 0, 1)
+        team.start(range(3), 50, options, harm, make=mh.BMUF, pause=0.005)
+        team.until(lambda: team.ended() == {0: -signal.SIGKILL})
+        team.start([0], 50, options, make=mh.BMUF, pause=0.005)
+        team.finish()
+        team.one_state_at_each_meeting()
+        assert team.events(0, "in")[-1]["steps"] == 20
+
+
 OPTIONS = [
     (mh.DiLoCo, {"every": 6, "codec": "int8"}),
     (mh.DiLoCo, {"every": 6, "codec": "int4", "overlap": 2, "fragments": 2}),

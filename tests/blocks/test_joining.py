@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.crew_workers import Log, Store, Team, fork
-from manyhands.blocks import _sync
+from manyhands.blocks import _rounds
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Roster
 from manyhands.blocks.crew._terms import Terms
@@ -256,13 +256,13 @@ def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
 
     def skips(number):
         if number == 1:
-            original = _sync.Sync._note
+            original = _rounds.RoundRunner.write_note
 
-            def note(self, state, status):
-                said = original(self, state, status)
+            def write_note(self, step, status, state):
+                said = original(self, step, status, state)
                 return replace(said, step=said.step + (said.step >= 20))
 
-            _sync.Sync._note = note
+            _rounds.RoundRunner.write_note = write_note
 
     with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
         team.start(range(3), harm=skips)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.blocks._drift import Drift
-from manyhands.blocks._schedule import ByDrift, Every, Schedule, Seconds
+from manyhands.blocks._schedule import ByDrift, Drift, Every, Schedule, Seconds
 
 pytestmark = pytest.mark.quick
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from manyhands._core.dtensor import local_shard
 from manyhands._core.flat import FlatTensors, group_by_type, read_range
 from manyhands._core.norms import accumulation_dtype
 from manyhands._core.ranks import RankGroup
+from manyhands.blocks._checks import memory_order
 from manyhands.blocks._codec import Codec
 from manyhands.blocks._outer import Outer
 from manyhands.blocks.averaging._payload import LARGEST, RoundResult
@@ -195,6 +196,14 @@ class OverlappedDifference(AnchorDifference):
                 params.write(self.first + start, anchor)
 
 
+class AnchorState(TypedDict):
+    """Anchor and memories, bucket by bucket."""
+
+    order: float  # a checksum of how the parameters lie in memory
+    anchor: list[Tensor]
+    memories: list[list[Tensor]]
+
+
 @dataclass
 class Anchor:
     """Anchor and memories of all parameters."""
@@ -270,7 +279,24 @@ class Anchor:
                     start = max(begin - first, 0)
                     yield OuterState(param, start, bucket.anchor[here], memories, residual)
 
-    def layout(self) -> list[Any]:
+    def saved(self) -> AnchorState:
+        """Return anchor and memories, which are equal on every worker."""
+        return {
+            "order": memory_order(self.params),
+            "anchor": [bucket.anchor for bucket in self.buckets],
+            "memories": [bucket.memories for bucket in self.buckets],
+        }
+
+    def load(self, state: AnchorState) -> None:
+        """Set anchor and memories to saved ones."""
+        for bucket, anchor, memories in zip(
+            self.buckets, state["anchor"], state["memories"], strict=True
+        ):
+            bucket.anchor.copy_(anchor)
+            for memory, value in zip(bucket.memories, memories, strict=True):
+                memory.copy_(value)
+
+    def layout(self) -> list[int | tuple[int, ...]]:
         """Return which elements this rank rounds and averages.
 
         A residual is of use only to a run with the same layout.

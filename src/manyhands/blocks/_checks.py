@@ -6,8 +6,7 @@ All of them come before the first tensor is sent, and raise on every worker.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,11 +16,13 @@ from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup
 from manyhands._core.shared_memory import check_on_cpu
 from manyhands._core.wrapper import unwrap
+from manyhands.blocks._arguments import flag
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._schedule import Every
+from manyhands.blocks.crew._transport import CrewBase
 
 
-def check_optimizer(class_name: str, optimizer: Any, blocks: type[Optimizer]) -> Optimizer:
+def check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
     """Return the optimizer if it can be wrapped, or raise."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -33,7 +34,7 @@ def check_optimizer(class_name: str, optimizer: Any, blocks: type[Optimizer]) ->
     return optimizer
 
 
-def check_outer(outer: Any) -> None:
+def check_outer(outer: object) -> None:
     if not isinstance(outer, Outer):
         raise TypeError(
             f"outer must be an outer step (a subclass of manyhands.Outer), got {outer!r}. "
@@ -41,7 +42,7 @@ def check_outer(outer: Any) -> None:
         )
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
@@ -60,7 +61,11 @@ def check_overlap_and_fragments(overlap: int, fragments: int, every: Every) -> N
 
 
 def check_groups(
-    class_name: str, crew: Any, process_group: Any, inner: RankGroup, every: Every
+    class_name: str,
+    crew: CrewBase | None,
+    process_group: object,
+    inner: RankGroup,
+    every: Every,
 ) -> None:
     if crew is not None and process_group is not None:
         raise ValueError(
@@ -80,9 +85,13 @@ def check_groups(
         )
 
 
-def check_shared_memory(wanted: bool | None, codec: str, crew: Any, optimizer: Optimizer) -> None:
+def check_shared_memory(
+    wanted: bool | None, codec: str, crew: object, optimizer: Optimizer
+) -> bool | None:
+    """Return whether memory is to be shared; None: where it is possible."""
+    wanted = None if wanted is None else flag("shared_memory", wanted)
     if not wanted:
-        return
+        return wanted
     if codec != "float32":
         raise ValueError(
             f"codec={codec!r} has no effect with shared_memory=True: nothing is sent. "
@@ -95,9 +104,10 @@ def check_shared_memory(wanted: bool | None, codec: str, crew: Any, optimizer: O
         )
     for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
         check_on_cpu(device)
+    return wanted
 
 
-def fingerprint(options: Any) -> float:
+def fingerprint(options: object) -> float:
     """Return a checksum of the options as a float, which all collectives can carry exactly."""
     return float(zlib.crc32(repr(options).encode()))
 
@@ -106,7 +116,7 @@ def check_agreement(
     class_name: str,
     workers: RankGroup,
     inner: RankGroup,
-    options: dict[str, Any],
+    options: Mapping[str, object],
     params: Sequence[Tensor],
     buffers: Sequence[Tensor],
     modules: Sequence[nn.Module],

@@ -1,11 +1,20 @@
-"""The methods by the names of their papers: `Blocks`, each with its own outer step."""
+"""The methods by the names of their papers: `Blocks`, each with its own outer step.
+
+A method takes the options of `Blocks` besides its own, as `**options`. A type checker and an editor
+know their names and types from a TypedDict; `help()` and the reference page list them because
+`list_options` copies them from `Blocks`, signature and descriptions.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.blocks._arguments import flag, real, whole
@@ -13,6 +22,61 @@ from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._schedule import Every
 from manyhands.blocks.averaging._extras import trainable_params
+from manyhands.blocks.crew._transport import CrewBase
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in `typing` from Python 3.11 on
+
+Method = TypeVar("Method", bound=type[Blocks])
+
+
+class CommonOptions(TypedDict, total=False):
+    """The options of `Blocks` that all methods have under the same names."""
+
+    codec: str
+    overlap: int
+    fragments: int
+    state: str
+    buffers: str
+    anchor_on_host: bool
+    model: nn.Module | None
+    inner_group: dist.ProcessGroup | None
+    crew: CrewBase | None
+    shared_memory: bool | None
+
+
+class BlockOptions(CommonOptions, total=False):
+    """The options of `Blocks` that BMUF has under other names, or with other defaults."""
+
+    warmup: int
+    local_warmup: bool
+    process_group: dist.ProcessGroup | None
+
+
+def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
+    """Show the options that a method passes on to `Blocks`: in its signature and its docstring."""
+
+    def decorate(method: Method) -> Method:
+        init = vars(method)["__init__"]
+        own, blocks = inspect.signature(init), inspect.signature(Blocks.__init__)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [p for p in blocks.parameters.values() if p.name in passed_on.__annotations__]
+        init.__signature__ = own.replace(parameters=[*named, *more])
+        if method.__doc__ is not None and Blocks.__doc__ is not None:  # python -OO
+            text, _, _ = inspect.cleandoc(method.__doc__).partition("\n\nArgs:\n")
+            described = _described_args(Blocks.__doc__) | _described_args(method.__doc__)
+            args = [described[p.name] for p in (*named, *more) if p.name in described]
+            method.__doc__ = f"{text}\n\nArgs:\n" + "\n".join(args)
+        return method
+
+    return decorate
+
+
+def _described_args(docstring: str) -> dict[str, str]:
+    """Return the entries of the "Args" of a docstring by name."""
+    _, _, args = inspect.cleandoc(docstring).partition("\n\nArgs:\n")
+    entries = re.split(r"\n(?=    \w+: )", args)
+    return {entry.strip().partition(":")[0]: entry for entry in entries}
 
 
 def _momentum(name: str, value: Any) -> float:
@@ -20,6 +84,7 @@ def _momentum(name: str, value: Any) -> float:
     return real(name, value, least=0, below=1, why=why)
 
 
+@list_options(BlockOptions)
 class LocalSGD(Blocks):
     """Blocks whose next anchor is the plain mean of the workers.
 
@@ -27,13 +92,16 @@ class LocalSGD(Blocks):
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=8)
 
-    See `Blocks` for `**options`, and for what all methods have in common.
+    See `Blocks` for what all methods have in common.
     """
 
-    def __init__(self, optimizer: Optimizer, *, every: int | Every = 16, **options: Any) -> None:
+    def __init__(
+        self, optimizer: Optimizer, *, every: int | Every = 16, **options: Unpack[BlockOptions]
+    ) -> None:
         super().__init__(optimizer, Average(), every=every, **options)
 
 
+@list_options(BlockOptions)
 class DiLoCo(Blocks):
     """Blocks with an outer Nesterov momentum over the workers' mean difference.
 
@@ -42,8 +110,12 @@ class DiLoCo(Blocks):
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     >>> optimizer = mh.DiLoCo(optimizer, every=100, codec="int4", overlap=10, fragments=4)
 
-    `lr` and `momentum` are the outer optimizer's, with the defaults of the paper (Douillard et al.,
-    2023). `lr` in `param_groups` is the inner optimizer's. See `Blocks` for `**options`.
+    The defaults are those of the paper (Douillard et al., 2023). `lr` in `param_groups` is the
+    inner optimizer's. See `Blocks` for what all methods have in common.
+
+    Args:
+        lr: the outer optimizer's learning rate.
+        momentum: the outer optimizer's momentum.
     """
 
     _names: ClassVar[Mapping[str, str]] = {
@@ -58,13 +130,14 @@ class DiLoCo(Blocks):
         lr: float = 0.7,
         momentum: float = 0.9,
         every: int | Every = 100,
-        **options: Any,
+        **options: Unpack[BlockOptions],
     ) -> None:
         lr = real("lr", lr, above=0)
         outer = BlockMomentum(lr, _momentum("momentum", momentum), nesterov=True)
         super().__init__(optimizer, outer, every=every, **options)
 
 
+@list_options(BlockOptions)
 class SlowMo(Blocks):
     """Blocks with a slow momentum, in units of the inner learning rate (Wang et al., 2020).
 
@@ -72,8 +145,13 @@ class SlowMo(Blocks):
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.SlowMo(torch.optim.SGD(model.parameters(), lr=0.1), slow_momentum=0.5)
 
-    Without `inner_lr`, the inner learning rate is that of the first parameter group at the time
-    of the sync round. See `Blocks` for `**options`.
+    See `Blocks` for what all methods have in common.
+
+    Args:
+        slow_lr: the slow learning rate α.
+        slow_momentum: the slow momentum β.
+        inner_lr: the inner learning rate γ. None: that of the first parameter group at the time of
+            the sync round.
     """
 
     _names: ClassVar[Mapping[str, str]] = {
@@ -90,7 +168,7 @@ class SlowMo(Blocks):
         slow_momentum: float = 0.5,
         inner_lr: float | None = None,
         every: int | Every = 16,
-        **options: Any,
+        **options: Unpack[BlockOptions],
     ) -> None:
         inner_lr = None if inner_lr is None else real("inner_lr", inner_lr, above=0)
         slow_lr = real("slow_lr", slow_lr, above=0)
@@ -98,6 +176,7 @@ class SlowMo(Blocks):
         super().__init__(optimizer, outer, every=every, **options)
 
 
+@list_options(CommonOptions)
 class BMUF(Blocks):
     """Blocks with a block momentum (Chen & Huo, 2016), with the options that fairseq documents.
 
@@ -110,8 +189,8 @@ class BMUF(Blocks):
     mean, whatever `block_lr` is. In the first `warmup_iterations` steps each worker trains alone;
     then all take worker 0's parameters. `use_nbm` is not Nesterov's momentum: it equals plain
     momentum with `block_lr * (1 + block_momentum)`; `nesterov=True` is Nesterov's. A sync round
-    follows each step whose number is a multiple of `global_sync_iter`. See `Blocks` for
-    `**options`.
+    follows each step whose number is a multiple of `global_sync_iter`. See `Blocks` for what all
+    methods have in common.
 
     Args:
         block_lr: the factor of the workers' mean difference.
@@ -150,8 +229,8 @@ class BMUF(Blocks):
         average_sync: bool = False,
         nesterov: bool = False,
         local_warmup: bool = True,
-        process_group: Any = None,
-        **options: Any,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Unpack[CommonOptions],
     ) -> None:
         # Saved with all its settings, also where momentum 0 makes it a plain average.
         self._described = BlockMomentum(
@@ -184,7 +263,7 @@ class BMUF(Blocks):
             **options,
         )
 
-    def _to_engine_values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
         values = dict(overrides)
         if "average_sync" in values:
             averaged = flag("average_sync", values.pop("average_sync"))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from manyhands._core.wrapper import OptimizerWrapper, SharedAttribute
 from manyhands.blocks import _state
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._arguments import flag, whole
+from manyhands.blocks._block_state import NO_VERSION, BlockState
 from manyhands.blocks._checks import (
     check_agreement,
     check_choice,
@@ -34,15 +36,23 @@ from manyhands.blocks._codec import find_codec
 from manyhands.blocks._other_averaging import check_not_averaged
 from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._schedule import Every, Schedule
-from manyhands.blocks._state import describe_outer, rename_options, split_overrides
+from manyhands.blocks._state import Value, describe_outer, rename_options, split_overrides
 from manyhands.blocks._sync import Sync
-from manyhands.blocks._warmup import average_gradients
-from manyhands.blocks.averaging._extras import Buffers, by_index, make_payloads, trainable_params
+from manyhands.blocks.averaging._extras import (
+    Buffers,
+    Extras,
+    by_index,
+    make_payloads,
+    trainable_params,
+)
 from manyhands.blocks.crew._membership import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._terms import Terms
+from manyhands.blocks.crew._transport import CrewBase
 
 STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
+
+Closure = Callable[[], Any]  # computes the gradients, and returns the loss
 
 
 class Blocks(OptimizerWrapper):
@@ -122,9 +132,9 @@ class Blocks(OptimizerWrapper):
         local_warmup: bool = False,
         anchor_on_host: bool = False,
         model: nn.Module | None = None,
-        process_group: Any = None,
-        inner_group: Any = None,
-        crew: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        inner_group: dist.ProcessGroup | None = None,
+        crew: CrewBase | None = None,
         shared_memory: bool | None = None,
     ) -> None:
         outer = Average() if outer is None else outer
@@ -137,14 +147,12 @@ class Blocks(OptimizerWrapper):
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
-        if shared_memory is not None:
-            shared_memory = flag("shared_memory", shared_memory)
         check_overlap_and_fragments(overlap, fragments, interval)
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         check_groups(type(self).__name__, crew, process_group, inner, interval)
-        check_shared_memory(shared_memory, codec, crew, optimizer)
+        self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
         self._supports_amp = _amp.supports_amp(optimizer)
-        self._options = {
+        self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
             "every": repr(interval),
             "codec": codec,
@@ -156,21 +164,16 @@ class Blocks(OptimizerWrapper):
             "local_warmup": local_warmup,
         }
         self._model = found = Buffers(optimizer, model)
-        start = interval.first_start(warmup)
         self._sync = Sync(
             optimizer,
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
             Anchor(outer, find_codec(codec), fragments, anchor_on_host, inner),
             interval,
-            Schedule(interval.first, fragments, overlap, start),
-            warmup=warmup,
-            local_warmup=local_warmup,
-            state=state,
-            buffers=None if buffers == "keep" else found,
-            first_buffers_only=buffers == "broadcast",
-            options=self._options,
+            Schedule(interval.first, fragments, overlap, interval.first_start(warmup)),
+            BlockState.begin(warmup, local_warmup),
+            Extras(optimizer, found, buffers, state),
+            self._options,
         )
-        self._shared_memory = shared_memory
         self._begin(model)
 
     def _begin(self, model: nn.Module | None) -> None:
@@ -181,15 +184,15 @@ class Blocks(OptimizerWrapper):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
             return
-        buffers = sync.buffer_tensors
+        buffers = sync.extras.buffer_tensors()
         self._known = {id(param) for param in params}
         sync.anchor.extend(params)
         if isinstance(sync.members, ElasticMembers):
             everything = [param for group in self.param_groups for param in group["params"]]
             terms = Terms.of(self._options, everything, buffers, self._model.modules)
-            sync.members.join(-1, terms)
+            sync.members.join(NO_VERSION, terms)
             sync.transfer_state()
-            sync.regroup(sync.retry)
+            sync.regroup()
             return
         self._all_workers = workers = sync.members.workers
         check_not_averaged(type(self).__name__, workers, self._inner_optimizer, model)
@@ -201,9 +204,8 @@ class Blocks(OptimizerWrapper):
 
     def _choose_transport(self, workers: RankGroup) -> RankGroup:
         """Return the workers with the collectives that sync rounds will use."""
-        if (
-            self._sync.schedule.overlap
-        ):  # a group of their own, so that they do not mix with training's
+        if self._sync.schedule.overlap:
+            # A group of their own, so that they do not mix with training's collectives.
             device = next(p.device for group in self.param_groups for p in group["params"])
             workers = workers.with_background_group(device)
         if self._shared_memory is None:
@@ -234,12 +236,12 @@ class Blocks(OptimizerWrapper):
     @property
     def steps(self) -> int:
         """Steps taken. A worker that joins later continues from the others' number."""
-        return self._sync.steps
+        return self._sync.state.steps
 
     @property
     def rounds(self) -> int:
         """Sync rounds that took place."""
-        return self._sync.rounds
+        return self._sync.state.rounds
 
     @property
     def left_out(self) -> list[int]:
@@ -255,9 +257,9 @@ class Blocks(OptimizerWrapper):
         inner = self._inner_optimizer
         return {
             **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
-            "step": sync.steps,
+            "step": sync.state.steps,
             "workers": stats.workers or sync.members.workers.size,  # in the last round
-            "rounds": sync.rounds,
+            "rounds": sync.state.rounds,
             "every": sync.schedule.length,
             "distance": stats.drift.distance,
             "spread": stats.drift.spread,
@@ -269,7 +271,7 @@ class Blocks(OptimizerWrapper):
 
     # -- stepping ------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step the inner optimizer, and synchronize with the other workers if it is time.
 
         A step that a `GradScaler` skips is counted, so that all workers count the same steps.
@@ -278,14 +280,14 @@ class Blocks(OptimizerWrapper):
         if closure is not None:
             closure = self._in_step(closure)
         signals = _amp.ScalerSignals.read_from(self, self._inner_optimizer)
-        if self.alone or sync.steps >= sync.warmup or sync.local_warmup:
+        if sync.state.steps_together and not self.alone:
+            result = self._step_together(signals, closure, *args, **kwargs)
+        else:
             if not self.alone:
                 self._add_unfrozen_params()
             result = self._step_inner(signals, closure, *args, **kwargs)
-        else:
-            result = self._step_together(signals, closure, *args, **kwargs)
         vars(self._inner_optimizer)["_opt_called"] = True  # torch's schedulers warn without it
-        sync.steps, sync.just_joined, sync.diverged = sync.steps + 1, False, True
+        sync.count_step()
         if not self.alone:
             with torch.no_grad():
                 sync.after_step()
@@ -294,7 +296,7 @@ class Blocks(OptimizerWrapper):
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
 
     def _step_inner(
-        self, signals: _amp.ScalerSignals, closure: Any, *args: Any, **kwargs: Any
+        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
     ) -> Any:
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
@@ -303,14 +305,14 @@ class Blocks(OptimizerWrapper):
             return self._inner_optimizer.step(*positional, **kwargs)
 
     def _step_together(
-        self, signals: _amp.ScalerSignals, closure: Any, *args: Any, **kwargs: Any
+        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
     ) -> Any:
         """Take a step along the mean of all workers' gradients."""
 
         def average() -> bool:
             if signals.grad_scale is not None:
                 _amp.unscale(self.param_groups, signals.grad_scale)
-            return average_gradients(self._sync, trainable_params(self._inner_optimizer))
+            return self._sync.average_gradients(trainable_params(self._inner_optimizer))
 
         if closure is None:
             return self._inner_optimizer.step(*args, **kwargs) if average() else None
@@ -389,7 +391,7 @@ class Blocks(OptimizerWrapper):
         No collective runs, so one worker may do it by itself. It costs a copy of the parameters.
         """
         sync = self._sync
-        if self.alone or not sync.has_anchor or sync.steps < sync.warmup:
+        if self.alone or not sync.state.anchor_in_use:
             yield
             return
         if sync.anchor.inner.size > 1:
@@ -434,7 +436,7 @@ class Blocks(OptimizerWrapper):
         return state
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, Any] | None = None
+        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, object] | None = None
     ) -> None:
         """Continue from a `state_dict`; load the model's first.
 
@@ -455,11 +457,11 @@ class Blocks(OptimizerWrapper):
             group.update(for_groups)
         self.load_common_state(saved)
 
-    def _to_engine_values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
         """Translate overrides whose values, not only names, differ in a subclass."""
         return dict(overrides)
 
-    def common_state_dict(self) -> dict[str, Any]:
+    def common_state_dict(self) -> dict[str, object]:
         """Return the blocks' state that is equal on all workers.
 
         For a checkpoint of your own that all workers continue from. (`mh.save` does not need it.)
@@ -468,7 +470,7 @@ class Blocks(OptimizerWrapper):
         _state.check_unsharded(self._sync)
         return {"options": self._options, **_state.save_common(self._sync)}
 
-    def checked_state(self, saved: Any, changed: Mapping[str, Any] | None = None) -> Any:
+    def checked_state(self, saved: Any, changed: Mapping[str, object] | None = None) -> Any:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
         saved = _state.check_saved(saved, self._options, changed or {}, self._names)
         if saved is not None:

@@ -12,9 +12,10 @@ below leads from the engine's names to the class's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,12 +25,15 @@ from manyhands._core.state_parts import StatePart
 from manyhands.blocks._anchor import OuterState
 from manyhands.blocks._checks import memory_order
 from manyhands.blocks._outer import Outer
-from manyhands.blocks._sync import Sync
+from manyhands.blocks._rounds import Pending, SavedRound
+from manyhands.blocks._sync import CommonState, Counters, Sync
 
 Names = Mapping[str, str]
+Value = bool | int | float | str | None  # of an option, as it is saved
+Options = Mapping[str, Value]
 
 
-def describe_outer(outer: Outer) -> dict[str, Any]:
+def describe_outer(outer: Outer) -> dict[str, Value]:
     """Return an outer step's class and settings; its own `__repr__` if it defines one."""
     if type(outer).__repr__ is not Outer.__repr__ and not is_dataclass(outer):
         return {"outer": repr(outer)}
@@ -40,18 +44,18 @@ def describe_outer(outer: Outer) -> dict[str, Any]:
     return {"outer": type(outer).__name__, **{f"outer.{name}": v for name, v in plain.items()}}
 
 
-def rename_options(options: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def rename_options(options: Options, names: Names) -> dict[str, Value]:
     """Return the options under the names of the class."""
     return {names.get(name, name): value for name, value in options.items()}
 
 
 def split_overrides(
     class_name: str,
-    overrides: Mapping[str, Any],
-    options: Mapping[str, Any],
+    overrides: Mapping[str, object],
+    options: Options,
     names: Names,
-    groups: Iterable[Mapping[str, Any]],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    groups: Iterable[Mapping[str, object]],
+) -> tuple[dict[str, object], dict[str, object]]:
     """Split overrides into options of the blocks (engine's names) and of parameter groups.
 
     `groups` are the parameter groups here and in the saved state. A name that is in none of them,
@@ -77,15 +81,16 @@ def split_overrides(
 
 
 def check_options(
-    saved: Mapping[str, Any], options: Mapping[str, Any], changed: Mapping[str, Any], names: Names
+    saved: Options, options: Options, changed: Mapping[str, object], names: Names
 ) -> None:
     """Raise if the saved run had other options, except those `changed` on purpose."""
     meant = set(changed)
     for name, value in changed.items():
-        here = options[name]
+        here: object = options[name]
         if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
-            value, here = describe_outer(value), _outer_in(options)
-            meant |= here.keys()
+            outer = _outer_in(options)
+            value, here = describe_outer(value), outer
+            meant |= outer.keys()
         if value != here and str(value) != str(here):
             raise ValueError(
                 f"optimizer_overrides has {names.get(name, name)}={changed[name]!r}, and the "
@@ -103,7 +108,7 @@ def check_options(
         )
 
 
-def _outer_in(options: Mapping[str, Any]) -> dict[str, Any]:
+def _outer_in(options: Options) -> dict[str, Value]:
     return {name: v for name, v in options.items() if name.partition(".")[0] == "outer"}
 
 
@@ -111,23 +116,52 @@ KEY = "blocks"
 FORMAT = 3
 
 
-def save_worker(sync: Sync) -> dict[str, Any]:
+class SavedByAnyWorker(CommonState):
+    """What any worker can continue from."""
+
+    format: int
+    workers: list[int]  # size and rank of the worker that saved it
+    diverged: bool
+    residual: list[Tensor | None]
+    pending: list[SavedRound]
+    totals: list[int]  # workers left out, and rounds undone, since the run began
+
+
+class SavedWorker(SavedByAnyWorker, total=False):
+    """A worker's own part of a state dict. The rest is its own, or missing."""
+
+    initial_state: dict[Any, Any] | None
+    last_round: list[int]  # its workers, and the numbers of those left out
+    clock: list[float]
+
+
+class SavedCounters(Counters):
+    """The plain numbers in a checkpoint that all workers share."""
+
+    format: int
+    options: dict[str, Value]
+    alone: bool
+    totals: list[int]
+
+
+def save_worker(sync: Sync) -> SavedWorker:
     """Return everything a bitwise continuation needs. Wait for what is in flight to arrive."""
-    workers = sync.members.workers
+    workers, state, stats = sync.members.workers, sync.state, sync.stats
+    resets = state.in_local_warmup or sync.extras.state == "reset"
     return {
         **save_common(sync),
         "workers": [workers.size, workers.rank],
-        "diverged": sync.diverged,
+        "diverged": state.diverged,
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
-        "initial_state": sync.initial_state,
-        "last_round": [sync.stats.workers, *sync.stats.left_out],
-        "clock": sync.clock(),
+        "initial_state": sync.initial_state.state if resets else None,
+        "last_round": [stats.workers, *stats.left_out],
+        "clock": sync.runner.clock.elapsed(state.steps),
         # A crew sends its differences again when they are due: saving must not wait for a member.
         "pending": [] if sync.members.elastic else [pending.saved() for pending in sync.pending],
     }
 
 
-def save_common(sync: Sync) -> dict[str, Any]:
+def save_common(sync: Sync) -> SavedByAnyWorker:
     """Return what any worker can continue from."""
     return {
         "format": FORMAT,
@@ -142,7 +176,7 @@ def save_common(sync: Sync) -> dict[str, Any]:
 
 def check_not_diverged(sync: Sync) -> None:
     """Raise inside a block, where each worker has parameters of its own."""
-    if sync.diverged and not sync.alone:
+    if sync.state.diverged and not sync.alone:
         raise RuntimeError(
             "a checkpoint for all workers has one model, and inside a block each worker has "
             "its own. Call optimizer.synchronize() on every worker first, or save each worker's "
@@ -160,7 +194,7 @@ def check_unsharded(sync: Sync) -> None:
         )
 
 
-def save_counters(sync: Sync, options: Mapping[str, Any]) -> dict[str, Any]:
+def save_counters(sync: Sync, options: Options) -> SavedCounters:
     """Return the plain numbers that any worker can continue from, without tensors."""
     check_not_diverged(sync)
     return {
@@ -172,30 +206,29 @@ def save_counters(sync: Sync, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_counters(saved: Mapping[str, Any], sync: Sync, unsaved: Sequence[OuterState]) -> None:
+def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState]) -> None:
     """Continue from these numbers, after anchor and memories have been filled.
 
     `unsaved` are the parameters without an anchor in the checkpoint: they were frozen, or one
     worker trained alone.
     """
     _drop_pending(sync)
-    sync.load_counters(dict(saved))
+    sync.load_block(saved)
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
-    for state in unsaved:
-        state.begin()
+    for outer in unsaved:
+        outer.begin()
+    sync.state = sync.state.load(saved["steps"], saved["rounds"])
     if saved["alone"]:  # its steps were not in blocks
         sync.begin_block()
-    sync.has_anchor = sync.steps >= sync.warmup or not sync.local_warmup
-    sync.diverged = False
     sync.restart_clock()
 
 
 def check_saved(
     saved: Any,
-    options: Mapping[str, Any],
-    changed: Mapping[str, Any],
-    names: Mapping[str, str] | None = None,
-) -> dict[str, Any] | None:
+    options: Options,
+    changed: Mapping[str, object],
+    names: Names | None = None,
+) -> Any:  # SavedWorker or SavedCounters, whichever was saved; None
     """Return the blocks' part of a state dict if it fits these options, or raise.
 
     None stays None: the state dict is of the bare optimizer.
@@ -212,7 +245,7 @@ def check_saved(
     return {**saved, "pending": []} if changed else saved
 
 
-def check_fits(saved: Mapping[str, Any], sync: Sync) -> None:
+def check_fits(saved: SavedWorker, sync: Sync) -> None:
     """Raise if the saved anchor does not belong to these parameters."""
     if sync.alone or not saved["anchor"]:  # a single worker, there or here, has no anchor
         return
@@ -239,7 +272,7 @@ def check_fits(saved: Mapping[str, Any], sync: Sync) -> None:
         )
 
 
-def load_saved(saved: Mapping[str, Any] | None, sync: Sync) -> None:
+def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     """Continue from the saved state; if it is None, from the parameters as they are."""
     _drop_pending(sync)
     if saved is None:
@@ -253,37 +286,34 @@ def _drop_pending(sync: Sync) -> None:
     for pending in sync.pending:
         pending.background.finished()  # its thread may write to the tensors that are loaded now
     sync.pending.clear()
-    sync.just_joined = False
+    sync.state = sync.state.forget_rounds()
 
 
-def _load_worker(saved: Mapping[str, Any], sync: Sync) -> None:
-    if sync.alone:
-        sync.load_counters(dict(saved))
-        sync.restart_clock()
-    elif saved["anchor"]:
-        sync.load_common(dict(saved))
-        _load_residuals(saved, sync)
-    else:
-        _continue_from_one_worker(saved, sync)
-    sync.has_anchor = saved["steps"] >= sync.warmup or not sync.local_warmup
-    sync.diverged = saved["diverged"] and bool(saved["anchor"])
-    sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
-    sync.stats.workers, *sync.stats.left_out = saved.get("last_round", [0])
-    if saved.get("initial_state") is not None:
-        sync.initial_state = saved["initial_state"]
-    for pending in saved["pending"] if sync.anchor.buckets else []:
-        sync.restore_pending(pending)
-
-
-def _continue_from_one_worker(saved: Mapping[str, Any], sync: Sync) -> None:
-    """Count the steps that a single worker took; they were not in blocks."""
-    sync.load_counters(dict(saved))
-    sync.anchor.begin()
-    sync.begin_block()
+def _load_worker(saved: SavedWorker, sync: Sync) -> None:
+    sync.load_block(saved)
+    diverged = saved["diverged"] and bool(saved["anchor"])
+    sync.state = sync.state.load(saved["steps"], saved["rounds"], diverged=diverged)
     sync.restart_clock()
+    if sync.alone:
+        pass
+    elif saved["anchor"]:
+        sync.anchor.load(saved)
+        _load_residuals(saved, sync)
+    else:  # of a single worker, whose steps were not in blocks
+        sync.anchor.begin()
+        sync.begin_block()
+    stats = sync.stats
+    stats.left_out_ever, stats.undone = saved["totals"]
+    stats.workers, *stats.left_out = saved.get("last_round", [0])
+    if (initial := saved.get("initial_state")) is not None:
+        sync.initial_state.state = copy.deepcopy(initial)
+    # A crew sends its differences again when they are due.
+    for each in saved["pending"] if sync.anchor.buckets and not sync.members.elastic else []:
+        sync.pending.append(Pending.restored(each, sync.anchor))
+        sync.state = sync.state.send(each["fragments"])
 
 
-def _load_residuals(saved: Mapping[str, Any], sync: Sync) -> None:
+def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
     """Restore residuals and clock if this rank saved them itself.
 
     A residual belongs to the slices that a rank rounds, which depend on rank and size.
@@ -291,7 +321,6 @@ def _load_residuals(saved: Mapping[str, Any], sync: Sync) -> None:
     workers = sync.members.workers
     if list(saved["workers"]) != [workers.size, workers.rank]:
         sync.anchor.reset_residuals()
-        sync.restart_clock()
         return
     for bucket, residual in zip(sync.anchor.buckets, saved["residual"], strict=True):
         if bucket.residual is not None and residual is not None:
@@ -333,7 +362,7 @@ class OuterStateParts:
         return parts
 
     def save_counters(self) -> dict[str, Any]:
-        return save_counters(self._sync, self._options)
+        return dict(save_counters(self._sync, self._options))
 
     def check_counters(self, saved: Any) -> dict[str, Any] | None:
         return check_saved(saved, self._options, {})
@@ -345,7 +374,7 @@ class OuterStateParts:
         if not residuals:
             anchor.reset_residuals()
         begun = [state for state in anchor.outer_state() if id(state.param) in new]
-        load_counters(saved, self._sync, begun)
+        load_counters(cast(SavedCounters, saved), self._sync, begun)  # `check_counters` has seen it
 
     @torch.no_grad()
     def begin(self) -> None:

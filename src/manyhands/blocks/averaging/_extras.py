@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from manyhands._core.flat import FlatTensors, group_by_type
 from manyhands._core.modules import modules_holding
 from manyhands._core.norms import accumulation_dtype
 from manyhands.blocks._codec import CODECS, Codec
-from manyhands.blocks.averaging._payload import RoundResult
+from manyhands.blocks.averaging._payload import RoundResult, are_finite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages
 
@@ -55,6 +56,14 @@ class TensorPayload:
             self._vector.write(start, mean)
 
 
+class SavedMean(TypedDict):
+    """An `ArrivedMean` in plain values and a tensor."""
+
+    keys: list[str]
+    sizes: list[int]
+    mean: Tensor
+
+
 class ArrivedMean:
     """The mean of a `TensorPayload`, kept apart from the tensors until `copy_to`."""
 
@@ -70,7 +79,7 @@ class ArrivedMean:
             if len(vector) == len(mean):
                 vector.write(0, mean)
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> SavedMean:
         return {"keys": self.keys, "sizes": self.sizes, "mean": self.mean}
 
 
@@ -128,6 +137,15 @@ def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> di
     return found
 
 
+def drop_nonfinite_state(optimizer: Optimizer) -> None:
+    """Delete the state of each parameter whose state holds a number that is not finite."""
+    for param in [p for p in optimizer.state if isinstance(p, Tensor)]:
+        values = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
+        numeric = [v for v in values if v.is_floating_point() or v.is_complex()]
+        if not are_finite(numeric):
+            del optimizer.state[param]
+
+
 def trainable_params(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that are not frozen."""
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -157,6 +175,30 @@ class Buffers:
         for module in self.modules:
             found.update((id(buffer), buffer) for buffer in module.buffers())
         return list(found.values())
+
+
+@dataclass
+class Extras:
+    """The buffers and the optimizer state that are averaged at the end of a block."""
+
+    optimizer: Optimizer
+    model_buffers: Buffers
+    buffers: str  # the option: "average", "broadcast" or "keep"
+    state: str  # the option: "keep", "average", "average_moments" or "reset"
+
+    def buffer_tensors(self) -> list[Tensor]:
+        """Return the model's buffers; none if each worker keeps its own."""
+        return [] if self.buffers == "keep" else self.model_buffers.tensors()
+
+    def buffer_payloads(self) -> list[TensorPayload]:
+        first_only = self.buffers == "broadcast"
+        return make_payloads(by_index(self.buffer_tensors()), first_only)
+
+    def state_payloads(self) -> list[TensorPayload]:
+        if self.state not in ("average", "average_moments"):
+            return []
+        only = MOMENTS if self.state == "average_moments" else None
+        return make_payloads(state_tensors(self.optimizer, only))
 
 
 def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:

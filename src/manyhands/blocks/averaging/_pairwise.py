@@ -17,14 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._codec import encode_with_residual
-from manyhands.blocks.averaging._payload import NOTE, Note, Payload, RoundResult, square_of
+from manyhands.blocks.averaging._payload import (
+    NOTE,
+    Note,
+    Payload,
+    RoundResult,
+    Waitable,
+    square_of,
+)
 
 VALUES_TAG, MEAN_TAG = 28_101, 28_102  # far from the tags that users choose
 HEAD = 8 * NOTE  # bytes of the note, in float64
@@ -48,7 +54,7 @@ class PairwiseChunk:
         self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
         self._lengths = [b - a for a, b in pairwise(self.cuts)]
         self._sizes = [self._message_bytes(length) for length in self._lengths]
-        self._works: list[Any] = []
+        self._works: list[Waitable] = []
         self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
         self._incoming: list[Tensor] = []
         self._notes: list[list[float]] = []

@@ -4,16 +4,24 @@ Payload        tensors of one type that a worker contributes, read and written i
 Note           a few numbers about the worker itself, sent with every chunk
 PayloadChunk   a range of a payload in flight
 RoundResult    everyone's notes and the squared lengths; equal on all workers
+
+A worker whose numbers are not all finite is left out of the mean. A norm reads the memory once, and
+it is finite only if all numbers are. The reverse does not hold: in float32 the square of 3e19 is
+infinite, and 3e19 is not. So where a norm is not finite, the largest absolute value decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from manyhands._core.dtensor import local_shard
+from manyhands._core.flat import group_by_type
+from manyhands._core.norms import accumulation_dtype, norm
 from manyhands.blocks._codec import Codec
 
 LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the cache
@@ -95,6 +103,13 @@ class RoundResult:
         return min(note.state_elements for note in self.notes) > 0
 
 
+class Waitable(Protocol):
+    """A message or a barrier under way."""
+
+    def wait(self) -> object:
+        """Return when it is done."""
+
+
 class PayloadChunk(Protocol):
     """A range of a payload in flight. The four methods are called in this order."""
 
@@ -117,3 +132,33 @@ class PayloadChunk(Protocol):
 def square_of(values: Tensor) -> float:
     # A dot product reads the slice once, and is faster than norm().square().
     return float(torch.dot(values, values))
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all numbers in these tensors are finite."""
+    for same in group_by_type([local_shard(tensor).detach() for tensor in tensors]):
+        parts = [torch.view_as_real(part) if part.is_complex() else part for part in same]
+        # One fused kernel and one wait for the device, instead of one for each tensor.
+        lengths = torch._foreach_norm(parts, dtype=accumulation_dtype(parts[0].dtype))
+        if torch.stack(lengths).isfinite().all():
+            continue
+        doubtful = [p for p, size in zip(parts, lengths, strict=True) if not size.isfinite()]
+        if not all(map(_has_finite_maximum, doubtful)):
+            return False
+    return True
+
+
+def _has_finite_maximum(values: Tensor) -> bool:
+    # The maximum norm needs no second tensor of this size, as `isfinite()` would.
+    return bool(torch.linalg.vector_norm(values, float("inf")).isfinite())
+
+
+def is_payload_finite(payload: Payload) -> bool:
+    """Return whether all numbers in a payload are finite, read chunk by chunk."""
+    memory = torch.empty(min(LARGEST, payload.length), dtype=payload.dtype, device=payload.device)
+    for start in range(0, payload.length, LARGEST):
+        chunk = memory[: payload.length - start]
+        payload.read(start, chunk)
+        if not torch.isfinite(norm(chunk)) and not _has_finite_maximum(chunk):
+            return False
+    return True

@@ -40,14 +40,13 @@ from typing import Any
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._arguments import real, whole
-from manyhands.blocks.crew._base import FIRST_PAUSE, LONGEST_PAUSE, CrewBase
 from manyhands.blocks.crew._enrollment import Enrollment, check_not_failed
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Roster
 from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
 from manyhands.blocks.crew._store import Signer, StoreClient, parse_address
 from manyhands.blocks.crew._terms import NO_TERMS, Terms
-from manyhands.blocks.crew._transport import StoreConnection
+from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, CrewBase, StoreConnection
 from manyhands.errors import StoreLost, WorkerLost
 
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
@@ -124,7 +123,7 @@ class Crew(CrewBase):
     def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
         """Join the crew: return when this worker is in a generation.
 
-        `version` is the number of outer steps that it holds, as from a checkpoint; -1 is none.
+        `version` is the number of outer steps that it holds, as from a checkpoint; negative: none.
         `terms` are what it must have in common with the others. If they differ, an error says what
         differs, before the other workers have noticed this one.
         """

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.crew._base import FIRST_PAUSE, LONGEST_PAUSE
 from manyhands.blocks.crew._roster import Member, Roster, number_of
 from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
 from manyhands.blocks.crew._terms import Terms
+from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE
 from manyhands.errors import CrewFinished, JoinRefused
 
 START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones

@@ -28,7 +28,6 @@ waits for the others.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -37,12 +36,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
-from manyhands.blocks.crew import _guard, _store
+from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
-from manyhands.blocks.crew._output import OutputForwarder
+from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent
 from manyhands.blocks.crew._roster import Roster, number_of
 from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
 from manyhands.blocks.crew._store import (
@@ -123,7 +121,7 @@ class Launcher:
         self._exit_code: int | None = None  # set early if the run must end
         self._last_check = 0.0  # for stopped workers
         self._output = OutputForwarder()
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard = Guard()
 
     def run(self) -> int:
         """Run until all workers have ended; return the exit code."""
@@ -138,8 +136,7 @@ class Launcher:
                 self._with_roster(lambda s: s.change(lambda r: r.without_launcher(self.id)))
                 if self.shared is not None:
                     self.shared.client.close()
-                if self._guard is not None:
-                    self._guard.communicate()  # closes its input, so that it ends
+                self._guard.close()
                 if self.signer.ignored:
                     _print(
                         f"{self.signer.ignored} value(s) in the store were ignored here: they were "
@@ -205,10 +202,10 @@ class Launcher:
                 env={**self.environment, **self._own_environment(worker, inner_rank, port)},
                 # A process group: Ctrl-C reaches only us, and its children end with it.
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
             worker.processes.append(process)
-            self._inform_guard(f"+{process.pid}")
+            self._guard.add(process.pid)
             name = f"{worker.number}.{inner_rank}" if self.processes > 1 else f"{worker.number}"
             for pipe, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert pipe is not None
@@ -283,28 +280,9 @@ class Launcher:
         """Wait for the end of a worker's processes, and forward the last of their output."""
         for process in worker.processes:
             process.wait()
-            self._inform_guard(f"-{process.pid}")
+            self._guard.remove(process.pid)
         self._output.finish(worker.pipes)
         worker.processes, worker.pipes, worker.store = [], [], None
-
-    def _inform_guard(self, change: str) -> None:
-        """Write to the guard which process group has started or ended. Replace a killed guard."""
-        while True:
-            if self._guard is None or self._guard.poll() is not None:
-                self._guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(Path(_guard.__file__))],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # a signal that kills our process group spares it
-                )
-                # A new guard knows nothing yet: it needs all groups that run.
-                running = [p.pid for worker in self.workers for p in worker.processes]
-                change = "\n".join([*(f"+{pid}" for pid in running), change])
-            assert self._guard.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the guard was killed: make another one
-                self._guard.stdin.write(f"{change}\n".encode())
-                self._guard.stdin.flush()
-                return
 
     def _signal(self, worker: LaunchedWorker, number: int) -> None:
         """Send a signal to the worker's processes and their children."""
@@ -412,15 +390,6 @@ def _restart_pause(short_lives: int) -> float:
         return 0.0
     # Limit the exponent too: a worker may be killed again and again for days.
     return min(2.0 ** min(short_lives - 2, 30), LONGEST_RESTART_PAUSE)
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """Return a function for a new process: the system kills it when its parent dies (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    # Loaded before the fork: between fork and exec hardly anything is safe to call.
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _print(message: str) -> None:

@@ -3,6 +3,8 @@
 A sync round may run in a thread of its own (`BackgroundSync`): so that training goes on meanwhile,
 and so that a lost worker is noticed while others still wait for its messages. Rounds of one group
 run one after the other, because their messages must not mix.
+
+A crew's joiners receive the common state from one of the members (`StateTransfer`).
 """
 
 from __future__ import annotations
@@ -10,13 +12,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from traceback import clear_frames
-from typing import Any, Protocol
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.averaging._payload import RoundResult
 from manyhands.blocks.crew._terms import Terms
+from manyhands.blocks.crew._transport import CrewBase
 from manyhands.errors import RanksDisagree
 
+MESSAGE = 1 << 26  # bytes in one message of a state transfer at most
 PERSISTENT = 5  # failures among the same members: the cause is not a lost worker
 
 SyncRound = Callable[[RankGroup], RoundResult]
@@ -121,7 +128,7 @@ class ElasticMembers:
 
     elastic = True
 
-    def __init__(self, crew: Any) -> None:
+    def __init__(self, crew: CrewBase) -> None:
         self.crew = crew
         self.inner: RankGroup = crew.inner
         self.workers = RankGroup()
@@ -160,7 +167,7 @@ class ElasticMembers:
         return not of_others or self._failures >= PERSISTENT
 
     def close(self, steps: int) -> bool:
-        return bool(self.crew.close(steps))
+        return self.crew.close(steps)
 
     def join(self, version: int, terms: Terms) -> None:
         self.crew.join(version, terms)
@@ -181,3 +188,43 @@ class ElasticMembers:
     def _adopt_crew_group(self) -> None:
         crew = self.crew
         self.workers = RankGroup(crew.size, crew.rank, crew.group, own_group=True)
+
+
+class StateTransfer:
+    """One member packs the state and sends it to every joiner; the others only wait.
+
+    It runs in the background like a sync round, so that a member that dies meanwhile is noticed.
+    `received` is the state on a joiner, and None elsewhere.
+    """
+
+    def __init__(self, members: ElasticMembers, pack: Callable[[], bytes]) -> None:
+        self._crew, self._pack = members.crew, pack
+        self.received: bytearray | None = None
+        self.background = BackgroundSync(self._run, members.workers, None)
+        self.background.start()
+
+    def _run(self, workers: RankGroup) -> RoundResult:
+        crew = self._crew
+        if crew.rank == crew.source:
+            data = self._pack()
+            for rank in crew.joiners:
+                _send(crew.group, data, rank)
+        elif crew.rank in crew.joiners:
+            self.received = _receive(crew.group, crew.source)
+        return RoundResult()
+
+
+def _send(group: dist.ProcessGroup, data: bytes, rank: int) -> None:
+    group.send([torch.tensor([len(data)])], rank, 0).wait()
+    # frombuffer() needs memory that may be written to, which bytes is not.
+    for message in torch.frombuffer(bytearray(data), dtype=torch.uint8).split(MESSAGE):
+        group.send([message], rank, 0).wait()
+
+
+def _receive(group: dist.ProcessGroup, rank: int) -> bytearray:
+    size = torch.zeros(1, dtype=torch.int64)
+    group.recv([size], rank, 0).wait()
+    data = bytearray(int(size))
+    for message in torch.frombuffer(data, dtype=torch.uint8).split(MESSAGE):
+        group.recv([message], rank, 0).wait()
+    return data

@@ -48,7 +48,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Member:
-    """One incarnation of a process. `version` counts the outer steps that it holds; -1 is none."""
+    """One incarnation of a process.
+
+    `version` counts the outer steps that it holds. If it is negative, the process holds no state;
+    of several such processes, the one with the highest version brings its own.
+    """
 
     id: str
     version: int

@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._arguments import real
-from manyhands.blocks.crew._base import FIRST_PAUSE, LONGEST_PAUSE, CrewBase
 from manyhands.blocks.crew._roster import Member, Roster
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
@@ -43,7 +42,13 @@ from manyhands.blocks.crew._store import (
     serve_store,
 )
 from manyhands.blocks.crew._terms import NO_TERMS, Terms
-from manyhands.blocks.crew._transport import StoreConnection, own_address
+from manyhands.blocks.crew._transport import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    CrewBase,
+    StoreConnection,
+    own_address,
+)
 from manyhands.errors import JoinRefused, LighthouseLost, WorkerLost
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
@@ -63,7 +68,7 @@ class Statement:
     generation: str  # the name of its present generation; "" before the first one
     round_index: int
     arrived: bool
-    version: int  # outer steps that it holds; -1 is none
+    version: int  # outer steps that it holds; none if negative
     store: str  # the address of the store that it serves
     name: str  # names the new generation, if this worker has the lowest number in it
     terms: str  # the checksum of what it must have in common with the others

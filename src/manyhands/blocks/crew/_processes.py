@@ -1,12 +1,25 @@
-"""Forward what processes print, line by line, with each process's name in front."""
+"""What a launcher does for its processes: their output is forwarded, and none is left behind.
+
+OutputForwarder   forwards what they print, line by line, with each one's name in front
+Guard             kills them if the launcher is killed: a process of its own (_guard.py)
+die_with_parent   lets the system kill them when the launcher dies (Linux)
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import selectors
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import IO, Any, TextIO
+
+from manyhands.blocks.crew import _guard
 
 LONGEST_LINE = 1 << 20  # bytes: a longer line is forwarded in several
 READ_SIZE = 1 << 16  # bytes: what a pipe holds on Linux
@@ -64,3 +77,52 @@ class OutputForwarder:
             self._selector.unregister(pipe)
             del self._unfinished[pipe]
             pipe.close()
+
+
+class Guard:
+    """The guard process, which knows all process groups that run. A killed one is replaced."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._groups: set[int] = set()
+
+    def add(self, group: int) -> None:
+        """Report a process group that has started."""
+        self._groups.add(group)
+        self._write(f"+{group}")
+
+    def remove(self, group: int) -> None:
+        """Report a process group that has ended."""
+        self._groups.discard(group)
+        self._write(f"-{group}")
+
+    def close(self) -> None:
+        """End the guard."""
+        if self._process is not None:
+            self._process.communicate()  # closes its input, so that it ends
+
+    def _write(self, change: str) -> None:
+        while True:
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(Path(_guard.__file__))],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # a signal that kills our process group spares it
+                )
+                # A new guard knows nothing yet: it needs all groups that run.
+                change = "\n".join(f"+{group}" for group in self._groups) or change
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # the guard was killed: make another one
+                self._process.stdin.write(f"{change}\n".encode())
+                self._process.stdin.flush()
+                return
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """Return a function for a new process: the system kills it when its parent dies (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    # Loaded before the fork: between fork and exec hardly anything is safe to call.
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

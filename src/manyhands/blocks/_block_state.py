@@ -1,0 +1,198 @@
+"""Where a worker is in the life of its blocks: one immutable value, and every way it may change.
+
+    warmup        steps before the first block
+    local_warmup  in the warm-up each worker follows its own gradients; otherwise all workers step
+                  along their mean, and stay equal
+    steps         steps taken; a joiner continues from the others' number
+    rounds        sync rounds that took place
+    has_anchor    this worker holds the common state. Not so in a local warm-up, nor until the round
+                  that ends a warm-up has taken place
+    diverged      parameters may differ from the anchor
+    just_joined   no step was taken since the state transfer, so there is nothing to contribute
+    retry         fragments of an undone round, which the members repeat when they have regrouped
+    in_flight     rounds that were sent, and neither merged nor undone yet
+
+A block with one round:
+
+                     step               send                commit
+        at the anchor ──▶ diverged ───────────▶ in flight ───────────▶ at the anchor
+                             ▲                     │ undo
+                             └── send ◀── retry ◀──┘
+
+With overlap or fragments a worker stays diverged after a commit: steps were taken meanwhile, or
+other fragments have moved on. Two things always hold:
+
+    something is in flight, or to be repeated    ⇒  diverged
+    something is to be repeated                  ⇒  nothing is in flight
+
+Everything here is plain values: no tensors, no process group, no clock. `Sync` (_sync.py) has one
+of these values, and does what each change stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+NO_VERSION = -1 << 32  # of a worker without an anchor that has taken no step
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """One worker's state. Each method that changes something returns a new state.
+
+    A change that makes no sense in the present state is our own mistake: an AssertionError.
+    """
+
+    warmup: int = 0
+    local_warmup: bool = False
+    steps: int = 0
+    rounds: int = 0
+    has_anchor: bool = True
+    diverged: bool = False
+    just_joined: bool = False
+    retry: tuple[int, ...] = ()
+    in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.in_flight >= 0, f"a round ends that was not sent: {self}"
+        assert not (self.retry and self.in_flight), f"a round overtakes a repeated one: {self}"
+        at_anchor = not self.diverged
+        assert not (at_anchor and (self.in_flight or self.retry)), f"nothing to send: {self}"
+
+    @classmethod
+    def begin(cls, warmup: int, local_warmup: bool) -> BlockState:
+        """Return the state before the first step."""
+        return cls(warmup, local_warmup)._at(0, 0)
+
+    # -- questions -----------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """How far this worker is: the one with the highest version sends joiners its state.
+
+        It is negative without an anchor. If nobody has one, the steps decide, so that a joiner,
+        which has taken none, sets nobody back.
+        """
+        return ((self.rounds if self.has_anchor else -1) << 32) + self.steps
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this worker's difference from the anchor is work of its own."""
+        return not self.just_joined
+
+    @property
+    def before_blocks(self) -> bool:
+        """Whether the first block has not begun: its anchor is still to be made."""
+        return self.steps <= self.warmup
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether the next step follows the mean of all workers' gradients."""
+        return self.steps < self.warmup and not self.local_warmup
+
+    @property
+    def in_local_warmup(self) -> bool:
+        """Whether the next step is one of a local warm-up."""
+        return self.steps < self.warmup and self.local_warmup
+
+    @property
+    def anchor_in_use(self) -> bool:
+        """Whether the anchor is what all workers agreed on last (not so in a warm-up)."""
+        return self.has_anchor and self.steps >= self.warmup
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def step(self) -> BlockState:
+        """Count a step. Workers part with it, except in a shared warm-up."""
+        assert not self.retry, f"a step before an undone round is repeated: {self}"
+        # Workers that were apart stay so in a shared warm-up, as when the steps are set back.
+        diverged = self.diverged or not self.steps_together
+        # Written out: `replace` takes several times as long, and every step comes here.
+        return BlockState(
+            self.warmup,
+            self.local_warmup,
+            self.steps + 1,
+            self.rounds,
+            self.has_anchor,
+            diverged,
+            just_joined=False,
+            in_flight=self.in_flight,
+        )
+
+    def continue_at(self, steps: int) -> BlockState:
+        """Count on from this number of steps."""
+        assert not self.in_flight, f"merge what is in flight first: {self}"
+        # After the warm-up the workers had agreed on an anchor, in the run that is continued.
+        has_anchor = self.has_anchor or steps >= self.warmup
+        return replace(self, steps=steps, has_anchor=has_anchor)
+
+    # -- the end of a warm-up ------------------------------------------------------------------
+
+    def drop_anchor(self) -> BlockState:
+        """Hold no common state until the round that ends the warm-up has taken place."""
+        assert self.steps == self.warmup and not self.in_flight, f"no end of a warm-up: {self}"
+        return replace(self, has_anchor=False)
+
+    def begin_anchor(self) -> BlockState:
+        """Make the parameters, which are equal on all workers now, the first anchor."""
+        return replace(self, has_anchor=True, diverged=False)
+
+    # -- a sync round --------------------------------------------------------------------------
+
+    def send(self, fragments: Sequence[int]) -> BlockState:
+        """Begin a round about these fragments. One that is to be repeated comes before others."""
+        assert not self.retry or self.retry == tuple(fragments), f"not what is repeated: {self}"
+        return replace(self, in_flight=self.in_flight + 1, retry=())
+
+    def commit(self, *, complete: bool, overlaps: bool) -> BlockState:
+        """Count the oldest round in flight: it took place, and is merged.
+
+        `complete`: all fragments were in it. `overlaps`: steps were taken while it was in flight.
+        """
+        return replace(
+            self,
+            rounds=self.rounds + 1,
+            diverged=overlaps or not complete,
+            just_joined=False,
+            in_flight=self.in_flight - 1,
+        )
+
+    def undo(self, retry: Sequence[int] = ()) -> BlockState:
+        """Give up the oldest round in flight, and repeat these fragments of it."""
+        return replace(self, in_flight=self.in_flight - 1, retry=tuple(retry))
+
+    def return_to_anchor(self) -> BlockState:
+        """Give up the steps of this block: the parameters are at the anchor again."""
+        assert self.anchor_in_use and not self.in_flight, f"no anchor to return to: {self}"
+        return replace(self, diverged=False)
+
+    # -- members and state that change ---------------------------------------------------------
+
+    def regroup(self) -> BlockState:
+        """Give up all rounds in flight: other members begin without them."""
+        return replace(self, in_flight=0)
+
+    def join(self, steps: int, rounds: int, *, diverged: bool, retry: Sequence[int]) -> BlockState:
+        """Take over another member's state.
+
+        A joiner takes part in a round that is repeated, although it has nothing to contribute.
+        """
+        assert not self.in_flight, f"rounds of former members are in flight: {self}"
+        state = replace(self, diverged=diverged, just_joined=True, retry=tuple(retry))
+        return state._at(steps, rounds)
+
+    def forget_rounds(self) -> BlockState:
+        """Give up what is in flight, because other values are loaded."""
+        return replace(self, in_flight=0, just_joined=False)
+
+    def load(
+        self, steps: int, rounds: int, *, diverged: bool = False, in_flight: int = 0
+    ) -> BlockState:
+        """Continue from saved counters, with as many rounds in flight as were saved."""
+        state = self.forget_rounds()
+        return replace(state, diverged=diverged, in_flight=in_flight)._at(steps, rounds)
+
+    def _at(self, steps: int, rounds: int) -> BlockState:
+        has_anchor = steps >= self.warmup or not self.local_warmup
+        return replace(self, steps=steps, rounds=rounds, has_anchor=has_anchor)

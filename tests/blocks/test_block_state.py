@@ -1,0 +1,260 @@
+"""The life of a block by itself: which change makes sense when, and what always holds."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from manyhands.blocks._block_state import NO_VERSION, BlockState
+
+pytestmark = pytest.mark.quick
+
+FRAGMENTS = 3
+ALL = tuple(range(FRAGMENTS))
+
+
+def after(steps, warmup=0, local_warmup=False):
+    """The state after so many steps, with the round that ends the warm-up."""
+    state = BlockState.begin(warmup, local_warmup)
+    for _ in range(steps):
+        state = state.step()
+        if state.steps == warmup:
+            state = state.drop_anchor().begin_anchor()
+    return state
+
+
+def flags(state):
+    return state.has_anchor, state.diverged, state.anchor_in_use
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def test_a_block_of_all_fragments_ends_at_the_anchor():
+    state = after(2)
+    assert state.diverged
+    sent = state.send(ALL)
+    assert (sent.in_flight, sent.diverged) == (1, True)
+    merged = sent.commit(complete=True, overlaps=False)
+    assert (merged.in_flight, merged.diverged, merged.rounds) == (0, False, 1)
+
+
+def test_after_a_fragment_or_an_overlap_a_worker_is_still_apart():
+    sent = after(2).send(ALL)
+    assert sent.commit(complete=False, overlaps=False).diverged
+    assert sent.commit(complete=True, overlaps=True).diverged
+
+
+def test_an_undone_round_is_repeated_before_anything_else():
+    undone = after(2).send([1, 2]).undo([1, 2]).regroup()
+    assert (undone.retry, undone.in_flight, undone.diverged) == ((1, 2), 0, True)
+    repeated = undone.send([1, 2])
+    assert (repeated.retry, repeated.in_flight) == ((), 1)
+
+
+def test_a_local_warm_up_has_no_anchor_until_its_last_round():
+    start, middle = after(0, 2, True), after(1, 2, True)
+    assert flags(start) == (False, False, False) and flags(middle) == (False, True, False)
+    assert start.in_local_warmup and not start.steps_together
+    end = middle.step()
+    assert start.version == NO_VERSION < middle.version < end.drop_anchor().version < 0
+    assert flags(end.drop_anchor().begin_anchor()) == (True, False, True)
+
+
+def test_in_a_shared_warm_up_workers_stay_equal_and_hold_the_state():
+    start, middle = after(0, 2), after(1, 2)
+    assert flags(start) == flags(middle) == (True, False, False)
+    assert start.steps_together and middle.steps_together and not after(2, 2).steps_together
+    assert middle.version == 1
+    assert NO_VERSION < middle.step().drop_anchor().version < 0  # undone: one worker's for all
+    assert flags(after(2, 2)) == (True, False, True) and flags(after(3, 2)) == (True, True, True)
+
+
+def test_a_joiner_contributes_from_its_first_step_on():
+    joined = BlockState.begin(2, True).join(7, 1, diverged=True, retry=[0, 1])
+    assert (joined.steps, joined.rounds, joined.has_anchor) == (7, 1, True)
+    assert not joined.contributes and not joined.send([0, 1]).contributes
+    assert joined.send([0, 1]).commit(complete=False, overlaps=False).contributes
+    assert replace(joined, retry=()).step().contributes
+    assert not BlockState.begin(9, True).join(7, 0, diverged=True, retry=[]).has_anchor
+
+
+def test_a_number_of_steps_that_is_set_never_loses_an_anchor():
+    state = after(3, 2, True)
+    assert state.continue_at(1).has_anchor and not state.continue_at(1).anchor_in_use
+    assert not after(1, 4, True).continue_at(3).has_anchor
+    assert after(1, 4, True).continue_at(4).has_anchor
+
+
+def test_loading_begins_without_rounds_in_flight_and_is_no_joining():
+    state = after(3).send([0]).load(20, 4)
+    assert (state.steps, state.rounds, state.in_flight, state.diverged) == (20, 4, 0, False)
+    joined = BlockState().join(3, 0, diverged=True, retry=[])
+    assert joined.forget_rounds().contributes and joined.load(3, 0, diverged=True).contributes
+
+
+SENSELESS = {
+    "nothing was sent": lambda: after(2).commit(complete=True, overlaps=False),
+    "nothing to undo": lambda: after(2).undo(),
+    "nothing to send": lambda: BlockState().send([0]),
+    "nothing to repeat": lambda: after(2).send(ALL).commit(complete=True, overlaps=False).send(ALL),
+    "a step in between": lambda: after(2).send([0]).undo([0]).step(),
+    "another round first": lambda: after(2).send([0]).undo([0]).send([1]),
+    "repeated beside another": lambda: after(2).send([0]).send([1]).undo([0]),
+    "at the anchor, with one in flight": lambda: (
+        after(2).send([0]).send([1]).commit(complete=True, overlaps=False)
+    ),
+    "joined in flight": lambda: after(2).send([0]).join(3, 0, diverged=True, retry=[]),
+    "joined for nothing": lambda: BlockState().join(3, 0, diverged=False, retry=[0]),
+    "steps set in flight": lambda: after(2).send([0]).continue_at(9),
+    "back to no anchor": lambda: after(1, 2, True).return_to_anchor(),
+    "back in flight": lambda: after(2).send([0]).return_to_anchor(),
+    "no end of a warm-up": lambda: after(3, 2).drop_anchor(),
+    "an anchor in flight": lambda: after(2).send([0]).begin_anchor(),
+}
+
+
+@pytest.mark.parametrize("change", SENSELESS.values(), ids=SENSELESS)
+def test_a_change_that_makes_no_sense_raises(change):
+    with pytest.raises(AssertionError, match="BlockState"):
+        change()
+
+
+# -- any life --------------------------------------------------------------------------------------
+
+
+class Life(RuleBasedStateMachine):
+    """One worker, whose state changes in the order in which `Sync` changes it.
+
+    What the others and the network do is drawn. `moved` are the fragments whose parameters are not
+    at the anchor, `sent` the rounds in flight: the model that the state is compared with.
+    """
+
+    @initialize(warmup=st.integers(0, 3), local=st.booleans())
+    def begin(self, warmup, local):
+        self.state = BlockState.begin(warmup, local)
+        self.moved, self.sent, self.steps_since_joining = set(), [], 1
+
+    def change(self, state, falls=False):
+        assert falls or state.version >= self.state.version
+        self.state = state
+
+    def settle(self, kept, elastic, joins):
+        """The oldest round in flight is kept, or undone; then the members regroup."""
+        fragments, overlaps = self.sent.pop(0)
+        if not kept:
+            self.change(self.state.undo([] if overlaps else fragments))
+            self.regroup(joins)
+            if self.state.retry:
+                self.send(self.state.retry, overlaps=False)
+                self.settle(True, False, False)
+            return
+        complete = len(fragments) == FRAGMENTS
+        self.change(self.state.commit(complete=complete, overlaps=overlaps))
+        if not overlaps:
+            self.moved -= set(fragments)
+        if elastic:
+            self.regroup(joins)
+
+    def regroup(self, joins):
+        """All members begin without rounds in flight; this one may be behind the others."""
+        self.sent.clear()
+        self.change(self.state.regroup())
+        if joins:
+            source = replace(self.state, steps=self.state.steps + 1, rounds=self.state.rounds + 1)
+            diverged, retry = source.diverged, source.retry
+            joined = self.state.join(source.steps, source.rounds, diverged=diverged, retry=retry)
+            assert not joined.contributes
+            self.change(joined, falls=not joined.has_anchor)
+            self.moved, self.steps_since_joining = set(), 0
+        assert self.state.in_flight == 0
+
+    def send(self, fragments, overlaps):
+        self.sent.append((tuple(fragments), overlaps))
+        self.change(self.state.send(fragments))
+
+    @rule(kept=st.booleans())
+    def step(self, kept):
+        self.change(self.state.step())
+        self.steps_since_joining += 1
+        if self.state.local_warmup or self.state.steps > self.state.warmup:
+            self.moved = set(ALL)
+        if self.state.steps == self.state.warmup:
+            self.change(self.state.drop_anchor(), falls=True)
+            if not kept:
+                self.regroup(joins=False)
+            self.change(self.state.begin_anchor())
+            self.moved = set()
+
+    @precondition(lambda self: self.state.diverged and not self.state.before_blocks)
+    @rule(fragments=st.sets(st.sampled_from(ALL), min_size=1))
+    def send_with_overlap(self, fragments):
+        self.send(sorted(fragments), overlaps=True)
+
+    @precondition(lambda self: self.sent)
+    @rule(kept=st.booleans(), elastic=st.booleans(), joins=st.booleans())
+    def merge(self, kept, elastic, joins):
+        self.settle(kept, elastic, joins)
+
+    @precondition(lambda self: self.state.diverged and not self.sent)
+    @rule(
+        fragments=st.sets(st.sampled_from(ALL), min_size=1),
+        kept=st.booleans(),
+        elastic=st.booleans(),
+        joins=st.booleans(),
+    )
+    def synchronize(self, fragments, kept, elastic, joins):
+        self.send(sorted(fragments), overlaps=False)
+        self.settle(kept, elastic, joins)
+
+    @precondition(lambda self: self.sent)
+    @rule()
+    def fail(self):
+        self.sent.pop(0)
+        self.change(self.state.undo())
+
+    @precondition(lambda self: not self.sent)
+    @rule(steps=st.integers(0, 9))
+    def set_steps(self, steps):
+        self.change(self.state.continue_at(steps), falls=True)
+
+    @precondition(lambda self: not self.sent and self.state.anchor_in_use)
+    @rule()
+    def leave(self):
+        self.change(self.state.return_to_anchor())
+        self.moved = set()
+
+    @rule(steps=st.integers(0, 9), rounds=st.integers(0, 3), diverged=st.booleans())
+    def load(self, steps, rounds, diverged):
+        self.change(self.state.load(steps, rounds, diverged=diverged), falls=True)
+        self.moved = set(ALL) if diverged else set()
+        self.sent, self.steps_since_joining = [], 1
+
+    @invariant()
+    def at_the_anchor_unless_it_says_so(self):
+        assert self.state.diverged or not self.moved
+
+    @invariant()
+    def nothing_is_in_flight_at_the_anchor(self):
+        assert self.state.in_flight == len(self.sent)
+        assert self.state.diverged or not self.sent
+
+    @invariant()
+    def nothing_is_left_to_be_repeated(self):
+        assert self.state.retry == ()
+
+    @invariant()
+    def a_joiner_contributes_nothing_until_it_steps(self):
+        assert self.state.contributes or self.steps_since_joining == 0
+
+    @invariant()
+    def the_version_is_that_of_the_state_it_holds(self):
+        state = self.state
+        assert (state.version >= 0) == state.has_anchor
+        assert state.has_anchor or state.local_warmup  # or in the round that ends a warm-up
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=40, stateful_step_count=30)
