@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands.blocks._codec import CODECS
 
 
 def warnings_of(fn):
@@ -30,7 +31,7 @@ def train(module, optimizer, steps, seed):
         optimizer.step()
 
 
-@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_ddp_that_comes_later_is_seen_in_the_first_block(codec, overlap, workers):

@@ -16,6 +16,7 @@ import manyhands as mh
 from helpers.blocks_plain import train
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core import shared_memory as _host
+from manyhands.blocks._codec import CODECS
 
 LR = 0.1
 OUTER = {
@@ -110,7 +111,7 @@ def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, 
 
 
 def test_workers_agree_bit_for_bit_after_each_sync_round():
-    for codec in ("float32", "bfloat16", "int8", "int4"):
+    for codec in CODECS:
         results = run_ranks(3, run, "DiLoCo", OUTER["DiLoCo"], 3, 12, codec=codec)
         for step in (2, 5, 8, 11):
             assert torch.equal(results[0][step], results[1][step]), codec

@@ -10,6 +10,7 @@ from torch.optim import SGD, Adam
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from manyhands.blocks._codec import CODECS
 from manyhands.blocks._drift import Drift
 from manyhands.blocks.averaging._extras import by_index, make_payloads
 from manyhands.blocks.averaging._finite import are_finite, drop_nonfinite_state, is_payload_finite
@@ -38,7 +39,7 @@ def test_optimizer_state_of_large_numbers_is_kept():
     assert params[0] in optimizer.state and params[1] not in optimizer.state
 
 
-@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shared_memory", [False, None])
 def test_workers_with_large_parameters_are_in_the_mean(codec, shared_memory):
     def blocks():

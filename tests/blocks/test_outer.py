@@ -10,6 +10,15 @@ from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 
 pytestmark = pytest.mark.quick
 
+#: A new outer step joins the contract below by a line here.
+OUTERS = {
+    "Average": Average(),
+    "BlockMomentum": BlockMomentum(0.5, 0.9),
+    "BlockMomentum, nesterov": BlockMomentum(0.5, 0.9, nesterov=True),
+    "BlockMomentum, use_nbm": BlockMomentum(0.5, 0.9, use_nbm=True),
+    "SlowMomentum": SlowMomentum(0.1, 1.0, 0.7),
+}
+
 
 def stepping(outer):
     """An outer step as the oracle calls it, with the memories of each rank kept between blocks."""
@@ -60,7 +69,7 @@ blocks = st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_siz
 
 
 def walk(outer, means):
-    """The common points, where the workers' means are so far from the one before."""
+    """Return the anchor after each block, from the means' distances to the anchor before."""
     anchor = torch.zeros(3, dtype=torch.float64)
     memories = [torch.zeros_like(anchor) for _ in range(outer.memories)]
     points = []
@@ -68,6 +77,35 @@ def walk(outer, means):
         outer.step(anchor, torch.tensor(difference, dtype=torch.float64), memories)
         points.append(anchor.clone())
     return torch.stack(points)
+
+
+@pytest.mark.parametrize("name", OUTERS)
+@given(blocks)
+def test_an_outer_step_treats_each_element_by_itself(name, differences):
+    """Anchors are cut into buckets and, under shards, into slices: where must not matter."""
+    whole = walk(OUTERS[name], differences)
+    for element in range(3):
+        alone = [[block[element]] * 3 for block in differences]
+        expected = whole[:, element : element + 1].expand(-1, 3)
+        torch.testing.assert_close(walk(OUTERS[name], alone), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OUTERS)
+def test_an_outer_step_stays_at_the_anchor_that_all_workers_stayed_at(name):
+    assert not walk(OUTERS[name], [[0.0, 0.0, 0.0]] * 3).any()
+
+
+@pytest.mark.parametrize("name", OUTERS)
+def test_an_outer_step_changes_the_difference_only_where_it_says_so(name):
+    outer, difference = OUTERS[name], torch.tensor([1.0, -2.0, 0.0])
+    memories = [torch.zeros(3) for _ in range(outer.memories)]
+    outer.step(torch.zeros(3), difference, memories)
+    assert outer.overwrites or difference.tolist() == [1.0, -2.0, 0.0]
+
+
+def test_the_text_of_an_outer_step_tells_its_settings_apart():
+    """Workers, and a resumed run, are compared by it."""
+    assert len({repr(outer) for outer in OUTERS.values()}) == len(OUTERS)
 
 
 @given(blocks, st.floats(0.1, 2), st.floats(0, 0.99))
