@@ -23,7 +23,14 @@ def simulate(noise, time, limits, *, steps=400, every=5, jitter=0.0, start=1, sc
         seen.append(passes)
         times.add(passes, time.seconds(passes) * (1 + jitter * generator.uniform(-1, 1)))
         if step % every == 0:
-            passes = decide(passes, noise, times.fit(), scale_per_pass, limits).passes
+            passes = decide(
+                passes,
+                noise,
+                times.fit(),
+                scale_per_pass,
+                limits,
+                timed_here=passes in times.medians(),
+            ).passes
     return seen
 
 

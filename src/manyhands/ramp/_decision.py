@@ -58,10 +58,12 @@ def decide(
     time: StepTime | None,
     scale_per_pass: float,
     limits: Limits,
+    timed_here: bool = True,
 ) -> Decision:
     """Return the next number of passes after steps of `passes`.
 
-    `noise` and `time` are None where they are not known.
+    `noise` and `time` are None where they are not known. `timed_here` says whether enough steps of
+    this number of passes were timed.
 
     >>> limits = Limits(most=64)
     >>> decide(1, Noise(1.0, 64.0), None, 1.0, limits).reason
@@ -80,7 +82,8 @@ def decide(
     elif limits.goal == "samples":
         target = most_efficient_passes(noise, limits.efficiency, scale_per_pass, limits.most)
     elif time is None:
-        other = _neighbour(passes_here, limits.most)
+        # Stay until there are enough times of this number, and then try another one.
+        other = _neighbour(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
         target = fastest_passes(noise, time, scale_per_pass, limits.most)

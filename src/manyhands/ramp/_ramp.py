@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.ramp._decision import Decision, Goal, Limits, decide
+from manyhands.ramp._evidence import Evidence
 from manyhands.ramp._goodput import Noise, StepTime, efficiency
 from manyhands.ramp._step_times import StepTimes
 from manyhands.scaling._optimizer import ScalingRuleBase
@@ -149,6 +150,7 @@ class Ramp:
         self._passes = batch.passes
         self._decision = Decision(self._passes, "wait", self._passes)
         self._times = StepTimes()
+        self._evidence = Evidence()
         self._steps = 0  # since this object was made
         self._unmeasured = 0  # decisions since the noise was last measured
         self._timed = (0.0, 0)  # the seconds and the passes of the last step on this rank
@@ -235,6 +237,7 @@ class Ramp:
             self._timed = (now - self._step_began, passes)
         self._step_began = now
         self._steps += 1
+        self._evidence.add(passes * self.optimizer._batch.workers, self.optimizer.smoothing)
         if not reports:  # delayed statistics, and this was the first step
             return
         # with delayed statistics the reports are older than the step that has just ended
@@ -253,8 +256,14 @@ class Ramp:
         compared = passes * self.optimizer._batch.workers > 1
         self._unmeasured = 0 if compared else self._unmeasured + 1
         noise = self._noise() if self._unmeasured <= NOISE_LASTS else None
-        fit = self._times.fit()
-        self._decision = decide(self._passes, noise, fit, self._scale_per_pass, self._limits)
+        self._decision = decide(
+            self._passes,
+            noise,
+            self._times.fit(),
+            self._scale_per_pass,
+            self._limits,
+            timed_here=self._passes in self._times.medians(),
+        )
         self._passes = self._decision.passes
 
     def _use(self, passes: int) -> None:
@@ -271,7 +280,9 @@ class Ramp:
         average = self.optimizer._tracker.average
         if not average.measured:
             return None
-        return Noise(average.sqr_of(), average.var_of())
+        # One standard error above the average: see `_evidence.py`.
+        var = average.var_of()
+        return Noise(average.sqr_of() + self._evidence.error * var, var)
 
     # -- seeing, saving ------------------------------------------------------------------------
 
@@ -304,6 +315,7 @@ class Ramp:
             "steps": self._steps,
             "times": [[passes, seconds] for passes, seconds in self._times.steps],
             "timed": list(self._timed),
+            "evidence": [self._evidence.squares, self._evidence.weight],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -319,6 +331,8 @@ class Ramp:
         self._decision = Decision(self._passes, "wait", self._passes)
         self._times = StepTimes()
         self._steps, self._timed, self._step_began = int(state_dict["steps"]), (0.0, 0), None
+        squares, weight = state_dict["evidence"]
+        self._evidence = Evidence(float(squares), float(weight))
         if int(state_dict["workers"]) == self.optimizer._batch.workers:
             for timed_passes, seconds in state_dict["times"]:
                 self._times.add(int(timed_passes), float(seconds))
