@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/ready
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
 
-.PHONY: help demo test quick lint docs clean
+.PHONY: help demo test quick coverage lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -19,11 +19,17 @@ help: ## list the targets
 demo: $(READY) ## the demonstration: a few minutes, then a page with figures
 	@$(BIN)/manyhands demo $(ARGS)
 
-test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest, COVERAGE=1 measures
+	@$(if $(COVERAGE),rm -rf .coverage && mkdir .coverage)
+	@$(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest \
+	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 quick: $(READY) ## the tests that need no ranks: under 20 seconds
 	@$(BIN)/python -m pytest --quiet -m quick $(ARGS) $$(grep -rl "pytest.mark.quick" tests)
+
+coverage: $(READY) ## what the last make test COVERAGE=1 has covered, ranks included
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report
 
 lint: $(READY) ## style, formatting and types
 	@$(BIN)/ruff check
@@ -37,7 +43,7 @@ docs: $(READY) ## the documentation, into site/
 	@echo "The documentation is in site/index.html"
 
 clean: ## remove .venv and everything that was built
-	rm -rf .venv site build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv site build dist .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

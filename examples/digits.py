@@ -137,5 +137,4 @@ if rank == 0:
     samples = step * optimizer.scale * args.batch_size
     print(f"{name}: {values['accuracy']:.1%} right after {step:,} steps, {samples:,.0f} samples")
 if dist.is_initialized():
-    del model  # the last that holds the group: gloo's threads have to end before Python does
     dist.destroy_process_group()

@@ -130,5 +130,4 @@ if rank == 0:
     )
 
 if dist.is_initialized():
-    del model, optimizer  # gloo's threads have to end before Python does
     dist.destroy_process_group()

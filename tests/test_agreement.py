@@ -8,7 +8,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands._core.agreement import check_same_tensors, describe_tensors, names_in
+from manyhands._core.agreement import agree, describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
 
 
@@ -128,20 +128,20 @@ def test_a_group_of_parameters_that_differs_is_not_added():
 def test_what_differs_and_does_no_harm_is_no_error():
     """Strides of a dimension of one element, and names of which those of the other know nothing."""
 
-    def agree():
+    def check():
         rank = dist.get_rank()
         odd = torch.ones(4, 1, 3).as_strided((4, 1, 3), (3, 7 if rank else 3, 1))
         assert odd.is_contiguous()
         one = torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last)
         two = one.as_strided(one.shape, (5 if rank else 48, *one.stride()[1:]))
         workers = RankGroup.of()
-        names = {"parameter": ["a", "b"] if rank else []}
-        check_same_tensors("test", workers, {"parameter": [odd, two]}, names)
-        other = {"parameter": ["a", "b"] if rank else ["module.a", "module.b"]}
-        check_same_tensors("test", workers, {"parameter": [odd, two]}, other)
+        facts = {"parameters": describe_tensors([odd, two])}
+        agree(workers, facts, "", names={"parameters": ["a", "b"] if rank else []})
+        other = {"parameters": ["a", "b"] if rank else ["module.a", "module.b"]}
+        agree(workers, facts, "", names=other)
         return True
 
-    assert run_ranks(2, agree) == [True, True]
+    assert run_ranks(2, check) == [True, True]
 
 
 def test_the_device_counts_by_its_type_and_by_who_shares_it():
@@ -154,7 +154,7 @@ def test_the_device_counts_by_its_type_and_by_who_shares_it():
 def test_numbers_of_tensors_that_differ():
     def check():
         tensors = [torch.ones(2)] * (1 + (dist.get_rank() > 0))
-        check_same_tensors("test", RankGroup.of(), {"buffer": tensors})
+        agree(RankGroup.of(), {"buffers": describe_tensors(tensors)}, "")
 
     match = "different numbers of buffers: rank 0: 1; ranks 1, 2: 2"
     raises_on_ranks(3, ValueError, check, match=match)

@@ -1,4 +1,4 @@
-"""docs/migrating.md: its tables walked name by name, and its corrections on both sides.
+"""docs/migrating-names.md walked name by name, and the corrections of docs/migrating.md.
 
 The originals' half needs fairscale and adaptdl (benchmarks/peers.py makes an environment with
 both) and is skipped without them.
@@ -29,12 +29,13 @@ from helpers.pages import ROOT, TORCHRUN, blocks, launch
 from helpers.ranks import RanksFailed, run_ranks
 
 PAGE = ROOT / "docs" / "migrating.md"
+NAMES_PAGE = ROOT / "docs" / "migrating-names.md"
 ORIGINALS = ("fairscale", "adaptdl", "fairseq")
 
 
 def table_rows():
     """(originals' names, our names) of each row of the tables of names."""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in NAMES_PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if line.startswith("| `") and cells[0].startswith(tuple(f"`{name}." for name in ORIGINALS)):
             theirs, ours = (re.findall(r"`([^`]+)`", cell) for cell in cells[:2])

@@ -1,4 +1,4 @@
-"""docs/migrating.md leaves no public name of the originals out, and says nothing else of them.
+"""docs/migrating-names.md leaves out no public name of the originals, and says nothing else.
 
 The names are those in originals.json, so that this runs anywhere; where an original is installed,
 its sources are read again and compared with them.
@@ -18,7 +18,7 @@ from helpers.originals import VERSIONS, installed, read, stored
 
 from test_migrating import (  # isort: skip
     ALL_OF_THEIRS,
-    PAGE,
+    NAMES_PAGE,
     ROWS,
     split,
 )
@@ -141,7 +141,7 @@ def has(instance, name):
 def test_no_public_member_of_theirs_is_missing(name):
     """Methods, properties and what instances have: in the table, or ours under the same name."""
     short = in_page(name)
-    assert short in ARGUMENTS, f"{short} is not in {PAGE.name}"
+    assert short in ARGUMENTS, f"{short} is not in {NAMES_PAGE.name}"
     instance = OFFERED.get(short, lambda: None)()
     missing = set()
     for member, given in MEMBERS[name].items():
@@ -153,8 +153,8 @@ def test_no_public_member_of_theirs_is_missing(name):
                 missing.add(dotted)
         elif given is not None:
             absent = set(plain_arguments(given)) - ARGUMENTS[dotted]
-            assert not absent, f"{dotted}({', '.join(absent)}) is not in {PAGE.name}"
-    assert not missing, f"{missing} not in {PAGE.name}"
+            assert not absent, f"{dotted}({', '.join(absent)}) is not in {NAMES_PAGE.name}"
+    assert not missing, f"{missing} not in {NAMES_PAGE.name}"
 
 
 MEMBERS_OF_CONFIG = {  # a dataclass, whose fields are its arguments
@@ -167,7 +167,7 @@ MEMBERS_OF_CONFIG = {  # a dataclass, whose fields are its arguments
 @pytest.mark.parametrize(("package", "module", "name"), EXPORTS)
 def test_no_export_of_theirs_is_missing(package, module, name):
     named = [e for e in ARGUMENTS if e.startswith(f"{package}.") and e.endswith(f".{name}")]
-    assert named, f"{module}.{name} is not in {PAGE.name}"
+    assert named, f"{module}.{name} is not in {NAMES_PAGE.name}"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -199,7 +199,7 @@ def test_what_the_page_says_is_nowhere_here_is_not():
 
 
 def test_the_page_says_where_there_is_nothing_in_one_of_two_ways():
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in NAMES_PAGE.read_text(encoding="utf-8").splitlines():
         if re.match(r"\| `(fairscale|adaptdl|fairseq)\.", line):
             ours = line.strip().strip("|").split("|")[1].strip()
             assert ours in NOWHERE or "`manyhands." in ours, line

@@ -1,11 +1,14 @@
 """Every example in the documentation, done: see pages.py."""
 
+import re
+
 import pytest
 
 from helpers.pages import ROOT, Block, blocks, has_examples, run_page
 
-# tests/record/test_record_page.py looks at what it made, and tests/test_lightning.py has Lightning.
-OF_THEIR_OWN = {"record.md", "trainers.md"}
+# tests/record/test_record_page.py looks at what it made, tests/test_lightning.py has Lightning, and
+# tests/test_tutorial.py compares what is printed with what the page shows.
+OF_THEIR_OWN = {"record.md", "trainers.md", "tutorial.md"}
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -25,7 +28,13 @@ def test_the_page_runs_from_top_to_bottom(page, tmp_path):
 def test_the_pages_that_should_have_examples_have_them():
     found = {str(page.relative_to(ROOT)) for page in PAGES}
     assert {"README.md", "docs/scaling.md", "docs/migrating.md", "docs/record.md"} <= found
-    assert "docs/checkpoints.md" in found
+    assert {"docs/checkpoints.md", "docs/how-adascale-works.md", "docs/tutorial.md"} <= found
+
+
+def test_the_navigation_has_every_page():
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = (str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    assert sorted(listed) == sorted(pages)
 
 
 def test_every_script_on_a_page_is_also_run():

@@ -213,5 +213,5 @@ def test_workers_with_other_options_see_them_by_the_names_of_the_class():
     def blocks():
         mh.BMUF(inner(), block_momentum=0.5 + 0.25 * torch.distributed.get_rank())
 
-    match = r"rank 0: .*'block_momentum': 0.5.*\n.* rank 1: .*'block_momentum': 0.75"
+    match = "block_momentum: rank 0: 0.5; rank 1: 0.75"
     raises_on_ranks(2, ValueError, blocks, match=match)

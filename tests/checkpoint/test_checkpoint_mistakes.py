@@ -157,7 +157,7 @@ def test_ranks_that_disagree_are_an_error(tmp_path):
     def other_steps():
         mh.save(tmp_path, step=dist.get_rank())
 
-    raises_on_ranks(2, ValueError, other_steps, match="different step: rank 0: 0, rank 1: 1")
+    raises_on_ranks(2, ValueError, other_steps, match="step: rank 0: 0; rank 1: 1")
 
     def other_shapes():
         mh.save(tmp_path, model=nn.Linear(2 + dist.get_rank(), 2))
@@ -168,4 +168,17 @@ def test_ranks_that_disagree_are_an_error(tmp_path):
         mh.save(tmp_path, value=object() if dist.get_rank() else 1)
 
     raises_on_ranks(2, TypeError, one_wrong, match="builtins.object")
+
+
+def test_an_optimizer_of_a_wrong_type_on_one_rank_is_an_error_on_all(tmp_path):
+    import torch.distributed as dist
+
+    def save():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        given = scheduler if dist.get_rank() else optimizer
+        mh.save(tmp_path, model=model, optimizer=given)
+
+    raises_on_ranks(2, TypeError, save, match="got StepLR", timeout=20)
     assert _folder.list_complete(tmp_path) == []

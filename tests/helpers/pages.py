@@ -7,7 +7,8 @@ What a fence says is what is done with its code:
     python                   executed here; all of a page's blocks share their names
     python title="train.py"  written to that file
     diff title="train.py"    the new side (its "+" lines and what both sides have) likewise;
-                             `old=True` takes the old side instead
+                             `old=True` takes the old side instead. A diff that begins with
+                             "--- base.py" shows only what changes: see `apply_patch`
     sh                       its commands (torchrun, python and manyhands) are run in the folder
     bash, anything else      for the reader
 
@@ -67,11 +68,42 @@ class Block:
 
     def side(self, old: bool = False) -> str:
         """The code itself; of a diff one side."""
-        if self.language != "diff":
-            return self.code
-        other = "+" if old else "-"
-        lines = [line for line in self.code.splitlines() if not line.startswith(other)]
-        return "".join(line[1:] + "\n" for line in lines)
+        return one_side(self.code, old) if self.language == "diff" else self.code
+
+
+def apply_patch(patch: str, folder: Path) -> str:
+    """Return the file that a unified diff makes of another file of the folder.
+
+    The diff is written for readers: a hunk begins with a line "@@", without line numbers. The old
+    side of each hunk must be in the file exactly once, and after the hunk before it.
+    """
+    header, *hunks = re.split(r"^@@.*\n", patch, flags=re.MULTILINE)
+    base = re.fullmatch(r"--- (\S+)\n", header)
+    assert base is not None and hunks, f"not a patch: {header!r}"
+    text, at = (folder / base[1]).read_text(encoding="utf-8"), 0
+    for hunk in hunks:
+        old, new = one_side(hunk, old=True), one_side(hunk)
+        assert text.count(old) == 1, f"{text.count(old)} times in {base[1]}:\n{old}"
+        start = text.index(old)
+        assert start >= at, f"out of order:\n{old}"
+        text, at = text[:start] + new + text[start + len(old) :], start + len(new)
+    return text
+
+
+def one_side(diff: str, old: bool = False) -> str:
+    """Return the old or the new lines of a diff."""
+    lines = [line for line in diff.splitlines() if not line.startswith("+" if old else "-")]
+    return "".join(line[1:] + "\n" for line in lines)
+
+
+def write_file(block: Block, folder: Path, old: bool = False) -> None:
+    """Write the file that a titled block shows."""
+    assert block.title is not None
+    if block.code.startswith("--- "):
+        code = apply_patch(block.code, folder)
+    else:
+        code = block.side(old)
+    (folder / block.title).write_text(code, encoding="utf-8")
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -93,7 +125,7 @@ def run_page(page: Path, in_folder: Path, old: bool = False) -> dict[str, Any]:
     try:
         for block in blocks(page):
             if block.title is not None:
-                Path(block.title).write_text(block.side(old), encoding="utf-8")
+                write_file(block, in_folder, old)
             elif block.language == "python":
                 lines_above = "\n" * (block.line - 1)  # so that a traceback names the page's line
                 exec(compile(lines_above + block.code, str(page), "exec"), names)
@@ -105,7 +137,8 @@ def run_page(page: Path, in_folder: Path, old: bool = False) -> dict[str, Any]:
     return names
 
 
-def run_command(command: str, block: Block) -> None:
+def run_command(command: str, block: Block) -> str:
+    """Run one command of a page, and return what it has printed."""
     match shlex.split(command):
         case ["torchrun", "--standalone", "--nproc-per-node", workers, script, *arguments]:
             code, output = in_forks(int(workers), script, *arguments)
@@ -117,6 +150,7 @@ def run_command(command: str, block: Block) -> None:
             raise AssertionError(f"{block.where}: {command!r} is not run; ```bash is only shown")
     if code:
         raise AssertionError(f"{block.where}: {command}\n{output}")
+    return output
 
 
 def _manyhands() -> None:

@@ -345,11 +345,11 @@ def disagree(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("accumulation", "disagree on the num_gradients_to_accumulate: rank 0: 1, rank 1: 2"),
-        ("scale", "disagree on the scale: rank 0: 2, rank 1: 3"),
-        ("batch", "disagree on the batch_size: rank 0: 4, rank 1: 5"),
-        ("smoothing", "disagree on the smoothing: rank 0: 0.998, rank 1: 0.5"),
-        ("parameters", "disagree on the number of parameters: rank 0: 4, rank 1: 3"),
+        ("accumulation", "different num_gradients_to_accumulate: rank 0: 1; rank 1: 2"),
+        ("scale", "different scale: rank 0: 2; rank 1: 3"),
+        ("batch", "different batch_size: rank 0: 4; rank 1: 5"),
+        ("smoothing", "different smoothing: rank 0: 0.998; rank 1: 0.5"),
+        ("parameters", "different number of parameters: rank 0: 4; rank 1: 3"),
     ],
 )
 def test_workers_that_disagree_from_the_start(what, message):

@@ -184,7 +184,7 @@ def disagreeing(what):
 
 @pytest.mark.parametrize("what", ["passes", "parameters"])
 def test_workers_that_measure_different_things(what):
-    raises_on_ranks(2, ValueError, disagreeing, what, match="disagree on the num", timeout=10)
+    raises_on_ranks(2, ValueError, disagreeing, what, match="have different num", timeout=10)
 
 
 def measures_what_one_rank_does_not_use():

@@ -145,6 +145,26 @@ def test_a_worker_without_data_joins_in_with_zeros():
         torch.testing.assert_close(others, params, rtol=1e-4, atol=1e-6)
 
 
+def measure_without_data():
+    """NoiseScale alone; in the second step only rank 0 has samples."""
+    model = make_model()
+    optimizer = mh.OSS(model.parameters(), optim=SGD, lr=0.01)
+    model = mh.ShardedDataParallel(model, optimizer)
+    noise = mh.NoiseScale(optimizer)
+    rank = dist.get_rank()
+    for step, batch in enumerate(make_batches(3)):
+        optimizer.zero_grad()
+        if step != 1 or rank == 0:
+            model(batch.chunk(2)[rank]).square().mean().backward()
+        optimizer.step()
+    return noise.steps, noise.variance
+
+
+def test_a_noise_scale_on_a_worker_without_data_joins_in():
+    first, second = run_ranks(2, measure_without_data)
+    assert first == second and first[0] == 3
+
+
 def interrupted(how, saved_how, rule, optim, options):
     """Three steps, a checkpoint, and three more in new objects; perhaps sharded otherwise."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -5,6 +5,7 @@ estimate out by hand, and compares with what the hooks have measured.
 """
 
 import copy
+import sys
 import weakref
 
 import pytest
@@ -17,6 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import TrunkAndExtra, loss_of, make_batches, make_model
+from manyhands._core.amp import LossScale
+from manyhands._core.ranks import RankGroup
+from manyhands.scaling._batch import Batch
+from manyhands.scaling._norm_kinds import PlainNorm
+from manyhands.scaling._tap import GradientTap
 
 
 def sgd(model, **options):
@@ -590,3 +596,46 @@ def test_an_abandoned_gradient_is_not_compared_with_the_next():
             optimizer.step()
         readings.append(optimizer.noise)
     assert readings[0] == readings[1]
+
+
+def test_a_tap_calls_its_holder_once_a_step_and_returns_the_statistics():
+    param = nn.Parameter(torch.ones(2))
+    results = []
+    tap = GradientTap(
+        [{"params": [param]}],
+        RankGroup(),
+        PlainNorm(),
+        Batch(passes=2),
+        LossScale(),
+        on_last_pass=lambda: results.append(None if tap.step.too_many else tap.complete()),
+    )
+    (param * torch.tensor([3.0, 0.0]) / 2).sum().backward()
+    assert results == []
+    (param * torch.tensor([0.0, 5.0]) / 2).sum().backward()
+    (stats,) = results
+    assert stats is tap.step.stats
+    sums, _ = stats.read()
+    assert sums.small_squares == pytest.approx((9.0 + 25.0,))
+    assert sums.mean_square == pytest.approx((9.0 / 4 + 25.0 / 4,))
+    param.sum().backward()
+    assert results == [stats, None]
+
+
+def test_a_hook_costs_two_python_calls_for_each_parameter():
+    """`_on_gradient` and the norm's `one`: more would slow backward down."""
+
+    def calls(number):
+        params = [nn.Parameter(torch.ones(2)) for _ in range(number)]
+        optimizer = mh.AdaScale(torch.optim.SGD(params, lr=0.1), num_gradients_to_accumulate=2)
+        loss = sum(param.sum() for param in params)
+        seen = []
+        sys.setprofile(lambda frame, event, _: event == "call" and seen.append(frame.f_code))
+        try:
+            loss.backward()
+        finally:
+            sys.setprofile(None)
+        assert optimizer.passes == 2
+        hooked = [code for code in seen if code.co_filename.endswith(("_hooks.py", "_kinds.py"))]
+        return len(hooked)
+
+    assert calls(12) - calls(2) == 2 * 10

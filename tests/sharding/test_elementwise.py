@@ -5,7 +5,7 @@ import torch
 from torch import optim
 
 from helpers.sharding_oracle import Lamb
-from manyhands.sharding.zero._elementwise import chosen_layout, may_be_cut
+from manyhands.sharding.zero._elementwise import choose_layout, may_be_cut
 
 pytestmark = pytest.mark.quick
 
@@ -78,7 +78,7 @@ class OnlyMatrices(SignSGD):
 
 @pytest.mark.parametrize("kind", BY_ELEMENT)
 def test_torchs_optimizers_that_treat_elements_alone(kind):
-    assert chosen_layout(kind, None, [{}]) == "even"
+    assert choose_layout(kind, None, [{}]) == "even"
 
 
 @pytest.mark.parametrize("kind", BY_ELEMENT)
@@ -89,18 +89,18 @@ def test_what_is_known_of_torchs_optimizers_is_what_a_trial_says(kind):
 
 @pytest.mark.parametrize("kind", [optim.Muon, optim.Adafactor, optim.SparseAdam, Lamb])
 def test_optimizers_that_need_whole_tensors(kind):
-    assert chosen_layout(kind, None, [{}]) == "whole"
+    assert choose_layout(kind, None, [{}]) == "whole"
     assert not may_be_cut(kind, [{}])
     with pytest.raises(ValueError, match=f"{kind.__name__} looks at whole ones"):
-        chosen_layout(kind, "even", [{}])
+        choose_layout(kind, "even", [{}])
 
 
 def test_ones_own_optimizer_keeps_whole_parameters_and_is_tried_if_they_are_to_be_cut():
     for kind, options in ((SignSGD, {"lr": 0.5}), (MyAdamW, {"lr": 0.1, "weight_decay": 0.1})):
-        assert chosen_layout(kind, None, [options]) == "whole"
-        assert chosen_layout(kind, "even", [options]) == "even"
+        assert choose_layout(kind, None, [options]) == "whole"
+        assert choose_layout(kind, "even", [options]) == "even"
     with pytest.raises(ValueError, match="Centralised looks at whole ones"):
-        chosen_layout(Centralised, "even", [{"lr": 0.1}])
+        choose_layout(Centralised, "even", [{"lr": 0.1}])
 
 
 def test_a_learning_rate_of_zero_hides_nothing():
@@ -114,17 +114,17 @@ def test_the_options_of_every_group_are_tried():
 
 
 def test_an_optimizer_that_takes_no_toys_leaves_parameters_whole():
-    assert chosen_layout(OnlyMatrices, None, [{}]) == "whole"
+    assert choose_layout(OnlyMatrices, None, [{}]) == "whole"
     assert not may_be_cut(OnlyMatrices, [{}])
 
 
 @pytest.mark.parametrize("kind", [optim.LBFGS, NormalisedTogether])
 def test_an_optimizer_that_couples_parameters_is_an_error(kind):
     with pytest.raises(ValueError, match=f"{kind.__name__} looks at all parameters together"):
-        chosen_layout(kind, None, [{}])
+        choose_layout(kind, None, [{}])
 
 
 def test_the_trial_leaves_the_random_numbers_alone():
     before = torch.get_rng_state()
-    chosen_layout(Centralised, None, [{"lr": 0.1}])
+    choose_layout(Centralised, None, [{"lr": 0.1}])
     assert torch.equal(torch.get_rng_state(), before)

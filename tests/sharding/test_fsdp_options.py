@@ -391,7 +391,7 @@ def test_different_options_on_different_workers_are_an_error_on_all():
         model = mh.FSDP(nn.Linear(2, 2), reshard_after_forward=dist.get_rank() == 0)
         model(torch.ones(1, 2))
 
-    assert all("reshard_after_forward is rank 0: True" in m for m in message(ValueError, mistake))
+    assert all("reshard_after_forward: rank 0: True" in m for m in message(ValueError, mistake))
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,16 @@ def test_torch_compile_of_a_wrapped_model():
 # -- workers that differ ----------------------------------------------------------------------
 
 
+def in_another_order(rank):
+    layers = {name: nn.Linear(2, 2) for name in ("ba" if rank else "ab")}
+
+    class Both(nn.ModuleDict):
+        def forward(self, x):
+            return self["b"](self["a"](x))
+
+    mh.FSDP(Both(layers))
+
+
 def freezes(rank):
     layer = nn.Linear(2, 2)
     layer.bias.requires_grad_(rank == 0)
@@ -282,14 +292,15 @@ def wraps(rank):
     [
         (
             lambda rank: mh.FSDP(nn.Linear(2, 300 if rank == 0 else 2)),
-            r"weight is rank 0: \(300, 2",
+            r"weight: rank 0: \(300, 2",
         ),
         (lambda rank: mh.FSDP(nn.Linear(2, 300 if rank == 1 else 2)), r"rank 1: \(300, 2"),
         (lambda rank: mh.FSDP(nn.Linear(2, 2), sync_module_states=rank == 0), "sync_module_states"),
         (lambda rank: mh.FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")), "without memory"),
-        (freezes, "bias is rank 0: .* rank 1: .* frozen"),
-        (buffers, r"seen is rank 0: \(1,\)"),
+        (freezes, "bias: rank 0: .* rank 1: .* frozen"),
+        (buffers, r"seen: rank 0: \(1,\)"),
         (wraps, "rank 1: absent"),
+        (in_another_order, "in another order. .* number 0: rank 0: a.weight; rank 1: b.weight"),
     ],
 )
 def test_workers_that_build_different_wraps_all_get_an_error_at_once(build, match):

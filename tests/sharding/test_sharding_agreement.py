@@ -10,7 +10,7 @@ import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import Lamb
 from manyhands._core.agreement import Describer
-from manyhands.sharding._agreement import claims_on_options
+from manyhands.sharding._agreement import facts_of_options
 
 
 def messages_of(*builds, world_size=2):
@@ -83,22 +83,22 @@ def under_adascale(rank):
 
 
 PARAMETERS = {
-    of_another_type: "number 1 is rank 0: (3) float32 on cpu, rank 1: (3) float64 on cpu",
-    of_another_shape: "number 1 is rank 0: (3, 2) float32 on cpu, rank 1: (2, 3) float32 on cpu",
-    in_another_order: "number 0 is rank 0: (2) float32 on cpu, rank 1: (3) float32 on cpu",
-    on_another_device: "number 1 is rank 0: (3) float32 on cpu, rank 1: (3) float32 on meta",
+    of_another_type: "number 1: rank 0: (3) float32 on cpu; rank 1: (3) float64 on cpu",
+    of_another_shape: "number 1: rank 0: (3, 2) float32 on cpu; rank 1: (2, 3) float32 on cpu",
+    in_another_order: "number 0: rank 0: (2) float32 on cpu; rank 1: (3) float32 on cpu",
+    on_another_device: "number 1: rank 0: (3) float32 on cpu; rank 1: (3) float32 on meta",
     in_another_order_of_memory: (
-        "number 1 is rank 0: (2, 3, 2, 2) float32 on cpu, "
+        "number 1: rank 0: (2, 3, 2, 2) float32 on cpu; "
         "rank 1: (2, 3, 2, 2) float32 on cpu with strides (12, 1, 6, 3)"
     ),
     of_another_layout: (
-        "number 1 is rank 0: (3, 3) float32 on cpu, rank 1: (3, 3) float32 on cpu as sparse_coo"
+        "number 1: rank 0: (3, 3) float32 on cpu; rank 1: (3, 3) float32 on cpu as sparse_coo"
     ),
     under_other_names: (
-        "number 0 is rank 0: first (2) float32 on cpu, rank 1: second (2) float32 on cpu"
+        "number 0: rank 0: first (2) float32 on cpu; rank 1: second (2) float32 on cpu"
     ),
-    none_on_one_rank: "numbers of parameters in group 0: rank 0: 1, rank 1: 0",
-    under_adascale: "number 0 is rank 0: (2) float32 on cpu, rank 1: (3) float32 on cpu",
+    none_on_one_rank: "numbers of parameters in group 0: rank 0: 1; rank 1: 0",
+    under_adascale: "number 0: rank 0: (2) float32 on cpu; rank 1: (3) float32 on cpu",
 }
 
 
@@ -108,12 +108,12 @@ def test_the_first_parameter_that_differs_is_named():
         assert expected in messages[build.__name__].replace(",)", ")"), build.__name__
 
 
-def test_only_the_ranks_that_differ_are_named():
+def test_ranks_that_agree_are_named_together():
     def build(rank):
         mh.OSS(parameters(torch.zeros(3 if rank == 2 else 2)), lr=0.1)
 
     (message,) = messages_of(build, world_size=4).values()
-    assert "rank 0: (2,) float32 on cpu, rank 2: (3,) float32 on cpu. " in message
+    assert "ranks 0, 1, 3: (2,) float32 on cpu; rank 2: (3,) float32 on cpu. " in message
 
 
 def test_devices_are_told_apart_but_not_by_their_index():
@@ -218,20 +218,21 @@ def one_sets_the_size_of_buckets(rank):
 
 MODULES = {
     layers_of_one_shape_in_another_order: (
-        "parameters in the module: number 0 is rank 0: a.weight (2, 2) float32 on cpu, "
-        "rank 1: b.weight (2, 2)"
+        "in the module. The first that differs is number 0: rank 0: a.weight (2, 2) float32 on "
+        "cpu; rank 1: b.weight (2, 2)"
     ),
     an_optimizer_of_layers_in_another_order: (
-        "parameters in group 0 of optimizer 0: number 0 is rank 0: a.weight"
+        "parameters in group 0 of optimizer 0. The first that differs is number 0: rank 0: a.weight"
     ),
-    optimizers_in_another_order: "of optimizer 0: number 0 is rank 0: a.weight",
-    other_buffers: "buffers in the module: number 0 is rank 0: seen (2,) float32",
+    optimizers_in_another_order: "of optimizer 0. The first that differs is number 0: rank 0: a.w",
+    other_buffers: "buffers in the module. The first that differs is number 0: rank 0: seen (2,)",
     a_frozen_layer_that_no_optimizer_has: (
-        "parameters in the module: number 2 is rank 0: 1.weight (3, 2) float32 on cpu frozen"
+        "in the module. The first that differs is number 2: rank 0: 1.weight (3, 2) float32 on cpu "
+        "frozen"
     ),
-    one_takes_rank_0s_values: "values of sync_models_at_startup: rank 0: True, rank 1: False",
-    one_broadcasts_buffers: "values of broadcast_buffers: rank 0: True, rank 1: False",
-    one_sets_the_size_of_buckets: "values of reduce_buffer_size: rank 0: None, rank 1: 4",
+    one_takes_rank_0s_values: "values of sync_models_at_startup: rank 0: True; rank 1: False",
+    one_broadcasts_buffers: "values of broadcast_buffers: rank 0: True; rank 1: False",
+    one_sets_the_size_of_buckets: "values of reduce_buffer_size: rank 0: None; rank 1: 4",
 }
 
 
@@ -280,12 +281,14 @@ def maximize_on_one(rank):
 
 
 OPTIONS = {
-    another_rate: "values of lr in group 0: rank 0: 0.1, rank 1: 1.1",
-    another_rate_in_a_tensor: "values of lr in group 0: rank 0: 0.25, rank 1: 1.25",
-    other_betas: "values of betas in group 0: number 1 is rank 0: 0.75, rank 1: 0.875",
-    a_rate_of_a_group: "values of lr in group 1: rank 0: 0.5, rank 1: 1.5",
-    a_rate_of_a_group_that_is_added: "values of lr in group 1: rank 0: 0.5, rank 1: 1.5",
-    maximize_on_one: "values of maximize in group 0: rank 0: False, rank 1: True",
+    another_rate: "values of lr in group 0: rank 0: 0.1; rank 1: 1.1",
+    another_rate_in_a_tensor: "values of lr in group 0: rank 0: 0.25; rank 1: 1.25",
+    other_betas: (
+        "betas in group 0. The first that differs is number 1: rank 0: 0.75; rank 1: 0.875"
+    ),
+    a_rate_of_a_group: "values of lr in group 1: rank 0: 0.5; rank 1: 1.5",
+    a_rate_of_a_group_that_is_added: "values of lr in group 1: rank 0: 0.5; rank 1: 1.5",
+    maximize_on_one: "values of maximize in group 0: rank 0: False; rank 1: True",
 }
 
 
@@ -335,15 +338,15 @@ def test_options_that_do_not_change_the_numbers_may_differ():
     ids=["int", "bool", "None", "str", "dtype", "tensor", "dict"],
 )
 def test_what_is_compared_of_an_option(value, compared):
-    claims = claims_on_options([{"option": value, "params": []}], ["option"])
-    assert claims == {"values of option in group 0": compared}
+    facts = facts_of_options([{"option": value, "params": []}], ["option"])
+    assert facts == {"values of option in group 0": compared}
 
 
 @pytest.mark.parametrize(
     "value", [print, torch.device("cpu"), object()], ids=["a function", "a device", "an object"]
 )
 def test_what_cannot_be_compared_is_left_out(value):
-    assert claims_on_options([{"option": value, "params": []}], ["option"]) == {}
+    assert facts_of_options([{"option": value, "params": []}], ["option"]) == {}
 
 
 def test_an_option_that_one_rank_alone_has_is_absent_on_the_others():
@@ -353,4 +356,4 @@ def test_an_option_that_one_rank_alone_has_is_absent_on_the_others():
         optimizer.add_param_group({"params": parameters(torch.zeros(2))})
 
     (message,) = messages_of(build).values()
-    assert "values of more in group 1: rank 0: absent, rank 1: 2.0" in message
+    assert "values of more in group 1: rank 0: absent; rank 1: 2" in message

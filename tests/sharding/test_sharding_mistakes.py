@@ -63,9 +63,9 @@ def another_group_later():
 
 
 DIFFERENT = {
-    more_layers: r"different numbers of parameters.*rank 0: 4, rank 1: 6, rank 2: 8",
-    other_shapes: r"number 0 is.* rank 0: \(3, 5\) .*rank 1: \(4, 5\) .*rank 2: \(5, 5\)",
-    other_shapes_of_one_size: r"number 1 is.* rank 0: \(4, 6\) .*rank 1: \(6, 4\)",
+    more_layers: r"different numbers of parameters.*rank 0: 4; rank 1: 6; rank 2: 8",
+    other_shapes: r"number 0: rank 0: \(3, 5\) .*rank 1: \(4, 5\) .*rank 2: \(5, 5\)",
+    other_shapes_of_one_size: r"number 1: rank 0: \(4, 6\) .*ranks 1, 2: \(6, 4\)",
     other_types: r"float32.*bfloat16",
     frozen_on_one: r"frozen",
     other_groups: r"group",

@@ -4,13 +4,15 @@ ranks.py             the ranks of a process group: identity, numbers and text be
 slices.py            reduce_scatter and all_gather of the slices of a bucket
 groups.py            process groups of our own, ended with their last user
 shared_memory.py     the same collectives between ranks of one host, through shared memory
-agreement.py         do all ranks hold the same tensors?
+agreement.py         do all ranks have the same facts? If not, every rank raises
 backward.py          when a backward pass begins and ends
 norms.py             the norm of a tensor in one read of its memory
 flat.py              tensors as flat ranges of elements
 dtensor.py           torch's DTensor: which part of it is on this rank
 sharded_gradient.py  the `param.grad` of a parameter whose gradient is sharded
 wrapper.py           an optimizer around another optimizer
+state_parts.py       the layers of an optimizer, and their state in parts, for checkpoints
+modules.py           modules around a model: names, wrappers, and the search for modules
 amp.py               what a GradScaler tells an optimizer
 trees.py             tensors in nested containers
 """

@@ -1,6 +1,14 @@
-"""Do all ranks hold the same tensors? If not, every rank raises, and names the first that differs.
+"""Do all ranks have the same facts? If not, every rank raises, and names the first that differs.
 
-What is compared is what a collective over a tensor takes for granted, and checks nowhere: a sum of
+A rank's *facts* are what it must have in common with the others: titles, each with a value in
+JSON's types. A list is compared element by element, a dict name by name, and in its order.
+
+    {"scale": 4.0, "parameters": ["(4, 3) float32 on cpu", ...], "options": {"every": 16, ...}}
+
+One collective of a few checksums tells that all is well. Only if it is not do texts follow. Both
+travel on a device that the group is known to serve, since that of the tensors may be what differs.
+
+Tensors are described by what a collective over them takes for granted, and checks nowhere: a sum of
 float32 on one rank and float64 on another, or of a matrix and its transpose, comes back as garbage.
 
     shape       of a DTensor the whole one's, and how it is placed
@@ -8,9 +16,6 @@ float32 on one rank and float64 on another, or of a matrix and its transpose, co
     layout      strides, unless contiguous: flat views are in the order of memory
     device      its type, and which tensors lie on one device together; not its index, which differs
     name        if a model is known: the same names in another order are other tensors
-
-One collective of a few checksums tells that all is well. Only if it is not do texts follow. Both
-travel on a device that the group is known to serve, since that of the tensors may be what differs.
 """
 
 from __future__ import annotations
@@ -18,56 +23,125 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.dtensor import is_dtensor, local_shard
+from manyhands._core.modules import WRAPPER_NAMES, plain_name
 from manyhands._core.ranks import RankGroup
+from manyhands.errors import RanksDisagree
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+Facts: TypeAlias = Mapping[str, Any]
+Names: TypeAlias = Mapping[str, Sequence[str]]
+NO_NAMES: Names = MappingProxyType({})
+ABSENT = "absent"
+NAMED = 8  # ranks, and different values, that a message names
 
 
-def check_same_tensors(
-    who: str,
-    workers: RankGroup,
-    kinds: Mapping[str, Sequence[Tensor]],
-    names: Mapping[str, Sequence[str]] | None = None,
+def agree(
+    ranks: RankGroup,
+    facts: Facts,
+    advice: str,
     *,
-    frozen: bool = False,
+    names: Names = NO_NAMES,
+    device: torch.device | None = None,
 ) -> None:
-    """Raise a ValueError on every rank where the tensors of a kind differ between ranks.
+    """Raise `RanksDisagree`, a ValueError, on every rank if ranks have different facts.
 
-    `kinds` are lists of tensors by what they are in the singular ("parameter"), `names` those that
-    are known. `frozen`: it matters as well which parameters are trained.
+    `advice` is the last sentence of the message: what to do. `names` are those of the elements of a
+    list, by its title, as far as they are known; give the same titles on every rank. `device` is
+    that of the collective.
     """
-    if workers.size == 1:
+    if ranks.size == 1:
         return
-    names = {kind: list((names or {}).get(kind, ())) for kind in kinds}
-    texts = {
-        kind: describe_tensors(tensors, frozen=frozen and kind == "parameter")
-        for kind, tensors in kinds.items()
-    }
-    sums = [_checksum(texts), *(_checksum(names[kind]) if names[kind] else 0.0 for kind in kinds)]
-    everyone = workers.all_gather(sums, workers.any_device)
-    tensors, *named = zip(*everyone, strict=True)
-    known = [each for each in named if 0.0 not in each]
-    if all(len(set(each)) == 1 for each in (tensors, *known)):
-        return
-    everyones = workers.all_gather_text(json.dumps([texts, names]), workers.any_device)
-    _explain(who, [json.loads(one) for one in everyones])
+    device = device or ranks.any_device
+    known = {title: list(each) for title, each in names.items()}
+    sums = [_checksum(facts), *(_checksum(each) if each else 0.0 for each in known.values())]
+    values, *of_names = zip(*ranks.all_gather(sums, device), strict=True)
+    # A rank that does not know the names has no say in them.
+    compared = [values, *(each for each in of_names if 0.0 not in each)]
+    if any(len(set(each)) > 1 for each in compared):
+        texts = ranks.all_gather_text(json.dumps([facts, known]), device)
+        everyone = [json.loads(text) for text in texts]
+        raise_if_different(
+            [theirs for theirs, _ in everyone], advice, names=[theirs for _, theirs in everyone]
+        )
 
 
-def gather_if_different(ranks: RankGroup, claims: Any, device: torch.device) -> list[Any] | None:
-    """Return every rank's claims (plain JSON) if any differ, and None if all are equal.
+def raise_if_different(
+    everyone: Sequence[Facts], advice: str, *, names: Sequence[Names] = ()
+) -> None:
+    """Raise `RanksDisagree` for the first fact that differs; `everyone` is by rank."""
+    for title in dict.fromkeys(title for facts in everyone for title in facts):
+        values = [facts.get(title, ABSENT) for facts in everyone]
+        called = [each.get(title, ()) for each in names]
+        problem, row = _difference(title, values, called)
+        if problem:
+            raise RanksDisagree(f"ranks have {problem}. {advice}", list(map(json.dumps, row)))
 
-    One number tells that they are equal. Only a mistake pays for gathering the texts.
-    """
-    checksums = ranks.all_gather([_checksum(claims)], device)
-    if len({checksum[0] for checksum in checksums}) == 1:
-        return None
-    return [json.loads(text) for text in ranks.all_gather_text(json.dumps(claims), device)]
+
+def _difference(
+    title: str, values: Sequence[Any], names: Sequence[Sequence[str]]
+) -> tuple[str, Sequence[Any]]:
+    """Return what differs in one fact, and by rank how; an empty text if it does not differ."""
+    if all(isinstance(value, dict) for value in values):
+        keys = dict.fromkeys(key for value in values for key in value)
+        rows = ((key, [value.get(key, ABSENT) for value in values]) for key in keys)
+        found = _first_difference(f"different {title}", rows)
+        order = ((f"number {i}", row) for i, row in enumerate(zip(*values, strict=False)))
+        return found if found[0] else _first_difference(f"the same {title} in another order", order)
+    if not all(isinstance(value, list) for value in values):
+        return _compare_values(f"different {title}", values)
+    thing = title.removesuffix("s") if title.isalpha() else "number"
+    first = names[0] if names else ()
+    numbered = (
+        (f"{thing} {number}" + (f" ({first[number]})" if first else ""), row)
+        for number, row in enumerate(zip(*values, strict=False))
+    )
+    found = _first_difference(f"different {title}", numbered)
+    if not found[0]:
+        found = _compare_values(f"different numbers of {title}", [len(value) for value in values])
+    if not found[0] and all(names) and _all_equal([sorted(each) for each in names]):
+        order = ((f"{thing} {number}", row) for number, row in enumerate(zip(*names, strict=True)))
+        found = _first_difference(f"the same {title} in another order", order)
+    return found
+
+
+def _first_difference(
+    what: str, rows: Iterable[tuple[str, Sequence[Any]]]
+) -> tuple[str, Sequence[Any]]:
+    for name, row in rows:
+        if not _all_equal(row):
+            return _compare_values(f"{what}. The first that differs is {name}", row)
+    return "", ()
+
+
+def _compare_values(what: str, row: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    return ("", ()) if _all_equal(row) else (f"{what}: {_by_rank(row)}", row)
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    return len({json.dumps(value) for value in values}) <= 1
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    """Return which ranks have which value."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(_format_value(value), []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:NAMED]))}"
+        f"{', ...' if len(those) > NAMED else ''}: {value}"
+        for value, those in list(ranks.items())[:NAMED]
+    )
+
+
+def _format_value(value: Any) -> str:
+    short = f"{value:g}" if isinstance(value, float) else ""
+    return short if short and float(short) == value else str(value)
 
 
 def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
@@ -87,7 +161,7 @@ class Describer:
 
     def describe(self, tensor: Tensor, name: str = "", *, frozen: bool = False) -> str:
         """Such as "encoder.weight (4, 3) float32 on cpu"; `frozen`: also whether it is trained."""
-        here = local(tensor)
+        here = local_shard(tensor)
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
         words.append(f"on {tensor.device.type}{self._which(tensor.device)}")
         if is_dtensor(tensor):
@@ -110,12 +184,11 @@ class Describer:
 
 
 def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:
-    """The names of parameters or buffers; none, if one of them is in no module."""
+    """Return the names of parameters or buffers; an empty list if one of them is in no module."""
     names: dict[int, str] = {}
     for number, module in enumerate(modules):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            for wrapper in WRAPPERS:
-                name = name.replace(wrapper, "")
+            name = plain_name(name, WRAPPER_NAMES)
             names.setdefault(id(tensor), f"{number}.{name}" if len(modules) > 1 else name)
     found = [names.get(id(tensor), "") for tensor in tensors]
     return found if all(found) else []
@@ -128,40 +201,3 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _checksum(value: Any) -> float:
     return float(zlib.crc32(json.dumps(value).encode()))
-
-
-def _explain(who: str, each: Sequence[tuple[dict[str, list[str]], dict[str, list[str]]]]) -> None:
-    """Raise for the first tensor that ranks do not have alike."""
-    advice = f"Build the same model, and the same {who}, on every rank."
-    for kind in each[0][0]:
-        texts = [theirs[kind] for theirs, _ in each]
-        names = [known[kind] for _, known in each]
-        for number, values in enumerate(zip(*texts, strict=False)):
-            if len(set(values)) > 1:
-                called = f" ({names[0][number]})" if names[0] else ""
-                raise ValueError(
-                    f"ranks have different {kind}s. The first that differs is {kind} {number}"
-                    f"{called}: {_by_rank(values)}. {advice}"
-                )
-        if len({len(text) for text in texts}) > 1:
-            counts = _by_rank([str(len(text)) for text in texts])
-            raise ValueError(f"ranks have different numbers of {kind}s: {counts}. {advice}")
-        same_names = all(names) and len({tuple(sorted(known)) for known in names}) == 1
-        for number, values in enumerate(zip(*names, strict=True) if same_names else ()):
-            if len(set(values)) > 1:
-                raise ValueError(
-                    f"ranks have the same {kind}s in another order. The first that differs is "
-                    f"{kind} {number}: {_by_rank(values)}. {advice}"
-                )
-
-
-def _by_rank(values: Sequence[str]) -> str:
-    """Which ranks have which value."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:8]))}"
-        f"{', ...' if len(those) > 8 else ''}: {value}"
-        for value, those in list(ranks.items())[:8]
-    )

@@ -4,6 +4,8 @@
 `found_inf` (did the gradients overflow?) and `grad_scale` (what they are still multiplied
 with; None after `unscale_`). An optimizer with a fused step uses them itself; for the others
 we unscale and skip, as the scaler would have.
+
+`LossScale` is for gradients that are measured in backward, before the scaler leaves anything.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 
 
 @dataclass(frozen=True)
@@ -118,4 +120,4 @@ def unscale(param_groups: Sequence[dict[str, Any]], grad_scale: Tensor) -> None:
     for group in param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                local(param.grad).mul_(inverse.to(param.grad.device))
+                local_shard(param.grad).mul_(inverse.to(param.grad.device))

@@ -1,9 +1,9 @@
 """When does a backward pass begin, and when is it over?
 
-Nothing calls the optimizer wrapper at `loss.backward()`; it sees hooks on parameters fire. The
-first hook of a pass announces its beginning, and a callback that autograd runs after its last
-node announces its end. That callback queues itself once more, so that it comes after DDP's,
-which waits for the gradients to be reduced.
+Autograd does not call an optimizer's wrapper at `loss.backward()`; only hooks on parameters fire.
+The first hook of a pass marks its beginning. A callback that autograd runs after its last node
+marks the end. That callback queues itself once more, so that it runs after DDP's, which waits for
+the gradients to be reduced.
 
 Words used here
     pass       one `loss.backward()` of the user's
@@ -32,7 +32,7 @@ _queue_callback: Callable[[Callable[[], None]], None] = (
 class BackwardPasses:
     """Calls `begin` at the first gradient of each backward pass and `end` when it is over.
 
-    With `early`, `end` comes before those of others that are not.
+    With `early`, `end` is called before the `end` of objects without it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BackwardPasses:
         return self.task != self._outer
 
     def forget(self) -> None:
-        """No pass is open: it is over, or raised an error on its way and will never end."""
+        """Note that no pass is open: it is over, or it raised an error and will never end."""
         self._pass = self.task = None
 
     def enter(self, task: int) -> None:

@@ -26,7 +26,7 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return what this rank holds: a DTensor's shard, or the whole of any other tensor."""
     if not is_dtensor(tensor):
         return tensor

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 
 
 def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class FlatTensors:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [_flat_view(local(tensor).detach()) for tensor in tensors]
+        self._tensors = [_flat_view(local_shard(tensor).detach()) for tensor in tensors]
         self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
 
     def __len__(self) -> int:

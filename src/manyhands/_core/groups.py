@@ -13,10 +13,11 @@ a few descriptors and three threads.
 Two objects never share a group: ranks may issue the collectives of two rules in different orders
 (the hooks of two optimizers on one model fire in the order in which they were made).
 
-Why these are not made with `torch.distributed.new_group`: torch names a group by its ranks and by
-the *number* of groups that the process has. Ranks that drop a group at different moments (a
-garbage collector's) would wait for each other under different names, or find the addresses of a
-group that has ended. torch keeps no record of ours, so `destroy_process_group()` leaves them alone.
+These groups are not made with `torch.distributed.new_group`, because torch names a group by its
+ranks and by the *number* of groups that the process has. Ranks whose garbage collectors drop a
+group at different moments would wait for each other under different names, or find the addresses of
+a group that has ended. torch keeps no record of our groups, so `destroy_process_group()` leaves
+them alone.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def connect(
 class GroupCloser:
     """Closes groups that nobody uses any more, each in a thread of its own.
 
-    A thread that comes back from C++ while Python ends aborts the process. So none lets go of a
-    group then, and those in the middle of it are waited for, if it does not take long.
+    A thread that returns from C++ while Python ends aborts the process. So no thread drops a group
+    then, and a thread that is dropping one is waited for, for a second.
     """
 
     def __init__(self) -> None:
@@ -117,14 +118,14 @@ class GroupCloser:
         self._under_way.discard(threading.current_thread())
 
     def _enter(self) -> bool:
-        """Whether there is time to let go of a group."""
+        """Return whether there is still time to drop a group, and note that this thread does so."""
         with self._lock:
             if not self._closed:
                 self._under_way.add(threading.current_thread())
             return not self._closed
 
     def close(self) -> None:
-        """Let go of no more groups: Python is ending."""
+        """Drop no more groups: Python is ending."""
         with self._lock:
             self._closed = True
         for thread in list(self._under_way):

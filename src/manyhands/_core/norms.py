@@ -1,8 +1,8 @@
-"""The length of a gradient, exactly and in one read of the memory.
+"""The norm of a gradient, exactly and in one read of its memory.
 
-A CPU adds the squares of a tensor one after the other, so that a float32 norm over ten million
-elements comes out 7e-4 too small. Long tensors are therefore taken in rows of 32,768: the same
-speed, and 1e-7. Half-precision gradients are summed in float32.
+A CPU adds the squares of a tensor one after the other, and a float32 norm over ten million elements
+comes out 7e-4 too small. So the norms of rows of 32,768 elements are taken first, at the same
+speed, with an error of 1e-7. Half-precision gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from manyhands._core.flat import flatten
 
 ROW = 32_768
-SHORT = 2 * ROW  # elements that can be added up in one go
+SHORT = 2 * ROW  # elements that may be summed at once
 
 
 def norm(grad: Tensor) -> Tensor:
-    """|grad|, as a tensor of no dimensions in float32 or better."""
+    """Return |grad| as a tensor without dimensions, in float32 or wider."""
     if grad.layout != torch.strided:
         grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.to_dense()
     if grad.is_complex():
@@ -36,5 +36,5 @@ def norm(grad: Tensor) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of this one are added up."""
+    """Return the type in which values of this type are summed."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,7 +1,7 @@
 """The ranks of a process group: who they are, and how numbers and text travel between them.
 
     identity   `size`, `rank`, `group`, and which backend serves which device
-    numbers    `all_gather`, `sum_and_gather`, `all_reduce`, `check_equal`
+    numbers    `all_gather`, `sum_and_gather`, `all_reduce`
     text       `all_gather_text`, for messages about what ranks disagree on
     tensors    `broadcast`, `broadcast_from_first`, `all_to_all`; slices of a bucket (`slices.py`)
 
@@ -11,7 +11,7 @@ With one rank every collective returns at once, so that callers need no branch o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ from manyhands._core.groups import Lease, connect
 from manyhands._core.shared_memory import SharedMemory, SharedMemoryReduceScatter
 from manyhands._core.slices import PendingReduceScatter
 
-LARGE = 65_536  # elements: a broadcast of its own costs less than the copy into a common one
+SENT_ALONE = 65_536  # elements of a tensor that gets a broadcast of its own, without a copy
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class RankGroup:
             return
         small_by_type: dict[Any, list[torch.Tensor]] = {}
         for tensor in map(torch.Tensor.detach, tensors):
-            if tensor.numel() > LARGE and tensor.is_contiguous():
+            if tensor.numel() > SENT_ALONE and tensor.is_contiguous():
                 dist.broadcast(tensor, group_src=0, group=self.group)
             else:
                 small_by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -264,20 +264,6 @@ class RankGroup:
         rows = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(rows, padded, group=self.group)
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
-
-    def check_equal(self, owner: str, own: Mapping[str, float], device: torch.device) -> None:
-        """Raise a ValueError on every rank if ranks have different numbers.
-
-        `own` are this rank's numbers by their names, `owner` is the class that they belong to.
-        """
-        everyone = self.all_gather(list(own.values()), device)
-        for name, values in zip(own, zip(*everyone, strict=True), strict=True):
-            if len(set(values)) > 1:
-                listed = ", ".join(f"rank {r}: {v:g}" for r, v in enumerate(values[:8]))
-                raise ValueError(
-                    f"workers disagree on the {name}: {listed}. "
-                    f"Build the same {owner} on every worker."
-                )
 
 
 @dataclass

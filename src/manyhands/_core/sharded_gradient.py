@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands._core.dtensor import local_shard
+
 aten = torch.ops.aten
 
 
@@ -28,7 +30,7 @@ class ShardedGradient(Tensor):
     slices: tuple[Tensor, ...]
     starts: tuple[int, ...]
     local: Tensor | None
-    zeroed: bool  # by whoever clears gradients so
+    zeroed: bool  # by `zero_grad(set_to_none=False)`, and not added to since
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -106,7 +108,7 @@ class ShardedGradient(Tensor):
         )
 
     def _added(self, other: Tensor, alpha: Any) -> ShardedGradient:
-        """What autograd does with the next backward's gradient: it waits to be averaged."""
+        """Add the next backward's gradient, as autograd does; it is averaged later."""
         self.zeroed = False
         if isinstance(other, ShardedGradient):
             if alpha != 1 or len(other.slices) != len(self.slices) or other.local is not None:
@@ -137,7 +139,7 @@ def _is_large(argument: Any) -> bool:
 
 
 def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A foreach operation with the same other arguments for all, or one of a list for each."""
+    """Apply a foreach operation; an argument that is a list has one element for each gradient."""
     lists = [a if isinstance(a, list | tuple) else None for a in args[1:]]
     for i, grad in enumerate(args[0]):
         own = [a if each is None else [each[i]] for a, each in zip(args[1:], lists, strict=True)]
@@ -146,3 +148,13 @@ def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             func([part], *own, **kwargs)
         if isinstance(grad, ShardedGradient) and func.overloadpacket is aten._foreach_zero_:
             grad.zeroed = True
+
+
+def local_parts(grad: Tensor) -> list[Tensor]:
+    """Return the tensors with the elements of a gradient that this rank holds.
+
+    They are slices of a `ShardedGradient`, the shard of a DTensor, or any other gradient itself.
+    """
+    if isinstance(grad, ShardedGradient):
+        return [elements for elements in grad.slices if elements.numel()]
+    return [local_shard(grad)]

@@ -65,7 +65,7 @@ class SharedMemory:
 
     def _reads_the_others(self) -> bool:
         """Return whether every rank reads in each rank's memory what that rank has written."""
-        tensors, problem = self._opened(1, torch.int64)
+        tensors, problem = self._open_all(1, torch.int64)
         if problem:
             return False
         token = int.from_bytes(os.urandom(7), "little")
@@ -76,7 +76,7 @@ class SharedMemory:
 
     def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         """Return a new tensor of every rank, in rank order. Write to your own only."""
-        tensors, problem = self._opened(size, dtype)
+        tensors, problem = self._open_all(size, dtype)
         if problem:
             raise RuntimeError(
                 f"workers cannot read each other's memory ({problem}). They must be of one user, "
@@ -85,13 +85,13 @@ class SharedMemory:
             )
         return tensors
 
-    def _opened(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
-        """Return what `empty` does, and the first problem of any rank ("": none)."""
+    def _open_all(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
+        """Return a tensor of every rank, and the first problem of any rank ("": none)."""
         problem, place, tensors = "", "", []
-        with ExitStack() as until_all_have_opened_it:
+        with ExitStack() as stack:  # closed when all ranks have opened the file
             try:
                 descriptor = os.memfd_create("manyhands")
-                until_all_have_opened_it.callback(os.close, descriptor)
+                stack.callback(os.close, descriptor)
                 os.ftruncate(descriptor, max(size, 1) * dtype.itemsize)
                 place = f"/proc/{os.getpid()}/fd/{descriptor}"
             except OSError as error:

@@ -3,11 +3,11 @@
 A container is a list, tuple, set, dict or dataclass, one of a class derived from these, any other
 mutable mapping, or an instance of a class that is registered with torch.utils._pytree.
 
-What comes back is what went in: where no tensor changed, the same object, else a shallow copy of
-the same class, with all that it has besides. The constructor of a class of somebody's own is not
-called, as nobody knows its arguments: a `defaultdict` takes a factory first, a `ModelOutput` of
-transformers forbids `update`, a frozen dataclass may check what it gets. A tensor that is at
-several places is changed once and is one tensor afterwards.
+A container without a changed tensor is returned itself; any other as a shallow copy of its class,
+with all its other attributes. Constructors of a user's classes are not called, because their
+arguments are unknown: a `defaultdict` takes a factory first, a `ModelOutput` of transformers
+forbids `update`, a frozen dataclass may check its arguments. A tensor that is at several places is
+changed once, and is one tensor afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def tree_map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_in(tree: Any, others: Callable[[Any], None] = lambda other: None) -> list[Tensor]:
-    """The tensors in a nested structure, each once; `others` is called with all other leaves."""
+    """Return the tensors in a nested structure, each once; call `others` with all other leaves."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class _Map:
 
 
 def _tuple_like(old: Any, items: list[Any]) -> Any:
-    """A tuple of the old one's class: plain, named, or torch's (as `max` returns one)."""
+    """Return a tuple of the old one's class: plain, named, or torch's (such as `max` returns)."""
     if hasattr(type(old), "n_sequence_fields"):
         return type(old)(items)
     new = tuple.__new__(type(old), items)

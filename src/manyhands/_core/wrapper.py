@@ -14,7 +14,7 @@ A method of ours is then called with the proxy as `self`. Three things keep that
 
     YieldingProperty  a property comes before an instance's attributes, so a private property of
                       ours would take the place of the proxy's attribute of that name
-    Shared            what a method sets would be set on the proxy, where the optimizer does not
+    SharedAttribute   what a method sets would be set on the proxy, where the optimizer does not
                       see it, and go on hiding the optimizer's own
     setters           of `param_groups`, `state` and `defaults`, which trainers assign to
 """
@@ -22,7 +22,7 @@ A method of ours is then called with the proxy as `self`. Three things keep that
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from torch.optim import Optimizer
 
@@ -63,7 +63,7 @@ class YieldingProperty(Generic[T]):
         return self if instance is None else self._compute(instance)
 
 
-class Shared(Generic[T]):
+class SharedAttribute(Generic[T]):
     """An attribute that an optimizer and its proxies have in common, whoever sets it.
 
     Its value is in a dict that the optimizer holds. A proxy that copies the optimizer's attributes
@@ -74,10 +74,10 @@ class Shared(Generic[T]):
         self._name = name
 
     @overload
-    def __get__(self, instance: None, owner: type) -> Shared[T]: ...
+    def __get__(self, instance: None, owner: type) -> SharedAttribute[T]: ...
     @overload
     def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: Any, owner: type) -> Shared[T] | T:
+    def __get__(self, instance: Any, owner: type) -> SharedAttribute[T] | T:
         if instance is None:
             return self
         try:
@@ -91,7 +91,7 @@ class Shared(Generic[T]):
 
 
 class SharingOptimizer(Optimizer):
-    """An optimizer with `Shared` attributes."""
+    """An optimizer with `SharedAttribute`s."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
@@ -102,8 +102,9 @@ class SharingOptimizer(Optimizer):
 class OptimizerWrapper(SharingOptimizer):
     """Base class of wrappers that take an optimizer's place; `_inner` is that optimizer."""
 
+    layer: ClassVar[str]  # "rule" or "blocks": which of the `OptimizerLayers` it is
     _inner: Optimizer | None
-    _closure_runs = Shared[bool]()
+    _closure_runs = SharedAttribute[bool]()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
@@ -165,6 +166,10 @@ class OptimizerWrapper(SharingOptimizer):
 
         return run
 
+    def state_parts(self) -> Any:
+        """Return what saves and loads the state that this layer adds (`state_parts.py`)."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         """Everything else (hooks, the inner optimizer's own attributes) is the inner one's."""
         inner = self.__dict__.get("_inner")
@@ -179,19 +184,31 @@ class OptimizerWrapper(SharingOptimizer):
         )
 
 
-def unwrap(optimizer: Optimizer) -> list[Optimizer]:
+def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer]:
     """Return an optimizer and those inside it, from the outermost in.
 
-    A wrapper shows the inner one's state and parameter groups as its own, as
-    ours do, and those that trainers put around ours. An optimizer that keeps state of its own
-    beside the one that it calls is not looked into.
+    A wrapper shows the inner one's state and parameter groups as its own, as ours do, and those
+    that trainers put around ours. An optimizer that keeps state of its own beside the one that it
+    calls is not looked into, unless `every_layer` is True.
     """
     found = [optimizer]
     while True:
-        inner = getattr(found[-1], "optimizer", None)
+        outer, inner = found[-1], getattr(found[-1], "optimizer", None)
         if not isinstance(inner, Optimizer) or any(inner is each for each in found):
             return found
-        outer = found[-1]
-        if inner.state is not outer.state or inner.param_groups is not outer.param_groups:
+        if not every_layer and not _shows_state_of(inner, outer):
             return found
         found.append(inner)
+
+
+def _shows_state_of(inner: Optimizer, outer: Optimizer) -> bool:
+    return inner.state is outer.state and inner.param_groups is outer.param_groups
+
+
+Layer = TypeVar("Layer")
+
+
+def find_layer(optimizer: Any, kind: type[Layer]) -> Layer | None:
+    """Return the first layer of this class, from the outermost in; None if there is none."""
+    layers = unwrap(optimizer, every_layer=True)
+    return next((each for each in layers if isinstance(each, kind)), None)

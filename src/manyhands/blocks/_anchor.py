@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 from manyhands._core.flat import FlatTensors, group_by_type, read_range
 from manyhands._core.norms import accumulation_dtype
 from manyhands._core.ranks import RankGroup
@@ -92,7 +92,7 @@ class AnchorDifference:
         self.residual = None if bucket.residual is None else bucket.residual[start:stop]
         self.params = bucket.vector
         self.outer = outer
-        self.param_dtype = local(bucket.params[0]).real.dtype
+        self.param_dtype = local_shard(bucket.params[0]).real.dtype
 
     @property
     def first(self) -> int:
@@ -212,7 +212,7 @@ class Anchor:
         for same in group_by_type(params):
             vector, device = FlatTensors(same), same[0].device
             span = even_range(len(vector), self.inner.rank, self.inner.size)
-            dtype = accumulation_dtype(local(same[0]).real.dtype)
+            dtype = accumulation_dtype(local_shard(same[0]).real.dtype)
             where = torch.device("cpu") if self.on_host else device
             anchor = torch.empty(span[1] - span[0], dtype=dtype, device=where)
             vector.read(span[0], anchor)

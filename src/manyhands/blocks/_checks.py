@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import check_same_tensors, names_in
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.agreement import agree, describe_tensors, names_in
+from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup
 from manyhands._core.shared_memory import check_on_cpu
 from manyhands._core.wrapper import unwrap
@@ -112,37 +112,29 @@ def check_agreement(
     modules: Sequence[nn.Module],
 ) -> None:
     """Raise on every worker if their options or models differ, before anything is sent."""
-    device = workers.any_device
-    own = {
-        "options": fingerprint(options),
+    facts = {
+        "options": {name: str(value) for name, value in options.items()},
         "shards (process_group= must be of ranks with the same shard)": _shards(params),
-        "size of inner_group": float(inner.size),
-        "rank in inner_group (process_group= must be of ranks with the same)": float(inner.rank),
+        "size of inner_group": inner.size,
+        "rank in inner_group (process_group= must be of ranks with the same)": inner.rank,
+        "parameters": describe_tensors(params, frozen=True),
+        "buffers": describe_tensors(buffers),
     }
-    try:
-        workers.check_equal(f"{class_name} and model", own, device)
-    except ValueError as error:
-        everyone = workers.all_gather_text(repr(options), device)
-        if len(set(everyone)) == 1:  # equal options: the error is about shards or groups
-            raise
-        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(everyone[:8]))
-        raise ValueError(f"workers were given different options:\n{listed}") from error
-    kinds = {"parameter": params, "buffer": buffers}
-    names = {kind: names_in(modules, tensors) for kind, tensors in kinds.items()}
-    check_same_tensors(class_name, workers, kinds, names, frozen=True)
+    names = {"parameters": names_in(modules, params), "buffers": names_in(modules, buffers)}
+    advice = f"Build the same model, and the same {class_name}, on every rank."
+    agree(workers, facts, advice, names=names)
 
 
 def memory_order(params: Sequence[Tensor]) -> float:
     """Return a checksum of the strides: elements are averaged in the order of memory."""
-    parts = [local(param) for param in params]
+    parts = [local_shard(param) for param in params]
     return fingerprint([(i, p.stride()) for i, p in enumerate(parts) if not p.is_contiguous()])
 
 
-def _shards(params: Sequence[Tensor]) -> float:
-    """Return a checksum of which shards of DTensors are on this rank."""
-    places = [
-        (tuple(p.placements), p.device_mesh.get_coordinate())  # type: ignore[attr-defined]
+def _shards(params: Sequence[Tensor]) -> list[str]:
+    """Describe which shards of DTensors are on this rank."""
+    return [
+        f"{tuple(p.placements)} at {p.device_mesh.get_coordinate()}"  # type: ignore[attr-defined]
         for p in params
         if is_dtensor(p)
     ]
-    return fingerprint(places)

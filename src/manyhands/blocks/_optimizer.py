@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import OptimizerWrapper, Shared
+from manyhands._core.wrapper import OptimizerWrapper, SharedAttribute
 from manyhands.blocks import _state
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._arguments import flag, whole
@@ -101,7 +101,8 @@ class Blocks(OptimizerWrapper):
             raise where it is not; False: never.
     """
 
-    _known = Shared[set[int]]()
+    layer = "blocks"
+    _known = SharedAttribute[set[int]]()
     #: From the engine's names of options to the subclass's (`_state.py`).
     _names: ClassVar[Mapping[str, str]] = {}
     _described: Outer | None = None  # the outer step that is saved, if not the one in use
@@ -195,7 +196,7 @@ class Blocks(OptimizerWrapper):
         everything = [param for group in self.param_groups for param in group["params"]]
         self._check_agreement(everything, buffers)
         sync.members.workers = self._choose_transport(workers)
-        workers.broadcast_from_first([local(tensor) for tensor in [*everything, *buffers]])
+        workers.broadcast_from_first([local_shard(tensor) for tensor in [*everything, *buffers]])
         sync.anchor.begin()
 
     def _choose_transport(self, workers: RankGroup) -> RankGroup:
@@ -352,7 +353,9 @@ class Blocks(OptimizerWrapper):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._all_workers.broadcast_from_first([local(p) for p in self.param_groups[-1]["params"]])
+        self._all_workers.broadcast_from_first(
+            [local_shard(p) for p in self.param_groups[-1]["params"]]
+        )
         self._add_unfrozen_params()
 
     # -- sync rounds outside of the schedule---------------------------------------------------
@@ -476,6 +479,10 @@ class Blocks(OptimizerWrapper):
     def load_common_state(self, saved: Any) -> None:
         """Continue from what `checked_state` returned; if None, from the parameters as they are."""
         _state.load_saved(saved, self._sync)
+
+    def state_parts(self) -> _state.OuterStateParts:
+        """Return what `mh.save` and `mh.load` ask of blocks."""
+        return _state.OuterStateParts(self._sync, self._options)
 
     def __repr__(self) -> str:
         workers = self._sync.members.workers.size

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrapper import unwrap
-from manyhands.blocks.averaging._extras import live_modules
 from manyhands.blocks.averaging._payload import RoundResult
-from manyhands.sharding.zero._oss import OSS
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 
@@ -38,8 +38,11 @@ def check_not_averaged(
         "rank of each worker as process_group=."
     )
     inner = unwrap(optimizer)[-1]
-    if isinstance(inner, OSS) and _overlap(inner.group, workers):
-        raise ValueError(f"OSS shards its updates over the same workers as the blocks. {advice}")
+    if isinstance(inner, ShardedOptimizer) and _overlap(inner.group, workers):
+        raise ValueError(
+            f"{type(inner).__name__} shards its updates over the same workers as the blocks. "
+            f"{advice}"
+        )
     if model is not None and _averages(model) and _overlap(model.process_group, workers):
         raise ValueError(
             f"model= is in {type(model).__name__}, which averages gradients over the same workers "
@@ -80,15 +83,12 @@ def warn_identical_moves(workers: int) -> None:
     )
 
 
-def _found(params: Iterable[Tensor], workers: RankGroup) -> set[str]:
+def _found(params: Sequence[Tensor], workers: RankGroup) -> set[str]:
     """Return the class names of modules that average these gradients over these workers."""
-    wanted = {id(param) for param in params}
     return {
         type(module).__name__
-        for module in live_modules()
-        if _averages(module)
-        and any(id(param) in wanted for param in module.parameters())
-        and _overlap(module.process_group, workers)
+        for module, _ in modules_holding(params, _averages)
+        if _overlap(module.process_group, workers)
     }
 
 

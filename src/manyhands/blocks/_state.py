@@ -2,7 +2,7 @@
 
 `save_worker` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle
 of a block. `save_counters` and `load_counters` are for checkpoints that all workers share: numbers
-only, because `checkpoint/_blocks_state.py` saves anchor and memories by parameter.
+only, because `checkpoint/_blocks.py` saves anchor and memories by parameter.
 
 Options are saved under the engine's names ("every", "outer.momentum"), which all methods have in
 common, so that a run may continue under another name of the same method. Users see and give the
@@ -16,7 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from manyhands._core.dtensor import is_dtensor
+from manyhands._core.state_parts import StatePart
 from manyhands.blocks._anchor import OuterState
 from manyhands.blocks._checks import memory_order
 from manyhands.blocks._outer import Outer
@@ -293,3 +297,56 @@ def _load_residuals(saved: Mapping[str, Any], sync: Sync) -> None:
         if bucket.residual is not None and residual is not None:
             bucket.residual.copy_(residual)
     sync.restart_clock(*saved["clock"])
+
+
+# -- for checkpoints -------------------------------------------------------------------------------
+
+
+class OuterStateParts:
+    """What a checkpoint asks of blocks: `BlocksParts` of `_core/state_parts.py`."""
+
+    def __init__(self, sync: Sync, options: Mapping[str, Any]) -> None:
+        self._sync = sync
+        self._options = options
+
+    @property
+    def replica(self) -> int:
+        return self._sync.members.workers.rank
+
+    @property
+    def layout(self) -> list[Any]:
+        workers = self._sync.members.workers
+        return [workers.size, workers.rank, *self._sync.anchor.layout()]
+
+    @property
+    def memories(self) -> int:
+        return self._sync.anchor.outer.memories
+
+    def outer_parts(self) -> list[StatePart]:
+        parts = []
+        for state in self._sync.anchor.outer_state():
+            entries = {"anchor": state.anchor}
+            entries |= {f"memory.{n}": memory for n, memory in enumerate(state.memories)}
+            if state.residual is not None:
+                entries["residual"] = state.residual
+            parts.append(StatePart(state.param, entries, state.start))
+        return parts
+
+    def save_counters(self) -> dict[str, Any]:
+        return save_counters(self._sync, self._options)
+
+    def check_counters(self, saved: Any) -> dict[str, Any] | None:
+        return check_saved(saved, self._options, {})
+
+    def load_counters(
+        self, saved: Mapping[str, Any], unsaved: Iterable[Tensor], *, residuals: bool
+    ) -> None:
+        anchor, new = self._sync.anchor, {id(param) for param in unsaved}
+        if not residuals:
+            anchor.reset_residuals()
+        begun = [state for state in anchor.outer_state() if id(state.param) in new]
+        load_counters(saved, self._sync, begun)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        load_saved(None, self._sync)

@@ -2,19 +2,16 @@
 
 A save meets the files in this order; a load goes through the same stages, from files to contents.
 
-    _save.py  _load.py        `mh.save` and `mh.load`: the arguments, and the thread of a save
+    _save_and_load.py         `mh.save` and `mh.load`: the arguments, and the thread of a save
     _writing.py  _reading.py  the steps of a save and of a load
     _ranks.py                 the ranks that save or load together
     _contents.py              everything that belongs to a run:
       _names.py  _model.py        tensors under the names of the plain model
-      _unwrap.py                  the layers around an optimizer
-      _replicas.py                in blocks, each replica has an optimizer state of its own
       _optimizer.py               the optimizer's state by parameter name
-      _local_state.py             which slices of that state are on this rank
-      _blocks_state.py            the outer state of blocks
+      _blocks.py                  in blocks: replicas, which have a state each, and the outer state
       _values.py  _random.py      values as JSON, random generators
       _undo.py                    undo what foreign `load_state_dict` did, if the load fails
-    _parts.py  _planner.py    slices of tensors, and which rank writes and reads which of them
+    _parts.py  _planner.py    this rank's slices of tensors, and which rank writes and reads which
     _storage.py               what torch's planners write to and read from
     _index.py  _schema.py         the index, and the check of everything it says
     _safetensors.py  _files.py    the files of tensors, and how files are opened safely
@@ -22,10 +19,9 @@ A save meets the files in this order; a load goes through the same stages, from 
     _consolidate.py           a checkpoint as plain files, for `manyhands checkpoint`
 
 torch.distributed.checkpoint takes long to import, so it is imported when a checkpoint is first
-saved or loaded. That is why _save.py and _load.py are files of their own: they must not import it.
+saved or loaded. That is why _save_and_load.py is a file of its own: it must not import it.
 """
 
-from manyhands.checkpoint._load import load
-from manyhands.checkpoint._save import Saving, save
+from manyhands.checkpoint._save_and_load import Saving, load, save
 
 __all__ = ["Saving", "load", "save"]

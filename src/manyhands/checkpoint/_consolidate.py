@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint import _folder, _index, _safetensors
-from manyhands.checkpoint._local_state import EXACT_ENTRY
+from manyhands.checkpoint._parts import EXACT_ENTRY
 from manyhands.checkpoint._safetensors import TensorEntry
 from manyhands.checkpoint._storage import Reader
 from manyhands.checkpoint._values import decode
 
-LARGE = 2**20  # bytes from which on a tensor is put together in a mapped file
+IN_A_FILE = 2**20  # bytes of a tensor that is put together in a mapped file
 
 OnTensor = Callable[[str, int], None]  # called with a tensor's name and bytes when it is done
 
@@ -86,7 +86,7 @@ def _entry_of(name: str, tensor: _index.StoredTensor) -> TensorEntry:
 def _read_tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
     """Return a tensor, compared with its checksums; a large one lies in an unnamed mapped file."""
     tensor = reader.index.tensors[key]
-    if tensor.nbytes < LARGE:
+    if tensor.nbytes < IN_A_FILE:
         return reader.read_whole(key)
     for stored in tensor.slices:
         reader.check(stored, tensor.torch_dtype)

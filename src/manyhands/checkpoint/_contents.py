@@ -10,20 +10,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.dtensor import is_dtensor
+from manyhands._core.state_parts import ShardedOptimizer
+from manyhands._core.wrapper import unwrap
 from manyhands.checkpoint import _index, _values
-from manyhands.checkpoint._local_state import to_parts
+from manyhands.checkpoint._blocks import Replica
 from manyhands.checkpoint._model import ModelLoader, collect_model, is_module, read_tensors
 from manyhands.checkpoint._names import ModelNames, escape, find_names, list_names, put_new
 from manyhands.checkpoint._optimizer import OptimizerLoader, collect_optimizer
+from manyhands.checkpoint._parts import to_parts
 from manyhands.checkpoint._random import random_state
-from manyhands.checkpoint._replicas import Replica
 from manyhands.checkpoint._undo import (
     ForeignState,
     ForeignStates,
     OptimizerSnapshot,
     has_foreign_loading,
 )
-from manyhands.checkpoint._unwrap import OptimizerLayers
 from manyhands.checkpoint._values import GetTensor, decode, encode, has_state
 
 RESERVED = ("step",)  # names with a meaning of their own in the result of `load`
@@ -117,12 +118,11 @@ def check_value(name: str, value: Any) -> None:
 def prepare_optimizers(optimizer: Any, *, to_load: bool) -> None:
     """Let sharded optimizers finish what is in flight. Every rank must call this."""
     for each in as_list(optimizer):
-        inner = OptimizerLayers.of(each).inner
-        # OSS's own methods. `_prepare` also places parameters that are trained again, which takes
-        # collectives; a save needs only to wait for parameters in flight.
-        settle = getattr(inner, "_prepare" if to_load else "wait", None)
-        if settle is not None and hasattr(inner, "_workers"):
-            settle()
+        inner = unwrap(each)[-1] if isinstance(each, Optimizer) else each
+        if isinstance(inner, ShardedOptimizer):
+            # `prepare` also places parameters that are trained again, which takes collectives. A
+            # save needs only to wait for parameters in flight.
+            inner.prepare() if to_load else inner.wait()
 
 
 # -- load ------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from manyhands._core.dtensor import is_dtensor
 from manyhands.checkpoint import _index
-from manyhands.checkpoint._local_state import to_parts
 from manyhands.checkpoint._names import ModelNames, list_names, put_new
+from manyhands.checkpoint._parts import to_parts
 from manyhands.checkpoint._undo import ForeignState
 from manyhands.checkpoint._values import GetTensor, decode, encode
 

@@ -1,9 +1,7 @@
 """What tensors are called: in the plain model, and in a checkpoint.
 
-A model's tensors have the names of the plain model. Wrappers put names of their own in between:
-`module.` (data parallelism), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP),
-`_checkpoint_wrapped_module.` (activation checkpointing). A checkpoint has none of these, so that it
-fits the model under any other wrapper.
+A model's tensors have the names of the plain model, without those that wrappers put in between
+(`_core/modules.py`). So a checkpoint fits the model under any other wrapper.
 
 The keys of all tensors in a checkpoint, such that no two tensors have one key:
 
@@ -11,7 +9,7 @@ The keys of all tensors in a checkpoint, such that no two tensors have one key:
     optimizer.0/ENTRY/NAME         an entry of a parameter's state
     optimizer.0/options.1.lr       an option of its second parameter group
     optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
-    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks_state`, `_replicas`
+    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks`
     scheduler.0.x                  a scheduler's state
     value/NAME.x.0.y               in the user's value of that name: value["x"][0]["y"]
     value/NAME/PARAMETER           in a module among the user's values
@@ -24,27 +22,13 @@ web address. So {"a": {"b": t}} is `a.b`, and {"a.b": t} is `a%2Eb`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.scaling._adaptdl import AdaptiveDataParallel
-from manyhands.sharding.fsdp._transparent import CHECKPOINTED, INNER
-from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-from manyhands.sharding.zero._ddp import ShardedDataParallel
-
-# These names no user's module has, so they are left out wherever they occur. `module` may be a
-# user's name as well, and is left out only below these classes.
-WRAPPER_NAMES = {"_orig_mod", INNER, CHECKPOINTED}
-WRAPPERS_WITH_MODULE = (
-    DistributedDataParallel,
-    nn.DataParallel,
-    ShardedDataParallel,
-    AdaptiveDataParallel,
-)
+from manyhands._core.modules import ModuleWrapper, plain_modules
 
 
 @dataclass
@@ -73,11 +57,15 @@ def find_names(model: nn.Module) -> ModelNames:
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
             'Put several into one: nn.ModuleDict({"generator": g, "critic": c}).'
         )
-    _check_same_on_all_ranks(model)
+    wrappers = [each for each in model.modules() if isinstance(each, ModuleWrapper)]
+    for wrapper in wrappers:
+        wrapper.check_can_save(model)
     _reshard(model)
+    for wrapper in wrappers:
+        wrapper.settle()  # updated parameters may still be on their way to this rank
     names = ModelNames()
     # Not `named_parameters`, which leaves out the second name of a tied tensor.
-    for prefix, module in _walk_plain(model, ""):
+    for prefix, module in plain_modules(model):
         for name, param in module._parameters.items():
             _add_tensor(names, names.params, prefix + name, param)
         for name, buffer in module._buffers.items():
@@ -107,32 +95,6 @@ def _add_tensor(
         names.aliases[name] = first
 
 
-def _walk_plain(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module with its plain prefix; a shared module comes once for each of its names."""
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        is_wrapped = name in WRAPPER_NAMES or (
-            name == "module" and isinstance(module, WRAPPERS_WITH_MODULE)
-        )
-        yield from _walk_plain(child, prefix if is_wrapped else f"{prefix}{name}.")
-
-
-def _check_same_on_all_ranks(model: nn.Module) -> None:
-    """Raise if ranks train different parameters: a checkpoint has room for one of each name."""
-    wraps = [each for each in model.modules() if isinstance(each, FullyShardedDataParallel)]
-    if any(wrap.world_size > 1 for wrap in wraps):
-        for wrap in wraps:
-            if wrap.world_size == 1 and wrap.params:
-                raise ValueError(
-                    f"a wrap of {type(wrap.module).__name__} is in a process group of one, inside "
-                    "one of several ranks. Each rank has its own parameters there, and a "
-                    "checkpoint would hold those of one. Save each rank's model.state_dict() and "
-                    "optimizer.state_dict() in a file of its own."
-                )
-
-
 def _reshard(model: nn.Module) -> None:
     """Free gathered parameters: after a forward, `fully_shard` still shows the whole ones."""
     # From sys.modules: a program that uses `fully_shard` has imported it; others need not.
@@ -141,9 +103,6 @@ def _reshard(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
-    for module in model.modules():
-        if isinstance(module, ShardedDataParallel):
-            module._wait()  # updated parameters may still be on their way to this rank
 
 
 def list_names(names: Sequence[str], most: int = 8) -> str:

@@ -10,8 +10,8 @@ How the index describes an optimizer:
     blocks      blocks around it: the counters that all workers share
     replicas    in blocks, what each further replica has of its own: groups, state, other, rule
 
-An entry of the parameter's shape may lie in slices on several ranks (`_local_state.py` knows
-which). Any other entry is whole on each rank that has it.
+An entry of the parameter's shape may lie in slices on several ranks (`_parts.py`). Any other entry
+is whole on each rank that has it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.state_parts import (
+    OptimizerLayers,
+    OptimizerStatePart,
+    RuleParts,
+    ShardedOptimizer,
+    options_of,
+    state_parts,
+)
 from manyhands.checkpoint import _index, _values
-from manyhands.checkpoint._blocks_state import BlocksLoader, collect_blocks
-from manyhands.checkpoint._local_state import (
+from manyhands.checkpoint._blocks import BlocksLoader, Replica, collect_blocks
+from manyhands.checkpoint._names import ModelNames, list_names, put_new, state_key
+from manyhands.checkpoint._parts import (
     EXACT_ENTRY,
-    LocalState,
     allocate_target,
-    find_local_states,
+    entries_of,
+    entry_parts,
     is_partial,
-    is_sharded,
     to_parts,
 )
-from manyhands.checkpoint._names import ModelNames, list_names, put_new, state_key
-from manyhands.checkpoint._replicas import Replica
-from manyhands.checkpoint._unwrap import OptimizerLayers
 from manyhands.checkpoint._values import KEPT_OPTIONS, GetTensor, PutTensor, decode, encode
-from manyhands.scaling._optimizer import ScalingRuleBase
-from manyhands.sharding._agreement import options_of
 
 
 @dataclass
@@ -100,18 +103,20 @@ def collect_optimizer(
         put_new(saved.tensors, path, to_parts(tensor))
         return path
 
-    local_states, packed = find_local_states(inner, groups)
-    for local in local_states:
-        meta = saved.meta["state"].setdefault(local.name, {})
-        for entry, value in local.entries.items():
-            key = state_key(prefix, entry, local.name)
+    parts, packed = state_parts(inner)
+    flat_names = [name for group in groups for name in group]
+    for part in parts:
+        name = flat_names[part.index]
+        meta = saved.meta["state"].setdefault(name, {})
+        for entry, value in entries_of(part).items():
+            key = state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 meta[entry] = encode(value, key, put)
                 continue
             # Not `put`: a rank may hold several ranges of one parameter, which share the key.
-            parts = local.parts_of(entry, value)
+            stored = entry_parts(part, entry, value)
             before = saved.tensors.get(key)
-            saved.tensors[key] = parts if before is None else before.merge(parts)
+            saved.tensors[key] = stored if before is None else before.merge(stored)
             meta[entry] = {"$": "tensor", "key": key}
     blocks = None
     if layers.blocks is not None:
@@ -119,7 +124,7 @@ def collect_optimizer(
         blocks, tensors = collect_blocks(layers.blocks, _names_by_id(inner, groups), root, replica)
         saved.tensors |= tensors
     if not replica.leads:
-        if not is_sharded(inner):
+        if layers.sharded is None:
             saved.meta["state"] = {}  # the leading rank describes the same state
         return saved
     options = [options_of(group) for group in inner.param_groups]
@@ -130,7 +135,7 @@ def collect_optimizer(
             for i, (members, each) in enumerate(zip(groups, options, strict=True))
         ],
         "other": encode(_other_state(packed, layers), f"{prefix}/other", put),
-        "rule": None if rule is None else _collect_rule(rule, groups, prefix, put),
+        "rule": None if rule is None else _collect_rule(rule, flat_names, prefix, put),
         "blocks": blocks,
     }
     return saved
@@ -151,16 +156,11 @@ def _other_state(packed: Mapping[str, Any], layers: OptimizerLayers) -> dict[str
     return found
 
 
-def _collect_rule(
-    rule: ScalingRuleBase, groups: Sequence[Sequence[str]], prefix: str, put: PutTensor
-) -> Any:
+def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> Any:
     state = rule.scaling_state_dict()
-    members = [name for group in groups for name in group]
     # By name instead of position: other groups or shardings may have another order.
     state["previous"] = {
-        name: grad
-        for name, grad in zip(members, state["previous"], strict=False)
-        if grad is not None
+        name: grad for name, grad in zip(names, state["previous"], strict=False) if grad is not None
     }
     return {"class": type(rule).__name__, "state": encode(state, f"{prefix}/rule", put)}
 
@@ -228,13 +228,13 @@ class OptimizerLoader:
                     f"the checkpoint's state of blocks is damaged: {error!r}. Load another one."
                 ) from error
             self.targets |= self._blocks.targets
-        # An OSS gives parameters that are trained again their place in a bucket.
-        if hasattr(self.inner, "_prepare"):
-            self.inner._prepare()
-        local_states, packed = find_local_states(self.inner, self._groups, include_empty=True)
-        self._packed = packed
-        self._to_load: list[tuple[LocalState, dict[str, Any]]] = [
-            (local, self._allocate_entries(local)) for local in local_states
+        # Parameters that are trained again get their place in a bucket.
+        if isinstance(self.inner, ShardedOptimizer):
+            self.inner.prepare()
+        parts, self._packed = state_parts(self.inner, include_empty=True)
+        flat_names = [name for group in self._groups for name in group]
+        self._to_load = [
+            (part, self._allocate_entries(part, flat_names[part.index])) for part in parts
         ]
 
     def _check_class_and_groups(self) -> None:
@@ -275,9 +275,9 @@ class OptimizerLoader:
             for group, names in groups
             for param, name in zip(group["params"], names, strict=True)
         }
-        plain = getattr(self.inner, "optim", self.inner)  # OSS has the optimizer inside in `optim`
+        plain, find_dims = self._layers.plain, dims.__getitem__
         _values.check_entries(
-            plain, self._groups, self._options, self._state, dims.__getitem__, skip=EXACT_ENTRY
+            plain, self._groups, self._options, self._state, find_dims, skip=EXACT_ENTRY
         )
 
     def _saved_names(self) -> dict[int, str]:
@@ -299,7 +299,7 @@ class OptimizerLoader:
             result.append({**here, **saved, **kept})
         return result
 
-    def _parse_rule(self, rule: ScalingRuleBase) -> Any:
+    def _parse_rule(self, rule: RuleParts) -> Any:
         meta = self._meta["rule"]
         if meta is None:
             raise ValueError(
@@ -319,60 +319,60 @@ class OptimizerLoader:
         members = [name for group in self._groups for name in group]
         by_name = {self._aliases.get(name, name): grad for name, grad in previous.items()}
         state["previous"] = [by_name.get(name) for name in members] if previous else []
-        return rule._parse_state(state)
+        return rule.check_scaling_state(state)
 
-    def _allocate_entries(self, local: LocalState) -> dict[str, Any]:
+    def _allocate_entries(self, part: OptimizerStatePart, name: str) -> dict[str, Any]:
         """Return a parameter's entries; their tensors are targets, still to be filled."""
         result: dict[str, Any] = {}
-        for entry, meta in self._state.get(local.name, {}).items():
+        for entry, meta in self._state.get(name, {}).items():
             if not (isinstance(meta, Mapping) and meta.get("$") == "tensor"):
                 result[entry] = decode(meta, self._get)
                 continue
             key, stored = meta["key"], self._tensors[meta["key"]]
             if entry == EXACT_ENTRY:
                 # An optimizer without rounded parameters has no use for the exact ones.
-                if local.exact is not None:
-                    self._add_target(key, local.parts_of(EXACT_ENTRY, local.exact))
+                if part.exact is not None:
+                    self._add_target(key, entry_parts(part, EXACT_ENTRY, part.exact))
                 continue
-            tensor, parts = allocate_target(local, entry, stored.shape, stored.torch_dtype)
+            dtype = stored.torch_dtype
+            tensor, target = allocate_target(part, name, entry, stored.shape, dtype)
             result[entry] = tensor
-            if key not in self._first or is_partial(parts):
+            if key not in self._first or is_partial(target):
                 self._first.setdefault(key, tensor)
-                self._add_target(key, parts)
+                self._add_target(key, target)
             else:  # one value for several ranges of a parameter, such as the number of steps
                 self._copies.append((tensor, self._first[key]))
         return result
 
-    def _add_target(self, key: str, parts: Any) -> None:
+    def _add_target(self, key: str, target: Any) -> None:
         before = self.targets.get(key)
-        self.targets[key] = parts if before is None else before.merge(parts)
+        self.targets[key] = target if before is None else before.merge(target)
 
     def load(self) -> None:
         """Hand the filled targets to the optimizer. Its `load_state_dict` may be the user's."""
         for tensor, first in self._copies:
             tensor.copy_(first)
         state, for_later = {}, {}
-        for local, entries in self._to_load:
+        for part, entries in self._to_load:
             if not entries:
                 continue
-            if local.number is None:  # frozen, so without a place in the sharded optimizer
-                assert local.param_number is not None
-                for_later[local.param_number] = entries
+            if part.number is None:  # frozen, so without a place in the sharded optimizer
+                for_later[part.index] = entries
             else:
-                state[local.number] = entries
+                state[part.number] = entries
         options = self._options
         groups = [
             {**{k: v for k, v in group.items() if k not in loaded}, **loaded}
             for group, loaded in zip(self._packed["param_groups"], options, strict=True)
         ]
         packed = {**self._packed, **self._other, "state": state, "param_groups": groups}
-        if is_sharded(self.inner):
-            # The inner optimizer's state dict: `OSS.load_state_dict` expects a gathered one.
-            self.inner._continue_from(packed, for_later, options)  # type: ignore[attr-defined]
-            holder = self.inner.optim  # type: ignore[attr-defined]
+        holder, sharded = self.inner, self._layers.sharded
+        if sharded is None:
+            holder.load_state_dict(packed)
         else:
-            self.inner.load_state_dict(packed)
-            holder = self.inner
+            # Not `load_state_dict`, which expects the state of all ranks.
+            sharded.load_parts(packed, for_later, options)
+            holder = sharded.optim
         params = [param for group in holder.param_groups for param in group["params"]]
         for number, entries in state.items():
             _restore_types(holder.state[params[number]], entries)
@@ -380,7 +380,7 @@ class OptimizerLoader:
     def finish(self) -> None:
         """Hand their states to the rule and the blocks around the optimizer."""
         if self.rule is not None:
-            self.rule._continue_from(self._scaling)
+            self.rule.take_scaling_state(self._scaling)
         if self._blocks is not None:
             self._blocks.finish()
 

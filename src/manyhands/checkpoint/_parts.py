@@ -1,8 +1,11 @@
 """The slices of a tensor that this rank holds, as torch.distributed.checkpoint asks for them.
 
+A model's tensor is a plain one or a DTensor. An entry of an optimizer's state is one of these too,
+or a flat range of its parameter's elements (`_core/state_parts.py`).
+
 A *slice* is rectangular: offsets and sizes, one for each dimension. torch plans with the three
 methods in double underscores, and never needs the whole tensor. A plain tensor is one slice. A flat
-range of a parameter (`sharding/zero/_layout.py`) is a few slices:
+range of a parameter is a few slices:
 
 The elements `start` to `stop` of a tensor, in the order of memory, are the end of one row, some
 whole rows, and the beginning of another. The incomplete rows are again such ranges, with one
@@ -15,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.flat import order_of_dims
+from manyhands._core.state_parts import OptimizerStatePart
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice
 
@@ -132,7 +136,7 @@ class TensorParts:
 
 def _locate(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
-    here, corner = local(tensor).detach(), (0,) * tensor.dim()
+    here, corner = local_shard(tensor).detach(), (0,) * tensor.dim()
     if is_dtensor(tensor):
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
         corner = tuple(chunk.offsets)
@@ -151,3 +155,84 @@ def write_item(
     data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
     # SHARD even for a whole tensor: torch accepts a key from several ranks only with this type.
     return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+# -- entries of an optimizer's state ---------------------------------------------------------------
+
+# The entry for the exact parameters that an optimizer keeps beside the rounded ones.
+EXACT_ENTRY = "manyhands.exact"
+
+
+def entries_of(part: OptimizerStatePart) -> dict[str, Any]:
+    """Return the entries to save: the optimizer's, and the exact parameters."""
+    return {**part.entries, **({} if part.exact is None else {EXACT_ENTRY: part.exact})}
+
+
+def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Any:
+    """Return an entry as the planner takes it."""
+    # `step` is one number, and must not be taken for the state of a parameter with one element.
+    elementwise = value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
+    if part.start is not None and elementwise:
+        return TensorParts.from_flat(value, part.param, part.start)
+    return to_parts(value)
+
+
+def to_parts(tensor: Tensor) -> Any:
+    """Return a tensor as the planner takes it: a DTensor as it is, any other as TensorParts."""
+    if is_dtensor(tensor):
+        return tensor.detach()
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"a tensor of layout {tensor.layout} cannot be saved: make it dense.")
+    return TensorParts.whole(tensor)
+
+
+def is_partial(parts: Any) -> bool:
+    """Return whether it is less than the whole tensor. A DTensor counts as less."""
+    if is_dtensor(parts):
+        return True
+    return [tuple(elements.shape) for _, elements in parts.slices] != [parts.shape]
+
+
+def allocate_target(
+    part: OptimizerStatePart, name: str, entry: str, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Any]:
+    """Return a tensor to fill with a saved entry, and what the planner takes for it.
+
+    `shape` is the saved entry's whole shape. If the optimizer has a tensor that fits already, that
+    one is returned, and filled in place.
+    """
+    param, like = part.param, part.like
+    elementwise = tuple(shape) == tuple(param.shape) and (len(shape) > 0 or entry != "step")
+    # As many elements as the parameter in another shape: surely another model's.
+    if not elementwise and torch.Size(shape).numel() == param.numel() > 1:
+        raise ValueError(
+            f"the state {entry!r} of {name!r} has the shape {tuple(shape)} in the "
+            f"checkpoint, and the parameter {tuple(param.shape)}. Is it another model's?"
+        )
+    now = part.entries.get(entry)
+    if not elementwise:
+        if _has_shape_and_type(now, torch.Size(shape), dtype):
+            return now, to_parts(now)
+        # torch's optimizers keep `step` on the CPU: reading it must not wait for the GPU.
+        device = "cpu" if entry == "step" else param.device
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        return tensor, to_parts(tensor)
+    if _has_shape_and_type(now, like.shape, dtype) and _has_same_layout(now, like):
+        tensor = now
+    else:
+        tensor = torch.empty_like(like, dtype=dtype, requires_grad=False).detach()
+    if part.start is not None:
+        return tensor, TensorParts.from_flat(tensor, param, part.start)
+    return tensor, to_parts(tensor)
+
+
+def _has_shape_and_type(now: Any, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    return isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype
+
+
+def _has_same_layout(now: Tensor, like: Tensor) -> bool:
+    if is_dtensor(now) != is_dtensor(like):
+        return False
+    if is_dtensor(now):
+        return now.placements == like.placements  # type: ignore[attr-defined]
+    return now.device == like.device and order_of_dims(now) == order_of_dims(like)

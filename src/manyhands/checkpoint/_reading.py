@@ -1,6 +1,6 @@
 """The steps of a load: compare everything with the index and its checksums, then change something.
 
-Apart from `_load.py` because it imports torch.distributed.checkpoint.
+Apart from `_save_and_load.py` because it imports torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from manyhands.checkpoint import _folder, _index
+from manyhands.checkpoint._blocks import Replica, find_replicas
 from manyhands.checkpoint._contents import RunLoader, as_list, prepare_optimizers
 from manyhands.checkpoint._planner import LoadPlanner
 from manyhands.checkpoint._random import check_random_state, set_random_state
 from manyhands.checkpoint._ranks import CheckpointRanks
-from manyhands.checkpoint._replicas import Replica, find_replicas
 from manyhands.checkpoint._storage import Reader
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.dtensor import is_dtensor
+from manyhands._core.state_parts import plain_optimizer
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ def copy_state(state: Any) -> Any:
 
 def has_foreign_loading(optimizer: Optimizer) -> bool:
     """Return whether code that is neither torch's nor ours runs when its state is loaded."""
-    # An OSS has the optimizer that it shards in `optim`; both of them load.
-    for each in (optimizer, getattr(optimizer, "optim", optimizer)):
+    for each in (optimizer, plain_optimizer(optimizer)):  # both of them load
         if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
             return True
         for name in ("load_state_dict", "__setstate__"):
@@ -100,10 +100,8 @@ class OptimizerSnapshot:
         ]
         self._optimizers = []
         for optimizer in optimizers:
-            # By id, so that a plain optimizer, which has no `optim`, comes once.
-            for each in {
-                id(o): o for o in (optimizer, getattr(optimizer, "optim", optimizer))
-            }.values():
+            # By id, so that an optimizer that is not sharded comes once.
+            for each in {id(o): o for o in (optimizer, plain_optimizer(optimizer))}.values():
                 groups = [(group, dict(group)) for group in each.param_groups]
                 state = {param: dict(entries) for param, entries in each.state.items()}
                 self._optimizers.append((each, dict(vars(each)), groups, state))

@@ -1,6 +1,6 @@
-"""The steps of a save, which `_save.py` lists.
+"""The steps of a save, which `_save_and_load.py` lists.
 
-Apart from `_save.py` because it imports torch.distributed.checkpoint.
+Apart from `_save_and_load.py` because it imports torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from manyhands._core.agreement import raise_if_different
 from manyhands.checkpoint import _files, _folder, _index, _lock, _storage
+from manyhands.checkpoint._blocks import Replica, find_replicas, merge_replicas
 from manyhands.checkpoint._contents import Contents, as_list, collect, prepare_optimizers
 from manyhands.checkpoint._planner import SavePlanner, merge_plans, plan_to_text
 from manyhands.checkpoint._ranks import CheckpointRanks
-from manyhands.checkpoint._replicas import Replica, find_replicas, merge_replicas
 from manyhands.checkpoint._safetensors import check_can_hold
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,7 +59,8 @@ def begin_save(
     # One all_gather carries all that ranks must know of each other.
     own = json.dumps([arguments, plan_to_text(planner.create_local_plan()), contents.optimizers])
     everyone = [json.loads(text) for text in ranks.all_gather_text(own)]
-    _check_same_arguments([each[0] for each in everyone])
+    advice = "Call mh.save on every rank with the same arguments."
+    raise_if_different([{"arguments of mh.save": each[0]} for each in everyone], advice)
     plans, metadata = merge_plans([each[1] for each in everyone])
     contents.optimizers = merge_replicas([each[2] for each in everyone])
 
@@ -141,17 +143,6 @@ def _counts(objects: Mapping[str, Any], contents: Contents) -> dict[str, int | b
         "number of optimizers": len(contents.optimizers),
         "number of schedulers": len(contents.schedulers),
     }
-
-
-def _check_same_arguments(everyone: Sequence[Mapping[str, Any]]) -> None:
-    for name in everyone[0]:
-        each = [arguments[name] for arguments in everyone]
-        if any(value != each[0] for value in each):
-            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(each[:8]))
-            raise ValueError(
-                f"ranks call mh.save with different {name}: {by_rank}. Call it on every rank with "
-                "the same arguments."
-            )
 
 
 def _write_file(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:

@@ -23,15 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from manyhands._core.ranks import LARGE
+from manyhands._core.ranks import SENT_ALONE
+from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrapper import unwrap
 from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.planning._state import OptimizerStateSizes
-from manyhands.sharding.wrapping._pick import picked
+from manyhands.sharding.wrapping._pick import pick_modules
 from manyhands.sharding.wrapping._policies import default_auto_wrap_policy
 from manyhands.sharding.zero._ddp import ShardedDataParallel
-from manyhands.sharding.zero._elementwise import chosen_layout
-from manyhands.sharding.zero._oss import OSS
+from manyhands.sharding.zero._elementwise import choose_layout
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PlannedOptimizer:
     def elementwise(self) -> bool:
         options = [{**self.arguments, **options} for options, _ in self.groups]
         options = options or [self.arguments]
-        return chosen_layout(self.kind, None, options) == "even"
+        return choose_layout(self.kind, None, options) == "even"
 
 
 def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -145,8 +145,9 @@ def _describe_optimizer(optimizer: Any) -> PlannedOptimizer:
     groups = [({k: v for k, v in g.items() if k not in ("params", "param_names")}, g["params"])
               for g in optimizer.param_groups]  # fmt: skip
     optimizer = unwrap(optimizer)[-1]
-    if isinstance(optimizer, OSS):  # the class that it shards is what has state
-        return PlannedOptimizer(optimizer._kind, dict(optimizer._given), groups, exists=True)
+    if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
+        arguments = dict(optimizer.optimizer_arguments)
+        return PlannedOptimizer(optimizer.optimizer_class, arguments, groups, exists=True)
     # Defaults also hold options that a class sets for itself and its constructor refuses.
     accepted = inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
@@ -192,7 +193,7 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
             others.append(sizes[id(param)])
     buffers = list(model.buffers())
     # Small buffers of one kind travel in one message, large ones each in their own.
-    small = {(b.dtype, b.device) for b in buffers if b.numel() <= LARGE}
+    small = {(b.dtype, b.device) for b in buffers if b.numel() <= SENT_ALONE}
     return ModelSizes(
         tuple(by_optimizer),
         tuple(others),
@@ -201,7 +202,7 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
             for params, outer in wrap_params(model, wrap_size)
         ),
         sum(buffer.numel() * buffer.element_size() for buffer in buffers),
-        len(small) + sum(buffer.numel() > LARGE for buffer in buffers),
+        len(small) + sum(buffer.numel() > SENT_ALONE for buffer in buffers),
     )
 
 
@@ -259,7 +260,7 @@ def pick_by_size(model: nn.Module, least: int) -> list[nn.Module]:
     policy = partial(
         default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True
     )
-    return picked(model, policy, ())
+    return pick_modules(model, policy, ())
 
 
 # -- activations -------------------------------------------------------------------------------

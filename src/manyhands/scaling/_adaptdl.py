@@ -18,13 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrapper import wrapped_attribute
 from manyhands.scaling._fsdp_params import fsdp_modules
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
 
 
-class AdaptiveDataParallel(nn.Module):
+class AdaptiveDataParallel(ModuleWrapper):
     """A data-parallel model whose optimizer follows a scaling rule.
 
     >>> import torch, manyhands as mh
@@ -169,7 +170,7 @@ class AdaptiveDataParallel(nn.Module):
             writer.add_scalar(prefix + tag, value, global_step)
 
 
-def _sort_arguments(third: Any, fourth: Any, fifth: Any, sixth: Any) -> dict[str, Any]:
+def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object) -> dict[str, Any]:
     """Return the arguments after the optimizer by name, in our order or in adaptdl's.
 
     Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,

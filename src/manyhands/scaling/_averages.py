@@ -106,7 +106,7 @@ def convert_average(
     return PaperAverage(mean, tuple(max(1, min(count, most)) for count in counts))
 
 
-def save_average(average: AnyAverage) -> dict[str, Any]:
+def save_average(average: AnyAverage) -> dict[str, list[float]]:
     """Return an average as lists of numbers, for a state dict."""
     return {name: list(values) for name, values in asdict(average).items()}
 

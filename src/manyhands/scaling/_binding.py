@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
-from manyhands._core.agreement import check_same_tensors
+from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import RankGroup
 from manyhands._core.wrapper import unwrap
 from manyhands.scaling._batch import Batch
@@ -163,6 +163,5 @@ def check_ranks_agree(
     }
     if not params:
         raise ValueError("the optimizer has no parameters: every group is empty.")
-    # numbers first: the second check needs equally many tensors on every rank
-    ranks.check_equal("optimizer and rule", claims, ranks.any_device)
-    check_same_tensors("optimizer and rule", ranks, {"parameter": params})
+    facts = {**claims, "parameters": describe_tensors(params)}
+    agree(ranks, facts, "Build the same model, optimizer and rule on every rank.")

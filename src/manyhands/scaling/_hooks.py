@@ -3,8 +3,9 @@
 A tensor's own hooks are no place to measure: a user's hooks that are registered later would change
 the gradient afterwards. The hook is therefore on the parameter's `AccumulateGrad` node, which all
 of the tensor's hooks come before, and DDP's averaging after. The node belongs to the tensor as it
-is: `module.to(...)` gives a parameter a new one without our hook. Whether anybody has
-changed a gradient since then, its version tells (`GradientVersion`).
+is: `module.to(...)` gives a parameter a new one without our hook.
+
+`GradientVersion` finds out, without reading values, whether anybody has changed a gradient since.
 
 Tensors held, and when
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
@@ -26,7 +27,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.scaling._norm_kinds import NormKind
 from manyhands.scaling._step_stats import Norm
@@ -35,7 +36,7 @@ from manyhands.scaling._step_stats import Norm
 class GradientHooks:
     """Hooks on the tensors on which autograd computes; removed when this object is dropped.
 
-    `passes` is told of every gradient, and finds out when a pass begins and ends.
+    Every hook calls `passes`, which finds out when a backward pass begins and ends.
     """
 
     def __init__(self, norms: NormKind, passes: BackwardPasses) -> None:
@@ -213,12 +214,12 @@ def _version(grad: Tensor) -> int:
     if type(grad) is Tensor or not is_dtensor(grad):
         return grad._version
     # Operations on a DTensor may count on the DTensor or on its local tensor, so add both.
-    return grad._version + local(grad)._version
+    return grad._version + local_shard(grad)._version
 
 
 def any_values(params: Sequence[Tensor]) -> bool:
     """Return whether any gradient has an element that is not zero. Waits for a GPU."""
-    return any(_has_values(local(p.grad)) for p in params if p.grad is not None)
+    return any(_has_values(local_shard(p.grad)) for p in params if p.grad is not None)
 
 
 def _has_values(grad: Tensor) -> bool:

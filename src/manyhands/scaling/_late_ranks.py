@@ -10,74 +10,59 @@ the rank raises an error.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import PendingSums
 
 PATIENCE = 2.0  # seconds
 
 
-@dataclass(frozen=True)
-class GradientAnomaly:
-    """What was odd about this rank's gradients, and whether DDP may be configured to expect it."""
-
-    text: str
-    may_be_intended: bool = False
-
-
-NO_BACKWARD = GradientAnomaly("step() was called without a backward() before it")
-NOT_AVERAGED = GradientAnomaly(
+NO_BACKWARD = "step() was called without a backward() before it"
+NOT_AVERAGED = (
     "the gradients after the step's last backward() are those that this rank computed alone. Was "
     "that pass inside no_sync()? Only the passes before it may be"
 )
 
 
-def describe_missing_gradients(
-    missing: Sequence[int], expected: int, *, may_be_intended: bool
-) -> GradientAnomaly:
-    """Return the anomaly that these parameters had no gradient in the step's last pass."""
+@dataclass(frozen=True)
+class GradientAnomaly:
+    """What was odd about a rank's gradients, and whether DDP may be configured to expect it."""
+
+    rank: int
+    params: Sequence[Tensor]
+    text: str
+    may_be_intended: bool = False
+
+    def wait(self, pending: PendingSums) -> None:
+        """Return if the other ranks' payloads are here or may still come; raise if they cannot."""
+        if pending.done_within(PATIENCE):
+            return
+
+        def waits(module: nn.Module) -> bool:
+            if not isinstance(module, DistributedDataParallel):
+                return False
+            # these two options make DDP average without gradients that a rank did not compute
+            expected = module.find_unused_parameters or module.static_graph
+            return not (expected and self.may_be_intended)
+
+        if any(modules_holding(self.params, waits)):
+            raise RuntimeError(
+                f"the other ranks have not sent their part of this step for {PATIENCE:g} s: they "
+                f"wait for rank {self.rank}, which is this one. Here {self.text}."
+            )
+
+
+def describe_missing(missing: Sequence[int], expected: int) -> str:
+    """Return the text for parameters that had no gradient in the step's last pass."""
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return GradientAnomaly(
+    return (
         f"{len(missing)} of {expected} parameters had no gradient in the step's last "
         f"backward() (in the optimizer's order: {listed}). Were they frozen on this rank, or not "
         "used by its loss? DistributedDataParallel waits for all of them, unless it is made with "
-        "find_unused_parameters=True",
-        may_be_intended,
+        "find_unused_parameters=True"
     )
-
-
-def wait_for_ranks(
-    anomaly: GradientAnomaly, pending: PendingSums, rank: int, params: Sequence[Tensor]
-) -> None:
-    """Return if the other ranks' payloads are here, or may still come; raise if they cannot."""
-    if pending.done_within(PATIENCE):
-        return
-    modules = list(_ddp_modules_of(params))
-    if anomaly.may_be_intended:
-        # these two options make DDP average without gradients that a rank did not compute
-        modules = [m for m in modules if not (m.find_unused_parameters or m.static_graph)]
-    if modules:
-        raise RuntimeError(
-            f"the other ranks have not sent their part of this step for {PATIENCE:g} s: they wait "
-            f"for rank {rank}, which is this one. Here {anomaly.text}."
-        )
-
-
-def _ddp_modules_of(params: Sequence[Tensor]) -> Iterator[DistributedDataParallel]:
-    """Yield the DDP modules that hold any of these parameters.
-
-    An optimizer does not know its modules, so Python's garbage collector is searched. That is
-    slow, and happens only when an error is likely.
-    """
-    wanted = {id(param) for param in params}
-    for thing in gc.get_objects():
-        # type(), not isinstance: that would ask lazy proxies for their __class__, and import things
-        if issubclass(type(thing), DistributedDataParallel) and any(
-            id(param) in wanted for param in thing.parameters()
-        ):
-            yield thing

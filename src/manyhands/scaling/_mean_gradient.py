@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import DTensorShards, is_dtensor, local
+from manyhands._core.dtensor import DTensorShards, is_dtensor, local_shard
 from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup, widest_float
 from manyhands._core.sharded_gradient import ShardedGradient
@@ -173,7 +173,7 @@ class MeanGradient:
             grad = self._params[i].grad
             # under HSDP several ranks hold the same slice, and one of them counts it
             if grad is not None and share.first_replica and share.own.length:
-                slices.append((i, local(grad), share.own.narrow))
+                slices.append((i, local_shard(grad), share.own.narrow))
         return slices
 
     def _shortest_gradient(self) -> dict[int, Tensor]:
@@ -188,7 +188,7 @@ class MeanGradient:
         """Compare the only gradient with the one before, if the result is of any use."""
         measured = []
         if facts.scale != 1.0 or self._compare_at_scale_1:
-            grads = [None if p.grad is None else local(p.grad) for p in self._params]
+            grads = [None if p.grad is None else local_shard(p.grad) for p in self._params]
             measured = self._previous.measure(grads, facts.loss_scale)
         if not measured or not facts.valid:
             return LocalNumbers([0.0] * (2 * self._groups), 1)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import check_same_tensors
+from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.amp import LossScale
 from manyhands._core.ranks import rank_group_of
 from manyhands.scaling._averages import NoiseMoments
@@ -110,9 +110,9 @@ class NoiseScale:
         self._stop_watching: Callable[[], Any] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
-        ranks.check_equal("NoiseScale", claims, ranks.any_device)
-        check_same_tensors("NoiseScale", ranks, {"parameter": params})
-        self._watches_steps = optimizer is not None
+        facts = {**claims, "parameters": describe_tensors(params)}
+        agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
+        self._optimizer = optimizer
         # weak: neither the tap nor the optimizer's hook may keep this object alive
         owner = weakref.proxy(self)
         self._tap = GradientTap(
@@ -137,13 +137,13 @@ class NoiseScale:
         replaced by one that also measures them.
         """
         if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._watch_closure(args[0], kwargs["closure"])}
+            return args, {**kwargs, "closure": self._watch_closure(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._watch_closure(args[0], args[1]), *args[2:]), kwargs
-        self._finish_step(args[0])
+            return (args[0], self._watch_closure(args[1]), *args[2:]), kwargs
+        self._finish_step()
         return None
 
-    def _watch_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _watch_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, with the gradients of its first call measured."""
         owner_ref, first = weakref.ref(self), True
 
@@ -155,7 +155,7 @@ class NoiseScale:
             if first:
                 first = False
                 result = closure()
-                owner._finish_step(optimizer)
+                owner._finish_step()
                 return result
             with owner._tap.hooks.paused():  # LBFGS evaluates the same samples again
                 return closure()
@@ -169,15 +169,16 @@ class NoiseScale:
             self._leave_out_step(tap.describe_excess())
             return
         stats = tap.complete()
-        if not self._watches_steps:  # then a step is assumed to follow
+        if self._optimizer is None:  # then a step is assumed to follow
             self._receive(stats)
 
-    def _finish_step(self, optimizer: Optimizer) -> None:
+    def _finish_step(self) -> None:
         """Take in the measured gradients: the optimizer is about to step along them."""
         tap = self._tap
         step = tap.step
         if step.stats is None and tap.ranks.size > 1 and tap.hooks.active:
-            tap.complete_early(optimizer)  # others may have used parameters that this rank did not
+            # other ranks may have used parameters that this rank did not
+            tap.complete_early(self._optimizer)
         elif step.stats is None and step.passes > 0:
             self._warn(_too_few_passes(step.passes, tap.batch.passes))
         if step.passes == 0 and not self._warned and tap.hooks.parameters_moved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,10 +38,10 @@ class NormKind(Protocol):
     def refresh(self) -> None:
         """Look at the optimizer again, after a group was added or its state was replaced."""
 
-    def to_state(self) -> list[Any]:
+    def to_state(self) -> list[list[float]]:
         """Return what a bitwise continuation needs."""
 
-    def load_state(self, state: list[Any]) -> None:
+    def load_state(self, state: list[list[float]]) -> None:
         """Continue from `to_state`."""
 
 
@@ -75,10 +75,10 @@ class PlainNorm:
     def refresh(self) -> None:
         pass
 
-    def to_state(self) -> list[Any]:
+    def to_state(self) -> list[list[float]]:
         return []
 
-    def load_state(self, state: list[Any]) -> None:
+    def load_state(self, state: list[list[float]]) -> None:
         pass
 
 

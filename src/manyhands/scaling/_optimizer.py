@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
 from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.wrapper import SHARED, OptimizerWrapper, Shared, YieldingProperty
+from manyhands._core.wrapper import SHARED, OptimizerWrapper, SharedAttribute, YieldingProperty
 from manyhands.scaling import _state
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._batch import Batch, check_scale, parse_passes
@@ -96,10 +96,11 @@ class ScalingRuleBase(OptimizerWrapper):
             otherwise it is found.
     """
 
+    layer = "rule"
     # Shared with the proxies that trainers put around a rule: see `_core/wrapper.py`.
-    _factors = Shared[tuple[float, ...]]()
-    _options = Shared[Options]()
-    _observer = Shared[StepObserver | None]()
+    _factors = SharedAttribute[tuple[float, ...]]()
+    _options = SharedAttribute[Options]()
+    _observer = SharedAttribute[StepObserver | None]()
     _min_scale = 0.0
     _norm_kind = "plain"
 
@@ -622,9 +623,9 @@ class ScalingRuleBase(OptimizerWrapper):
         keeps its proportion to workers x passes, as the micro-batch stays the same.
         """
         # parsed first: a state dict that does not fit changes nothing
-        state = self._parse_state(_state.get_entry(state_dict, type(self).__name__))
+        state = self.check_scaling_state(_state.get_entry(state_dict, type(self).__name__))
         self._binding.load_state_dict(dict(state_dict))
-        self._continue_from(state)
+        self.take_scaling_state(state)
 
     def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict through the patched optimizer's `load_state_dict`.
@@ -652,9 +653,9 @@ class ScalingRuleBase(OptimizerWrapper):
 
     def load_scaling_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `scaling_state_dict`; the optimizer's own state stays as it is."""
-        self._continue_from(self._parse_state(state_dict))
+        self.take_scaling_state(self.check_scaling_state(state_dict))
 
-    def _parse_state(self, entry: Mapping[str, Any]) -> _state.ScalingState:
+    def check_scaling_state(self, entry: Mapping[str, Any]) -> _state.ScalingState:
         """Return the scaling entry of a state dict, checked against this wrapper."""
         self._check_between_steps("load_state_dict()")
         origin = _state.describe_origin(self._norm_kind, self._inner_optimizer)
@@ -668,7 +669,7 @@ class ScalingRuleBase(OptimizerWrapper):
             self._options = own_options
         return state
 
-    def _continue_from(self, state: _state.ScalingState) -> None:
+    def take_scaling_state(self, state: _state.ScalingState) -> None:
         """Take over a parsed state."""
         self._batch.load_state(state.batch)
         self._options.update(state.options)  # in place: a trainer's proxy holds this dict

@@ -42,10 +42,10 @@ class RuleOptions(TypedDict, total=False):
 class Option:
     """An option that changes the numbers. `check` raises if a value makes no sense."""
 
-    default: Any
-    explicit: Any = None
-    recorded: Any = None
-    check: Callable[[Any], Any] = lambda value: value
+    default: float | None
+    explicit: float | None = None
+    recorded: float | None = None
+    check: Callable[[float], object] = lambda value: None
 
     def __post_init__(self) -> None:
         # also runs in `dataclasses.replace`, so a damaged state dict is caught here
@@ -64,8 +64,8 @@ class OptionMismatch:
     """An option that has one value in this run and another in the state dict."""
 
     name: str
-    here: Any
-    in_state_dict: Any
+    here: float | None
+    in_state_dict: float | None
 
     def __str__(self) -> str:
         return f"{self.name}={self.here} here, {self.in_state_dict} in the state dict"
@@ -74,7 +74,7 @@ class OptionMismatch:
 Options = dict[str, Option]
 
 
-def save_options(options: Options) -> dict[str, Any]:
+def save_options(options: Options) -> dict[str, float | None]:
     """Return the options for a state dict; None for options that were never set."""
     # A default is not saved: the next run then has its own default, and no false mismatch.
     return {name: o.recorded if o.explicit is None else o.explicit for name, o in options.items()}

@@ -19,9 +19,9 @@ from torch.optim import Adam, Optimizer, RMSprop
 from manyhands._core.dtensor import is_dtensor
 from manyhands._core.flat import flatten
 from manyhands._core.norms import norm
+from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
 from manyhands.scaling._norm_kinds import GradientSlice
-from manyhands.scaling._replicated_state import ReplicatedDTensorState, ReplicatedOSSState
-from manyhands.sharding.zero._oss import OSS
+from manyhands.scaling._replicated_state import ReplicatedDTensorState
 
 BLOCK = 131_072  # elements that go through the scratch buffer at a time
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
@@ -53,18 +53,18 @@ class PreconditionedNorm:
     REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU: computing it reads v
 
     def __init__(self, optimizer: Optimizer, floor: float = 0.0) -> None:
-        kind = optimizer.optim if isinstance(optimizer, OSS) else optimizer
-        if not isinstance(kind, Adam | RMSprop):
+        plain = plain_optimizer(optimizer)
+        if not isinstance(plain, Adam | RMSprop):
             raise TypeError(
                 "AdamScale divides gradients as the optimizer does and knows how for Adam, AdamW "
-                f"and RMSprop (and subclasses), got {type(kind).__name__}. "
+                f"and RMSprop (and subclasses), got {type(plain).__name__}. "
                 "Use AdaScale for SGD, or SqrtScale for other adaptive optimizers."
             )
         self._optimizer = optimizer
         # the state of all parameters, if each rank holds only a shard of it
-        self._replica: ReplicatedOSSState | ReplicatedDTensorState | None = None
-        if isinstance(optimizer, OSS) and optimizer.shards_state:
-            self._replica = ReplicatedOSSState(optimizer, _moment_names(optimizer))
+        self._replica: ReplicatedState | None = None
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
+            self._replica = optimizer.replicate_state(_moment_names(optimizer))
         elif any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
             self._replica = ReplicatedDTensorState(optimizer, _moment_names(optimizer))
         self.floor = floor

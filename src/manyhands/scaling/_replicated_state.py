@@ -5,9 +5,9 @@ all parameters. Of sharded second moments a rank holds only its shard. A replica
 them after each step. Its price is one more tensor of the model's size on every rank, and as many
 bytes sent as in gathering the parameters, and the step counts, which are read on the host.
 
-`ReplicatedOSSState` replicates the state of an `OSS`, whose shards are slices of flat buckets.
-`ReplicatedDTensorState` replicates the state of `fully_shard`'s parameters. Shards of several
-parameters travel together there, in messages of at most `MESSAGE` elements from each rank:
+A `ShardedOptimizer` makes its own replica. `ReplicatedDTensorState` is that of a plain optimizer of
+`fully_shard`'s parameters. Shards of several parameters travel together in messages of at most
+`MESSAGE` elements from each rank:
 
     section   what one rank sends in a message: its shard of each of several parameters, one after
               the other. All sections are as long as the longest rank's.
@@ -24,74 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import DTensorShards, is_dtensor, local
-from manyhands._core.flat import flatten, unflatten
+from manyhands._core.dtensor import DTensorShards, is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.zero._flat_params import FlatBuffer
-from manyhands.sharding.zero._oss import OSS
-
-
-class ReplicatedOSSState:
-    """The named tensors of an OSS's state, and its step counts, for every parameter."""
-
-    def __init__(self, optimizer: OSS, names: Sequence[str]) -> None:
-        self._optimizer = optimizer
-        self._names = list(names)
-        # (segment number, entry) -> the entry for all of the segment's parameters, flat
-        self._memory: dict[tuple[int, str], Tensor] = {}
-        self.state: dict[Tensor, dict[str, Any]] = {}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Collect the state as it is now. Call it on every rank."""
-        shards, state = self._optimizer._shards, self._optimizer.optim.state
-        # A parameter may be on several ranks in pieces, or on one: each rank fills in the counts
-        # that it has, and the largest is the count.
-        steps = torch.zeros(len(shards.params), dtype=torch.float32)
-        for pieces in shards.slices:
-            for piece in pieces:
-                if piece.data in state:
-                    steps[piece.param] = float(state[piece.data]["step"])
-        device = shards.params[0].device
-        steps = shards.workers.all_reduce(steps.to(device), largest=True).cpu()
-        self.state = {
-            param: {"step": step} for param, step in zip(shards.params, steps, strict=True) if step
-        }
-        if not self.state:
-            return
-        # all collectives are started before any is waited for
-        works = [
-            work
-            for number, segment in enumerate(shards.buffers)
-            for name in self._names
-            for work in self._collect(number, segment, name)
-        ]
-        for work in works:
-            work.wait()
-
-    def _collect(self, number: int, segment: FlatBuffer, name: str) -> list[Any]:
-        """Start to gather one entry of the state for the parameters of a segment."""
-        shards, state = self._optimizer._shards, self._optimizer.optim.state
-        rank, like, works = shards.workers.rank, segment.data, list[Any]()
-        data = self._memory.get((number, name))
-        if data is None or (data.device, data.dtype) != (like.device, like.dtype):
-            data = self._memory[number, name] = torch.zeros_like(like)
-        for bucket in segment.buckets:
-            cuts, start = bucket.layout.cuts, bucket.layout.start
-            whole = data[start : start + bucket.layout.size]
-            own = whole[cuts[rank] : cuts[rank + 1]]
-            for piece, run in bucket.slices:
-                if piece.data in state:
-                    value = flatten(state[piece.data][name], piece.data)
-                    own[run.offset : run.offset + run.size].copy_(value)
-            works += shards.workers.all_gather_slices(whole, cuts)
-        # Views of the flat memory: they are filled when the collectives end.
-        for index, offset in segment.layout.starts.items():
-            param = shards.params[index]
-            if param in self.state:
-                self.state[param][name] = unflatten(data[offset : offset + param.numel()], param)
-        return works
-
 
 MESSAGE = 4 * 2**20  # elements
 
@@ -121,10 +55,10 @@ class ReplicatedDTensorState:
                 self.state[param] = sharded_state[param]
                 continue
             # every rank has made a step with it, even if its shard is empty
-            self.state[param] = {"step": local(sharded_state[param]["step"])}
+            self.state[param] = {"step": local_shard(sharded_state[param]["step"])}
             share = DTensorShards.of(param)
             for name in self._names:
-                shard = local(sharded_state[param][name])
+                shard = local_shard(sharded_state[param][name])
                 messages[name, share.mesh, share.mesh_dim, shard.dtype].append((param, share))
         for (name, *_), shares in messages.items():
             for message in _split_into_messages(shares):
@@ -133,7 +67,7 @@ class ReplicatedDTensorState:
     def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
         """Gather one entry of the state for some parameters."""
         share = shares[0][1]
-        own = [local(self._optimizer.state[param][name]) for param, _ in shares]
+        own = [local_shard(self._optimizer.state[param][name]) for param, _ in shares]
         ranks = self._ranks_of(share)
         # rank 0's shards are the longest, as in torch.chunk
         section = sum(_numel(param, share, 0) for param, share in shares)

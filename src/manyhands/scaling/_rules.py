@@ -325,11 +325,10 @@ class LEGWScale(ScalingRuleBase):
         }
 
 
-def _check_legw_number(name: str, least: float, value: Any) -> Any:
+def _check_legw_number(name: str, least: float, value: object) -> None:
     # Also catches LEGWScale(optimizer, ...): the optimizer is the third argument.
     if not isinstance(value, Real) or not float(value) >= least:
         raise ValueError(
             f"LEGWScale's {name} must be a number of at least {least:g}, got {value!r}. "
             "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
         )
-    return value

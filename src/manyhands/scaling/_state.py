@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from manyhands._core.state_parts import plain_optimizer
 from manyhands._core.wrapper import unwrap
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState
@@ -41,8 +42,7 @@ def describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, Any]:
     return {
         "version": VERSION,
         "gradients": norm_kind,
-        # an OSS has the class that it shards in `optim`: the same name with and without sharding
-        "optimizer": type(getattr(inner, "optim", inner)).__name__,
+        "optimizer": type(plain_optimizer(inner)).__name__,  # with and without sharding
         "group_sizes": [len(group["params"]) for group in optimizer.param_groups],
     }
 

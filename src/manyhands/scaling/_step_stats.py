@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from manyhands._core.ranks import PendingSums, RankGroup, widest_float
+from manyhands.scaling._late_ranks import GradientAnomaly
 from manyhands.scaling._noise import NormSums
 
 # On a GPU norms stay there, as waiting for them would cost more than the work. On a CPU plain
@@ -142,7 +143,7 @@ class StepStats:
     consecutive: bool = False
     norm_kind: str = "plain"
     reports: Sequence[RankReport] = ()  # this rank's own, and after `read` every rank's
-    wait_for_ranks: Callable[[], None] = lambda: None  # raises instead of waiting forever
+    anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
     incomplete_everywhere: bool = False  # after `read`: no rank has seen all passes
     most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
     _host: Tensor | None = None  # the numbers on the host, or on their way there
@@ -151,7 +152,7 @@ class StepStats:
 
     def start_copy(self, extras: Sequence[Tensor] = ()) -> None:
         """Begin to copy the numbers and the one-element `extras` to the host, without waiting."""
-        self.wait_for_ranks()
+        self._check_late()
         numbers = self._join_extras(extras)
         self._extra_count = len(extras)
         if numbers.device.type != "cuda":
@@ -173,7 +174,7 @@ class StepStats:
                 self._copied.synchronize()
             numbers = self._host.tolist()
         else:
-            self.wait_for_ranks()
+            self._check_late()
             numbers = self._join_extras(extras).tolist() if extras else self.pending.read()
         groups, end = self.groups, len(numbers) - (self._extra_count or len(extras))
         if self.ranks > 1:
@@ -198,6 +199,11 @@ class StepStats:
         """Samples in a rank's first training input, averaged over the ranks; 0 if unknown."""
         known = [report.micro_batch for report in self.reports if report.micro_batch]
         return sum(known) / len(known) if known else 0.0
+
+    def _check_late(self) -> None:
+        """Raise if the other ranks wait for this one."""
+        if self.anomaly is not None:
+            self.anomaly.wait(self.pending)
 
     def _join_extras(self, extras: Sequence[Tensor]) -> Tensor:
         numbers = self.pending.wait()

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.amp import LossScale
 from manyhands._core.backward import BackwardPasses
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 from manyhands._core.ranks import RankGroup
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
@@ -41,8 +41,7 @@ from manyhands.scaling._late_ranks import (
     NOT_AVERAGED,
     PATIENCE,
     GradientAnomaly,
-    describe_missing_gradients,
-    wait_for_ranks,
+    describe_missing,
 )
 from manyhands.scaling._mean_gradient import MeanGradient
 from manyhands.scaling._norm_kinds import NormKind
@@ -75,7 +74,7 @@ class TapState:
     """The tap's part of a state dict, parsed."""
 
     previous: list[Tensor | None]  # the last step's gradient, by parameter
-    norms: list[Any]  # of the norm kind: see `NormKind.to_state`
+    norms: list[list[float]]  # of the norm kind: see `NormKind.to_state`
 
 
 class GradientTap:
@@ -295,11 +294,7 @@ class GradientTap:
         self.exchange.check_announcements()
         numbers = self._mean.measure(step.squares, self.hooks.norms, facts)
         step.stats = self.exchange.send(numbers, facts, self.norms.norm_kind)
-        anomaly = self._find_anomaly()
-        if anomaly is not None:
-            step.stats.wait_for_ranks = partial(
-                wait_for_ranks, anomaly, step.stats.pending, self.ranks.rank, self._params
-            )
+        step.stats.anomaly = self._find_anomaly()
         if batch.counts_passes and passes > 1:
             self.multiply_gradients(1 / passes)
             step.divided_by = passes
@@ -335,15 +330,16 @@ class GradientTap:
         # In a group of our own, only a rank that has not sent can delay the numbers.
         if self.ranks.size == 1 or not self.ranks.own_group or self._unsharded:
             return None
+        anomaly = partial(GradientAnomaly, self.ranks.rank, self._params)
         if step.passes == 0:
-            return None if any(p.grad is not None for p in self._params) else NO_BACKWARD
+            has_gradient = any(param.grad is not None for param in self._params)
+            return None if has_gradient else anomaly(NO_BACKWARD)
         alone = step.passes == 1 and self._mean.not_averaged
         missing = [index for index in hooks.trainable if index not in hooks.norms]
         if missing:
-            return describe_missing_gradients(
-                missing, len(hooks.trainable), may_be_intended=not alone
-            )
-        return NOT_AVERAGED if alone else None
+            text = describe_missing(missing, len(hooks.trainable))
+            return anomaly(text, may_be_intended=not alone)
+        return anomaly(NOT_AVERAGED) if alone else None
 
     # -- dividing the gradient by the number of passes -----------------------------------------
 
@@ -352,7 +348,7 @@ class GradientTap:
         with torch.no_grad():
             for param in self._params:
                 if param.grad is not None:
-                    local(param.grad).mul_(factor)
+                    local_shard(param.grad).mul_(factor)
 
     def divide_by_passes(self) -> None:
         """Divide the gradients by the number of passes, if that is left to the user."""

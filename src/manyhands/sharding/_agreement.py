@@ -1,8 +1,6 @@
-"""Do all ranks have the same parameters and options? If not, every rank says what differs.
+"""What ranks must have in common to shard a model, and waiting for all of them.
 
-A rank's arguments are described in words, as *claims*: a title, and one value or a list of them.
-Ranks compare a checksum of all claims, in one number. Only if the checksums differ do they send the
-words, to find the first difference.
+`_core/agreement.py` compares the facts that are collected here.
 """
 
 from __future__ import annotations
@@ -18,56 +16,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands._core.agreement import Describer, gather_if_different
+from manyhands._core.agreement import Describer
 from manyhands._core.ranks import RankGroup
 
 Made = TypeVar("Made")
-Claims = dict[str, Any]
+Facts = dict[str, Any]
 PATIENCE = 120.0  # seconds that a rank waits for a call that all ranks have to make
 SOON = 2.0  # seconds after which it warns that it waits
-NAMED = 8  # ranks that a message names
+ADVICE = "Build the same model and optimizer on every rank."
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Options that choose an implementation and change no number. Ranks may differ in them."""
 
 _calls: dict[str, int] = {}  # number of calls by key, so that each has keys of its own
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
-
-
-def check_agreement(workers: RankGroup, claims: Claims) -> None:
-    """Raise a ValueError on every rank if ranks have different claims."""
-    everyones = gather_if_different(workers, claims, workers.any_device)
-    if everyones is not None:
-        _raise_first_difference(everyones)
-
-
-def claims_on_groups(
+def facts_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
-) -> Claims:
-    """Return claims on an optimizer's parameters, which ranks must have in common.
+) -> Facts:
+    """Return facts about an optimizer's parameters, which ranks must have in common.
 
     `names` are by `id(param)`. `first` is the number of the first of these groups.
     """
-    claims: Claims = {"numbers of parameter groups": len(groups)}
+    facts: Facts = {"numbers of parameter groups": len(groups)}
     describer = Describer()
     for index, group in enumerate(groups, first):
         own = group.get("param_names")
-        claims[f"parameters in group {index}"] = [
+        facts[f"parameters in group {index}"] = [
             describer.describe(
                 param, own[number] if own else (names or {}).get(id(param), ""), frozen=True
             )
             for number, param in enumerate(group["params"])
         ]
-    return claims
+    return facts
 
 
-def claims_on_options(
+def facts_of_options(
     groups: Sequence[Mapping[str, Any]], declared: Iterable[str], first: int = 0
-) -> Claims:
-    """Return claims on the options that change an optimizer's numbers.
+) -> Facts:
+    """Return facts about the options that change an optimizer's numbers.
 
     These are the ones that it has `declared` as its defaults. Other entries of a parameter group (a
     rank, a name, a logger) are the user's own. Left out are options in `IMPLEMENTATION`, and values
@@ -162,26 +148,3 @@ def check_same_frozen(workers: RankGroup, trained: Sequence[bool]) -> None:
             stacklevel=5,
         )
         wait_for_all_ranks(workers, what)
-
-
-def _raise_first_difference(each: Sequence[Claims]) -> None:
-    """Raise for the first claim that differs."""
-    for title in dict.fromkeys(title for claims in each for title in claims):
-        values = [claims.get(title, "absent") for claims in each]
-        if all(isinstance(value, list) for value in values):
-            _check_same(f"numbers of {title}", [len(value) for value in values])
-            for number, row in enumerate(zip(*values, strict=True)):
-                _check_same(f"{title}: number {number} is", row)
-        else:
-            _check_same(title, values)
-
-
-def _check_same(what: str, values: Sequence[Any]) -> None:
-    """Raise if values differ, naming rank 0 and the ranks that differ from it."""
-    others = [rank for rank, value in enumerate(values) if str(value) != str(values[0])]
-    if others:
-        listed = ", ".join(f"rank {rank}: {values[rank]}" for rank in [0, *others][:NAMED])
-        raise ValueError(
-            f"workers have different {what}{'' if what.endswith(' is') else ':'} {listed}. "
-            "Build the same model and optimizer on every worker."
-        )

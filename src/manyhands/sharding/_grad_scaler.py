@@ -1,4 +1,4 @@
-"""Loss scaling where each worker sees only its part of the gradients."""
+"""Loss scaling where each worker holds only a shard of the gradients."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import is_dtensor, local
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands.sharding.zero._oss import OSS
+from manyhands._core.sharded_gradient import local_parts
+from manyhands._core.state_parts import ShardedOptimizer
+from manyhands._core.wrapper import find_layer
 
 Device: TypeAlias = str | torch.device | None
 
 
 def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
-    """Understand torch's order of arguments as well, which begins with the device."""
+    """Return a constructor that also takes torch's order of arguments, with the device first."""
 
     @functools.wraps(init)
     def with_device(self: Any, *args: Any, **options: Any) -> None:
@@ -37,7 +37,7 @@ def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class ShardedGradScaler(GradScaler):
-    """A `torch.amp.GradScaler` whose workers all skip a step when one of them must.
+    """A `torch.amp.GradScaler` whose workers all skip a step if one of them has to.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -48,23 +48,24 @@ class ShardedGradScaler(GradScaler):
     >>> _ = scaler.step(optimizer)
     >>> scaler.update()
 
-    With gradients that are sharded an overflow shows on the worker that holds it alone. Here
-    every worker is told, in one collective of one number a step.
+    If gradients are sharded, only the worker that holds an overflow can see it. Here all workers
+    learn of it, by one all_reduce of one number in each step.
 
-    Gradients in float16 are unscaled as others are; torch's class refuses them. (What is tiny in
-    them is lost on the way: parameters in float32 under autocast train better.)
+    Gradients in float16 are unscaled like any others; torch's class refuses them. Very small
+    values are lost in float16: parameters in float32 under autocast train better.
 
-    Arguments are in fairscale's order. In that of `torch.amp.GradScaler`, with the device first,
-    they are understood as well: `ShardedGradScaler("cuda", 2.0**10)`.
+    Arguments are in fairscale's order. The order of `torch.amp.GradScaler`, with the device first,
+    is accepted as well: `ShardedGradScaler("cuda", 2.0**10)`.
 
     Args:
-        init_scale: the loss is multiplied with at first.
-        growth_factor: by which the scale grows,
-        backoff_factor: and by which it shrinks after an overflow.
-        growth_interval: so many steps without an overflow in a row make it grow.
+        init_scale: the number that the loss is multiplied by at first.
+        growth_factor: the factor by which the scale grows.
+        backoff_factor: the factor by which it shrinks after an overflow.
+        growth_interval: the steps without an overflow after which it grows.
         enabled: whether to scale at all.
         process_group: the workers; by default those of the optimizer, or else all.
-        device: where losses are, "cuda" or "cpu"; by default the GPU, if there is one.
+        device: the type of device of the losses, "cuda" or "cpu"; by default the GPU, if there is
+            one.
     """
 
     @overload
@@ -122,14 +123,14 @@ class ShardedGradScaler(GradScaler):
 
     @property
     def group(self) -> Any:
-        """fairscale's name of `process_group`; None for the optimizer's."""
+        """fairscale's name of `process_group`; None stands for the optimizer's."""
         return self.process_group
 
-    # torch's `unscale_`, `step` and `update` come here for the gradients of an optimizer.
+    # torch's `unscale_` and `step` call this for the gradients of an optimizer.
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        sharded = _sharding_of(optimizer)
+        sharded = find_layer(optimizer, ShardedOptimizer)
         if sharded is not None:
             sharded.join_in()
         held = [
@@ -139,10 +140,10 @@ class ShardedGradScaler(GradScaler):
             if param.grad is not None
             for carrier in _carriers(param)
         ]
-        # What torch walks through: parameters, each with a gradient.
+        # torch iterates over the parameters of an optimizer, each with a gradient.
         stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
-        # Gradients in float16 too: torch refuses them as a sign that parameters were meant to stay
-        # in float32, and here they may be what the user has chosen.
+        # True: float16 gradients are allowed. torch refuses them, because parameters were probably
+        # meant to stay in float32; here they may be the user's choice.
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             stand_in, inv_scale, found_inf, True
         )
@@ -154,23 +155,16 @@ class ShardedGradScaler(GradScaler):
         return {anywhere.device: anywhere}
 
 
-def _sharding_of(optimizer: Any) -> OSS | None:
-    while optimizer is not None and not isinstance(optimizer, OSS):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer
-
-
 def _carriers(param: Tensor) -> list[Tensor]:
-    """Tensors with the gradients that this worker holds of a parameter: itself, if it is whole."""
-    grad = param.grad
-    if isinstance(grad, ShardedGradient):
-        return [_carrying(piece) for piece in grad.slices if piece.numel()]
-    if grad is not None and is_dtensor(grad):
-        return [_carrying(local(grad))]
-    return [param]  # torch puts another gradient there, if it is sparse and in float16
+    """Return tensors that have this rank's parts of a parameter's gradient in their `.grad`."""
+    assert param.grad is not None
+    parts = local_parts(param.grad)
+    if parts and parts[0] is param.grad:
+        return [param]  # torch puts another gradient there, if it is sparse and in float16
+    return [_make_carrier(part) for part in parts]
 
 
-def _carrying(grad: Tensor) -> Tensor:
+def _make_carrier(grad: Tensor) -> Tensor:
     carrier = grad.detach()
     carrier.grad = grad
     return carrier

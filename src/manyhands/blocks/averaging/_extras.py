@@ -10,17 +10,17 @@ may have been replaced meanwhile, or belong to a run that was resumed from a che
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 from manyhands._core.flat import FlatTensors, group_by_type
+from manyhands._core.modules import modules_holding
 from manyhands._core.norms import accumulation_dtype
 from manyhands.blocks._codec import CODECS, Codec
 from manyhands.blocks.averaging._payload import RoundResult
@@ -35,7 +35,7 @@ class TensorPayload:
     codec: Codec = CODECS["float32"]
 
     def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
-        first = local(next(iter(tensors.values())))
+        first = local_shard(next(iter(tensors.values())))
         self.tensors = tensors
         self._vector = FlatTensors(list(tensors.values()))
         self.length, self.device = len(self._vector), first.device
@@ -161,25 +161,12 @@ class Buffers:
 
 def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:
     """Return the smallest module with all parameters, or the outermost ones with some of them."""
-    order = {id(param): i for i, param in enumerate(params)}
-    candidates: list[tuple[nn.Module, set[int]]] = []
-    for module in live_modules():
-        found = {id(p) for p in module.parameters()} & order.keys()
-        if found:
-            candidates.append((module, found))
-    complete = [module for module, found in candidates if len(found) == len(order)]
+    candidates = list(modules_holding(params))
+    complete = [module for module, found in candidates if len(found) == len(set(map(id, params)))]
     if complete:
         return [min(complete, key=lambda module: sum(1 for _ in module.modules()))]
     children = {id(child) for module, _ in candidates for child in module.children()}
     roots = [(module, found) for module, found in candidates if id(module) not in children]
     # The collector's order differs between workers; the parameters' order does not.
-    roots.sort(key=lambda pair: min(order[i] for i in pair[1]))
+    roots.sort(key=lambda pair: min(pair[1]))
     return [module for module, _ in roots]
-
-
-def live_modules() -> Iterator[nn.Module]:
-    """Yield every module that the garbage collector knows."""
-    for thing in gc.get_objects():
-        # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.
-        if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing):
-            yield thing

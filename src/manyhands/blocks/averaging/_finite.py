@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
 from manyhands._core.flat import group_by_type
 from manyhands._core.norms import accumulation_dtype, norm
 from manyhands.blocks.averaging._payload import LARGEST, Payload
@@ -21,7 +21,7 @@ from manyhands.blocks.averaging._payload import LARGEST, Payload
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all numbers in these tensors are finite."""
-    for same in group_by_type([local(tensor).detach() for tensor in tensors]):
+    for same in group_by_type([local_shard(tensor).detach() for tensor in tensors]):
         parts = [torch.view_as_real(part) if part.is_complex() else part for part in same]
         # One fused kernel and one wait for the device, instead of one for each tensor.
         lengths = torch._foreach_norm(parts, dtype=accumulation_dtype(parts[0].dtype))

@@ -3,10 +3,9 @@
 _options.py          the options, named once, and what follows from them
 _places.py           where a wrap's parameters are
 _checks.py           checks of modules, parameters, groups and agreement between ranks
-_setup.py            shard one wrap, when it is made
 _wrapper.py          FullyShardedDataParallel: the documented names
 _root.py             what all wraps of a model do together; which wrap is gathered next
-_engine.py           the only file that calls `fully_shard`
+_engine.py           shard one wrap; the only file that calls `fully_shard`
 _outputs.py          show the engine the tensors of inputs and outputs
 _collectives.py      all_gather and reduce_scatter on gloo
 _used_params.py      which parameters got a gradient, on this rank and on any

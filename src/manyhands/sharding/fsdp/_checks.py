@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from manyhands._core.agreement import gather_if_different
+from manyhands._core.agreement import agree
 from manyhands._core.dtensor import is_dtensor
+from manyhands._core.modules import check_not_averaged_inside, plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._optimizer_guard import REPLACED
 from manyhands.sharding.fsdp._places import Places, named_params
-from manyhands.sharding.fsdp._transparent import plain_name
-from manyhands.sharding.zero._ddp import ShardedDataParallel
 
 
 def check_module(module: Any, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()) -> None:
@@ -25,12 +23,7 @@ def check_module(module: Any, wrapper: type[nn.Module], wrapped: Container[nn.Mo
         raise TypeError(
             f"FullyShardedDataParallel needs a torch.nn.Module, got {type(module).__name__}."
         )
-    for inside in module.modules():
-        if isinstance(inside, DistributedDataParallel | ShardedDataParallel):
-            raise TypeError(
-                f"the module contains a {type(inside).__name__}, and gradients would be averaged "
-                "twice. Wrap the bare module."
-            )
+    check_not_averaged_inside(module)
     if isinstance(module, wrapper):
         raise TypeError("the module is wrapped already; wrap it once, or a larger one around it.")
     if module in wrapped:
@@ -87,9 +80,10 @@ def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
     for inner in inside:
         if inner.size > 1 and _members(inner) != own:
             raise ValueError(
-                f"a wrap inside has {_describe(inner)}, and the one around it {_describe(ranks)}. "
-                "Give all wraps of a model the same process_group; only a group of one may be "
-                "inside another, for parameters that each rank trains by itself."
+                f"a wrap inside has {_describe_ranks(inner)}, and the one around it "
+                f"{_describe_ranks(ranks)}. Give all wraps of a model the same process_group; only "
+                "a group of one may be inside another, for parameters that each rank trains by "
+                "itself."
             )
 
 
@@ -98,7 +92,7 @@ def _members(ranks: RankGroup) -> list[int] | None:
     return None if ranks.size == 1 else ranks.ranks
 
 
-def _describe(ranks: RankGroup) -> str:
+def _describe_ranks(ranks: RankGroup) -> str:
     members = _members(ranks)
     return "one rank" if members is None else f"the ranks {members}"
 
@@ -129,44 +123,19 @@ def check_same_model(
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
-    claims = [
-        [
-            {
-                name: f"{tuple(t.shape)} {t.dtype}{_describe_kind(t)}"
-                for name, t in [*named_params(places), *buffers.items()]
-            },
-            {
-                # Each rank may have its own GPU, so only the kind of device is compared.
-                name: value.type if isinstance(value, torch.device) else str(value)
-                for name, value in options.items()
-            },
-        ]
-        for places, options in wraps
-    ]
-    everyones = gather_if_different(ranks, claims, device)
-    if everyones is not None:
-        raise ValueError(_find_difference(everyones))
-
-
-def _find_difference(texts: Sequence[Any]) -> str:
-    """Return the error message for the first difference between the models of the ranks."""
-    for number, wrap in enumerate(zip(*texts, strict=False)):
-        for index, kind in enumerate(("parameters", "options")):
-            values = [of_rank[index] for of_rank in wrap]
-            for name in dict.fromkeys(name for value in values for name in value):
-                if any(value.get(name) != values[0].get(name) for value in values):
-                    # Eight ranks show the pattern; a list of thousands would hide it.
-                    shown = [value.get(name, "absent") for value in values[:8]]
-                    listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(shown))
-                    return (
-                        f"ranks have different {kind} in wrap {number}: {name} is {listed}. "
-                        "Build the same model with the same options on every rank."
-                    )
-    return (
-        "ranks have different models: "
-        + ", ".join(f"rank {r}: {len(t)} wraps" for r, t in enumerate(texts[:8]))
-        + ". Build the same model with the same options on every rank."
-    )
+    facts: dict[str, Any] = {"numbers of wraps": len(wraps)}
+    for number, (places, options) in enumerate(wraps):
+        facts[f"parameters in wrap {number}"] = {
+            name: f"{tuple(t.shape)} {t.dtype}{_describe_kind(t)}"
+            for name, t in [*named_params(places), *buffers.items()]
+        }
+        facts[f"options in wrap {number}"] = {
+            # Each rank may have its own GPU, so only the kind of device is compared.
+            name: value.type if isinstance(value, torch.device) else str(value)
+            for name, value in options.items()
+        }
+    advice = "Build the same model with the same options on every rank."
+    agree(ranks, facts, advice, device=device)
 
 
 def _describe_kind(tensor: Tensor) -> str:

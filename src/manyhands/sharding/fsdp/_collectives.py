@@ -200,7 +200,7 @@ class ReduceScatter(_Allocator):
             output_tensor.div_(after)
 
     def _used_at_once(self, total: Tensor) -> bool:
-        """Whether the engine converts the mean, adds it to a gradient, or passes it to a hook."""
+        """Return whether the engine converts the mean, adds it up, or passes it to a hook."""
         return any(
             param.dtype != total.dtype
             or param.grad is not None

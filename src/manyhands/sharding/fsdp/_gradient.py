@@ -123,7 +123,7 @@ def _as_local_norm(result: Tensor, like: LocalNorm) -> LocalNorm:
 
 
 def _can_combine(norms: list[Any]) -> bool:
-    """Whether all are norms of one kind, of slices among the same ranks."""
+    """Return whether all are norms of one kind, of slices among the same ranks."""
     return all(
         isinstance(each, LocalNorm) and (each.power, each.group) == (norms[0].power, norms[0].group)
         for each in norms
@@ -150,7 +150,7 @@ def _local(grad: Any) -> Tensor:
 
 
 def _is_number(value: Any = None) -> bool:
-    """Whether the value is one number for all elements, rather than a tensor of its own shape."""
+    """Return whether the value is one number for all elements, and no tensor of their shape."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not isinstance(value, DTensor)
     return isinstance(value, int | float)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._core.dtensor import is_dtensor
+from manyhands._core.modules import plain_name
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.fsdp._transparent import plain_name
 
 Place: TypeAlias = tuple[nn.Module, str]
 Places: TypeAlias = Mapping[str, Place]

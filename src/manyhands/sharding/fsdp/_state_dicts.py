@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands._core.dtensor import is_dtensor, local
+from manyhands._core.dtensor import is_dtensor, local_shard
+from manyhands._core.modules import INNER, plain_name
 from manyhands.sharding.fsdp._full_tensors import (
     from_local,
     rename_keys,
@@ -24,7 +25,6 @@ from manyhands.sharding.fsdp._full_tensors import (
     shard_like,
 )
 from manyhands.sharding.fsdp._places import named_params
-from manyhands.sharding.fsdp._transparent import INNER, plain_name
 
 
 def to_plain(wrap: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -38,7 +38,7 @@ def to_plain(wrap: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
             # The wrapped module comes after its wrap, so its version replaces the wrap's.
             versions[plain_name(key + ".")[:-1]] = version
     if wrap._in_local_state:
-        state.update({key: local(value) for key, value in own.items()})
+        state.update({key: local_shard(value) for key, value in own.items()})
         return
     keep = not wrap.state_dict_on_rank_0_only or wrap.rank == 0
     tied = {prefix + name: id(param) for name, param in named_params(wrap._places)}

@@ -7,19 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from manyhands._core.modules import INNER, ModuleWrapper, plain_name
 from manyhands._core.wrapper import wrapped_attribute
 
-INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
-CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of its state dict
 
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the plain model's state dict."""
-    return name.replace(f"{INNER}.", "").replace(f"{CHECKPOINTED}.", "")
-
-
-class TransparentWrapper(nn.Module):
+class TransparentWrapper(ModuleWrapper):
     """Looks up attributes that it lacks in the module registered as `INNER`."""
+
+    inner_name = INNER
 
     @property
     def module(self) -> nn.Module:

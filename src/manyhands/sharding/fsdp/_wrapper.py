@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.backward import current_task
-from manyhands._core.dtensor import local
+from manyhands._core.dtensor import local_shard
+from manyhands._core.modules import INNER, plain_name
 from manyhands._core.trees import as_type
 from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding._clip import combine_norms, norm_of_shard
 from manyhands.sharding.fsdp._checks import check_inner_groups, check_module, check_parameters
-from manyhands.sharding.fsdp._engine import Engine
+from manyhands.sharding.fsdp._engine import Engine, shard_wrap
 from manyhands.sharding.fsdp._full_tensors import (
     consolidate_slices,
     full_optimizer_state,
@@ -52,7 +53,6 @@ from manyhands.sharding.fsdp._options import (
 )
 from manyhands.sharding.fsdp._places import cast_buffers, distinct_params, find_places
 from manyhands.sharding.fsdp._root import RootState, become_root
-from manyhands.sharding.fsdp._setup import shard_wrap
 from manyhands.sharding.fsdp._single_rank import GradientDivision, cast_in_forward
 from manyhands.sharding.fsdp._state_dicts import (
     add_our_versions,
@@ -63,7 +63,7 @@ from manyhands.sharding.fsdp._state_dicts import (
     to_plain,
 )
 from manyhands.sharding.fsdp._training_state import OF_ENGINE, TrainingState, check_state
-from manyhands.sharding.fsdp._transparent import INNER, TransparentWrapper, plain_name
+from manyhands.sharding.fsdp._transparent import TransparentWrapper
 
 # Modules inside a wrap. A second wrap around one would find its parameters sharded already. Weak,
 # so that a module is freed with the last user of its model.
@@ -297,7 +297,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         """
         if self.world_size == 1:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        grads = [local(p.grad) for p in self.parameters() if p.grad is not None]
+        grads = [local_shard(p.grad) for p in self.parameters() if p.grad is not None]
         # A rank's slice of a small parameter may be empty, and has no maximum norm.
         norms = [norm_of_shard(grad, float(norm_type)) for grad in grads if grad.numel()]
         total = combine_norms(norms, float(norm_type), self._ranks, self.compute_device)
@@ -416,6 +416,16 @@ class FullyShardedDataParallel(TransparentWrapper):
         left_out = set() if self.rank == 0 else self._private_params()
         params = dict(self.named_parameters())
         return sharded_optimizer_state(full_optim_state_dict, params, left_out)
+
+    def check_can_save(self, model: nn.Module) -> None:
+        """Raise a ValueError if ranks train different parameters: a checkpoint has room for one."""
+        if self.world_size == 1 and self.params and any(w.world_size > 1 for w in wraps_in(model)):
+            raise ValueError(
+                f"a wrap of {type(self.module).__name__} is in a process group of one, inside "
+                "one of several ranks. Each rank has its own parameters there, and a "
+                "checkpoint would hold those of one. Save each rank's model.state_dict() and "
+                "optimizer.state_dict() in a file of its own."
+            )
 
     def _private_params(self) -> set[int]:
         """Return the ids of parameters that each rank has for itself, in inner groups of one."""

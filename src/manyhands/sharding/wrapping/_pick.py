@@ -24,7 +24,7 @@ from torch import nn
 from manyhands.sharding.wrapping._policies import POLICY_KEYWORDS, Policy
 
 
-def picked(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module]) -> list[nn.Module]:
+def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules to wrap, inner ones first. `wrappers` are wrapped already."""
     wrappers = set(wrappers)
     # A parameter that is in a wrapper counts nowhere else, even if it is tied to one outside.
@@ -102,6 +102,6 @@ class _PathCounts:
         return self._known[module]
 
     def all_lead_through(self, module: nn.Module, param: nn.Parameter, root: nn.Module) -> bool:
-        """Whether every path from the root to the parameter passes through the module."""
+        """Return whether every path from the root to the parameter passes through the module."""
         from_root = self.below(root)
         return from_root[param] == from_root[module] * self.below(module)[param]

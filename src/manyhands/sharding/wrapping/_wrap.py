@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands.sharding.wrapping._pick import children, picked
+from manyhands.sharding.wrapping._pick import children, pick_modules
 from manyhands.sharding.wrapping._policies import (
     POLICY_KEYWORDS,
     Classes,
@@ -154,7 +154,7 @@ def auto_wrap(
     _check_known(wrapper_cls, options, policy)
     wrappers = [m for m in module.modules() if _is_instance(m, wrapper_cls)]
     # All calls are checked here, before the first module is replaced.
-    calls = {m: _find_call(m, scope, overrides) for m in picked(module, policy, wrappers)}
+    calls = {m: _find_call(m, scope, overrides) for m in pick_modules(module, policy, wrappers)}
     return _replace(module, calls, {})
 
 

@@ -14,21 +14,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SparseAdam
 
-from manyhands._core.agreement import Describer
+from manyhands._core.agreement import Describer, agree
+from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.wrapper import wrapped_attribute
-from manyhands.sharding._agreement import (
-    Claims,
-    check_agreement,
-    claims_on_groups,
-)
+from manyhands._core.wrapper import find_layer, wrapped_attribute
+from manyhands.sharding._agreement import ADVICE, Facts, facts_of_groups
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
 from manyhands.sharding.zero._oss import OSS
 from manyhands.sharding.zero._reducer import Reducer
 
 
-class ShardedDataParallel(nn.Module):
+class ShardedDataParallel(ModuleWrapper):
     """Data parallelism in which each of N workers keeps 1/N of gradients and optimizer state.
 
     >>> import torch, manyhands as mh
@@ -39,29 +36,30 @@ class ShardedDataParallel(nn.Module):
     >>> optimizer.step()
 
     After `backward`, `param.grad` is a stand-in for the mean gradient, of which each worker
-    holds a part: clip it with `optimizer.clip_grad_norm`, scale losses with
-    `ShardedGradScaler`. Backward passes inside `no_sync()` accumulate on each worker, in
-    gradients of full size; without it every pass is averaged, and adds to what the owners hold.
+    holds a shard. Clip it with `optimizer.clip_grad_norm`, and scale losses with
+    `ShardedGradScaler`. Backward passes inside `no_sync()` accumulate gradients of full size on
+    each worker. Outside it every pass is averaged, and added to what the owners hold.
 
     Args:
         module: the model, on its device.
-        optimizer: the `OSS` of its parameters, or several, perhaps with a scaling rule around.
-        process_group: the workers; those of the optimizer, by default.
-        broadcast_buffers: take rank 0's buffers whenever gradients are averaged, so that they
+        optimizer: the `OSS` of the model's parameters, or several, perhaps inside a scaling rule.
+        process_group: the workers; by default those of the optimizer.
+        broadcast_buffers: copy rank 0's buffers whenever gradients are averaged, so that buffers
             are the same at the next forward.
-        sync_models_at_startup: take rank 0's parameters and buffers now.
-        reduce_buffer_size: elements that travel together; by default what the optimizer says.
-        auto_refresh_trainable: look before each forward whether parameters were frozen or
-            have thawed. If not, call `refresh_trainable` when they have.
+        sync_models_at_startup: copy rank 0's parameters and buffers now.
+        reduce_buffer_size: elements that travel together; by default the optimizer's.
+        auto_refresh_trainable: check before each forward whether parameters were frozen or
+            unfrozen. If False, call `refresh_trainable` after you freeze or unfreeze any.
         reduce_fp16: send gradients as float16.
-        warn_on_trainable_params_changed: say so when they have.
-        reduce_dtype: send gradients in this type (bfloat16, for one). They are added up in
-            float32.
+        warn_on_trainable_params_changed: warn when parameters were frozen or unfrozen.
+        reduce_dtype: send gradients in this type, such as bfloat16. They are summed in float32.
         overlap_gather: let `step` return while the new parameters are still on their way; each
             module waits for its own in the next forward. Between `step` and the end of that
             forward, parameters read elsewhere (but in `state_dict`) may be old ones.
         sharded_optimizer: fairscale's name of `optimizer`.
     """
+
+    averages_gradients = True
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         optimizer = optimizer or sharded_optimizer
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._optimizers = [_sharded(one) for one in given]
+        self._optimizers = [_find_oss(one) for one in given]
         _check(module, self._optimizers, process_group)
         self.module = module
         self.process_group = process_group or self._optimizers[0].group
@@ -110,16 +108,16 @@ class ShardedDataParallel(nn.Module):
             "values of sync_models_at_startup": sync_models_at_startup,
         }
         sent = broadcast_buffers or sync_models_at_startup
-        claims = _claims_on_model(module, self._optimizers, with_buffers=sent)
-        check_agreement(self._workers, {**facts, **claims})
+        of_model = _facts_of_model(module, self._optimizers, with_buffers=sent)
+        agree(self._workers, {**facts, **of_model}, ADVICE)
         if reduce_buffer_size is not None:
             for one in self._optimizers:
-                one._bucket_size(reduce_buffer_size)
+                one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
         self._reducer = Reducer(
             [one._shards for one in self._optimizers],
-            _apart(self._workers, module),
+            _own_group(self._workers, module),
             self._synchronised(),
             wire,
             self._finish(),
@@ -153,18 +151,18 @@ class ShardedDataParallel(nn.Module):
         """Let each module wait for its parameters before it runs."""
         shards = [one._shards for one in self._optimizers]
         for module in self.module.modules():
-            module.register_forward_pre_hook(_waiting(shards))
+            module.register_forward_pre_hook(_make_wait_hook(shards))
         me = weakref.ref(self)
         self.module.register_state_dict_pre_hook(lambda *_: _wait_for(me()))
 
     # -- training ------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, with buffers and parameters made ready for it."""
+        """Run the wrapped module's forward, with its parameters and buffers up to date."""
         if self._reducer is not None:
             self._prepare()
         result = self.module(*inputs, **kwargs)
-        self._wait()
+        self.settle()
         return result
 
     def _prepare(self) -> None:
@@ -174,8 +172,7 @@ class ShardedDataParallel(nn.Module):
                 "averaged twice. Use one of the two."
             )
         for one in self._optimizers:
-            if one._shards.moved:
-                one._follow_moved()
+            one._follow_moved()
         if not (self.training and torch.is_grad_enabled()):
             return
         assert self._reducer is not None
@@ -190,7 +187,7 @@ class ShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside are not averaged, but add up on each worker."""
+        """Accumulate gradients on each worker: backward passes inside are not averaged."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -199,22 +196,22 @@ class ShardedDataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     def reduce(self) -> None:
-        """Average the gradients that `no_sync()` has left. (Backward outside it does so itself.)
+        """Average the gradients that `no_sync()` has left. Call it on every worker.
 
-        To be called on every worker.
+        A backward outside `no_sync()` does so by itself.
         """
         if self._reducer is not None:
             self._reducer.reduce()
 
     def refresh_trainable(self) -> None:
-        """Look again which parameters are to be trained; on every worker."""
+        """Follow parameters that were frozen or unfrozen. Call it on every worker."""
         for one in self._optimizers:
             one.refresh_trainable()
         if self._reducer is not None:
             self._reducer.follow_trained()
 
     def sync_buffers(self, blocking: bool = False) -> None:
-        """Take rank 0's buffers. (They have arrived when it returns, whatever `blocking`.)"""
+        """Copy rank 0's buffers. They have arrived when this returns, whatever `blocking` is."""
         self._workers.broadcast_from_first(list(self.module.buffers()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -236,7 +233,7 @@ class ShardedDataParallel(nn.Module):
         return len({param.device for param in self.module.parameters()}) > 1
 
     def __getattr__(self, name: str) -> Any:
-        """What this module does not have is the wrapped one's."""
+        """Return the wrapped module's attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -254,18 +251,18 @@ class ShardedDataParallel(nn.Module):
         return self.module[key]  # type: ignore[index]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's state dict."""
-        self._wait()
+        """Return the wrapped module's state dict."""
+        self.settle()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load the wrapped module's state dict."""
-        self._wait()
+        self.settle()
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """`to`, `half` and the like: sharded gradients go along."""
-        self._wait()
+        """Convert or move the module (`to`, `half`), and its sharded gradients."""
+        self.settle()
         sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
         with torch.no_grad():
             grads = [cast(ShardedGradient, fn(p.grad)) for p in sharded]
@@ -276,17 +273,16 @@ class ShardedDataParallel(nn.Module):
             param.grad = grad
         return self
 
-    def _wait(self) -> None:
+    def settle(self) -> None:
+        """Wait until the parameters of the last step have arrived."""
         for one in self._optimizers:
             one.wait()
 
 
-def _sharded(optimizer: Any) -> OSS:
-    """The OSS inside of scaling rules."""
-    inner = optimizer
-    while not isinstance(inner, OSS) and isinstance(inner, Optimizer):
-        inner = getattr(inner, "optimizer", None)
-    if not isinstance(inner, OSS):
+def _find_oss(optimizer: Any) -> OSS:
+    """Return the OSS inside scaling rules and proxies; raise a TypeError if there is none."""
+    inner = find_layer(optimizer, OSS)
+    if inner is None:
         raise TypeError(
             f"ShardedDataParallel needs the model's manyhands.OSS, got {type(optimizer).__name__}: "
             "it sends each gradient to the worker that keeps the parameter up to date. Write "
@@ -298,12 +294,7 @@ def _sharded(optimizer: Any) -> OSS:
 def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
-    for inside in module.modules():
-        if isinstance(inside, DistributedDataParallel | ShardedDataParallel):
-            raise TypeError(
-                f"the module contains a {type(inside).__name__} already, and gradients would be "
-                "averaged twice. Wrap the bare module."
-            )
+    check_not_averaged_inside(module)
     for one in optimizers:
         if isinstance(one.optim, SparseAdam) and one._workers.size > 1:
             raise TypeError(
@@ -315,7 +306,8 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
                 "this OSS belongs to another ShardedDataParallel already. Give each module an "
                 "optimizer of its own."
             )
-        if not _same_group(optimizers[0].group if group is None else group, one.group):
+        given = optimizers[0].group if group is None else group
+        if (given or dist.group.WORLD) is not (one.group or dist.group.WORLD):
             raise ValueError(
                 "the process group is not the optimizer's (or not that of each of them). Make "
                 "all with the same one: OSS(..., group=group)."
@@ -336,26 +328,21 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
         )
 
 
-def _claims_on_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: bool) -> Claims:
-    """What ranks must have alike in a model, and in which order its optimizers hold it."""
+def _facts_of_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: bool) -> Facts:
+    """Return what ranks must have in common: the model, and its order in the optimizers."""
     describer = Describer()
     names = {id(param): name for name, param in module.named_parameters()}
     buffers = dict(module.named_buffers()) if with_buffers else {}
-    claims: Claims = {
+    facts: Facts = {
         "parameters in the module": [
             describer.describe(p, name, frozen=True) for name, p in module.named_parameters()
         ],
         "buffers in the module": [describer.describe(b, name) for name, b in buffers.items()],
     }
     for number, one in enumerate(optimizers):
-        for title, value in claims_on_groups(one.param_groups, names).items():
-            claims[f"{title} of optimizer {number}"] = value
-    return claims
-
-
-def _same_group(first: Any, second: Any) -> bool:
-    world = dist.group.WORLD
-    return (first or world) is (second or world)
+        for title, value in facts_of_groups(one.param_groups, names).items():
+            facts[f"{title} of optimizer {number}"] = value
+    return facts
 
 
 def _check_size(elements: int) -> None:
@@ -371,20 +358,22 @@ def _inside_ddp(module: nn.Module) -> bool:
     return active is not None and any(inner is module for inner in active.modules())
 
 
-def _apart(workers: RankGroup, module: nn.Module) -> RankGroup:
-    """So that two modules' buckets are not taken for each other's in one backward."""
+def _own_group(workers: RankGroup, module: nn.Module) -> RankGroup:
+    """Return the workers in a group of this module's own.
+
+    Otherwise two modules' buckets could be taken for each other's in one backward.
+    """
     device = next(module.parameters()).device
     return workers if workers.shared_memory is not None else workers.with_own_group(device)
 
 
 def _wait_for(module: ShardedDataParallel | None) -> None:
     if module is not None:
-        module._wait()
+        module.settle()
 
 
-def _waiting(shards: Sequence[Shards]) -> Callable[..., None]:
-    """A hook that waits for a module's own parameters, and its children's: some modules use
-    these without calling the child (as torch's MultiheadAttention does)."""
+def _make_wait_hook(shards: Sequence[Shards]) -> Callable[..., None]:
+    """Return a hook that waits for the parameters of a module and of its children."""
     version = -1
     buckets: list[FlatBucket] = []
 
@@ -392,6 +381,7 @@ def _waiting(shards: Sequence[Shards]) -> Callable[..., None]:
         nonlocal version, buckets
         if version != sum(each.version for each in shards):
             version = sum(each.version for each in shards)
+            # Some modules use a child's parameters without calling it: MultiheadAttention does.
             near = [p for m in (used, *used.children()) for p in m.parameters(recurse=False)]
             buckets = [bucket for each in shards for bucket in each.buckets_of(near)]
         for bucket in buckets:
@@ -401,9 +391,8 @@ def _waiting(shards: Sequence[Shards]) -> Callable[..., None]:
 
 
 def _put_prefix(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-    """The plain module's names, as this module has them, where it is part of a larger one."""
+    """Rename the plain module's entries as this module has them inside a larger one."""
     assert isinstance(module, ShardedDataParallel)
-    module._wait()
-
+    module.settle()
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

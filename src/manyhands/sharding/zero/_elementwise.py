@@ -1,9 +1,11 @@
 """Does an optimizer treat each element of a parameter by itself?
 
 If it does, parameters can be cut anywhere. If it looks at a whole tensor (LAMB's and LARS's norms,
-Adafactor's rows and columns, Muon's matrices), each has to stay in one piece. torch's own classes
-are known. Any other's parameters are left whole, which is right for all that look no further; to
-have them cut, the user says so, and is believed if a few steps on toy tensors come out the same.
+Adafactor's rows and columns, Muon's matrices), each parameter has to stay whole.
+
+torch's own classes are known. Parameters of any other class are left whole, which is right for all
+classes that look at one parameter at a time. If the user asks for cut parameters, a few steps on
+toy parameters must come out the same whole and cut.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ ELEMENTWISE: tuple[type, ...] = (
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
 STEPS = 12
-SHAPES = (160, 144), (96,)  # large enough for what sets in at some size only
+SHAPES = (160, 144), (96,)  # some optimizers change their method above a size
 
 
-def chosen_layout(
+def choose_layout(
     kind: type[optim.Optimizer], asked: str | None, options: Sequence[dict[str, Any]]
 ) -> str:
-    """The layout that was asked for, or that an optimizer needs. Raises where it cannot be.
+    """Return the layout: the one that was asked for, or else the one that the optimizer needs.
 
-    `options` are those of each of its parameter groups.
+    Raise a ValueError if its numbers would be wrong. `options` are those of each parameter group.
     """
     if asked not in (None, "even", "whole"):
         raise ValueError(
@@ -44,13 +46,17 @@ def chosen_layout(
 
 
 def may_be_cut(kind: type[optim.Optimizer], options: Sequence[dict[str, Any]]) -> bool:
-    """Whether toy parameters come out the same whole and cut, with any of these options."""
-    return kind in ELEMENTWISE or all(_same(kind, each, _cut, False) for each in options)
+    """Return whether toy parameters come out the same whole and cut, with any of these options."""
+    return kind in ELEMENTWISE or all(
+        _trains_alike(kind, each, _in_halves, if_it_fails=False) for each in options
+    )
 
 
 def _check_can_be_divided(kind: type[optim.Optimizer], options: Sequence[dict[str, Any]]) -> None:
-    """Raise where parameters may not even be told apart."""
-    if kind is optim.LBFGS or not all(_same(kind, each, _apart, True) for each in options):
+    """Raise a ValueError if the optimizer cannot step some of the parameters without the others."""
+    if kind is optim.LBFGS or not all(
+        _trains_alike(kind, each, _one_by_one, if_it_fails=True) for each in options
+    ):
         raise ValueError(
             f"{kind.__name__} looks at all parameters together, so its state cannot be divided "
             "among workers. Use it as it is, on every worker. (If it only adds noise of its own, "
@@ -58,15 +64,16 @@ def _check_can_be_divided(kind: type[optim.Optimizer], options: Sequence[dict[st
         )
 
 
-def _same(
+def _trains_alike(
     kind: type[optim.Optimizer],
     options: dict[str, Any],
     divide: Callable[[list[Tensor]], list[Tensor]],
-    where_it_fails: bool,
+    *,
+    if_it_fails: bool,
 ) -> bool:
-    """Whether toy parameters come out the same when they are divided up.
+    """Return whether toy parameters come out the same together and divided.
 
-    `where_it_fails`: the answer for an optimizer that takes no such toys.
+    `if_it_fails` is the answer for an optimizer that cannot train such toys.
     """
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -75,23 +82,24 @@ def _same(
     together = [tensor.clone() for tensor in start]
     try:
         with torch.random.fork_rng(devices=[]):
-            _train([together], [steps], kind, moving)
+            _train_toys([together], [steps], kind, moving)
             parts = divide([tensor.clone() for tensor in start])
             grads = [divide(step) for step in steps]
             each = [[[step[i]] for step in grads] for i in range(len(parts))]
-            _train([[part] for part in parts], each, kind, moving)
+            _train_toys([[part] for part in parts], each, kind, moving)
     except Exception:
-        return where_it_fails
+        return if_it_fails
     flat = torch.cat([part.flatten() for part in parts])
     return torch.equal(flat, torch.cat([tensor.flatten() for tensor in together]))
 
 
-def _train(
+def _train_toys(
     optimized: list[list[Tensor]],
     gradients: list[list[list[Tensor]]],
     kind: type[optim.Optimizer],
     defaults: dict[str, Any],
 ) -> None:
+    """Train each list of parameters with an optimizer of its own, along the given gradients."""
     for params, steps in zip(optimized, gradients, strict=True):
         torch.manual_seed(0)  # the same noise for an optimizer that adds some
         leaves = [torch.nn.Parameter(param) for param in params]
@@ -102,9 +110,9 @@ def _train(
             optimizer.step()
 
 
-def _apart(tensors: list[Tensor]) -> list[Tensor]:
+def _one_by_one(tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def _cut(tensors: list[Tensor]) -> list[Tensor]:
+def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
     return [half for tensor in tensors for half in tensor.view(-1).tensor_split(2)]

@@ -4,43 +4,42 @@ A step, in order
     options     learning rates and so on are copied from `param_groups`, which schedulers change
     gradients   each slice gets its part of `param.grad` (`_flat_params.py`)
     step        `optim`, the optimizer that the user asked for, updates this rank's slices
+                (`_slice_optimizer.py`)
     gather      every rank sends its slices of the flat parameters and receives the other ranks'
+
+Saving and loading are in `_state.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from manyhands._core.agreement import agree
 from manyhands._core.dtensor import is_dtensor
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import Shared, SharingOptimizer, YieldingProperty
+from manyhands._core.state_parts import OptimizerStatePart, ShardedOptimizer, options_of
+from manyhands._core.wrapper import SharedAttribute, YieldingProperty
 from manyhands.sharding._agreement import (
-    Claims,
-    check_agreement,
+    ADVICE,
     check_same_frozen,
-    claims_on_groups,
-    claims_on_options,
-    make_on_all_ranks,
-    options_of,
+    facts_of_groups,
+    facts_of_options,
 )
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding.zero import _state
-from manyhands.sharding.zero._elementwise import ELEMENTWISE, chosen_layout
-from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
+from manyhands.sharding.zero._elementwise import choose_layout
+from manyhands.sharding.zero._flat_params import Shards
+from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, copy_options, param_indices
 
-PARTS = 4  # of a step: the first are in flight while the others are computed
 
-
-class OSS(SharingOptimizer):
+class OSS(ShardedOptimizer):
     """Optimizer state sharding: each of N workers keeps 1/N of the optimizer's state.
 
     >>> import torch, manyhands as mh
@@ -53,9 +52,9 @@ class OSS(SharingOptimizer):
     `ShardedDataParallel`, which shards the gradients too. After `step` every worker has all
     parameters, and they are those of the plain optimizer.
 
-    The parameters become views of flat memory when the optimizer is made; make it after the
-    model is on its device. `state_dict` is the plain optimizer's and has to be collected
-    from the workers first: call `consolidate_state_dict` on all of them.
+    The parameters become views of flat memory when the optimizer is made, so make it after the
+    model is on its device. `state_dict` is the plain optimizer's, and has to be collected from
+    the workers first: call `consolidate_state_dict` on all of them.
 
     Args:
         params: parameters, or groups of them, as for any optimizer.
@@ -77,21 +76,21 @@ class OSS(SharingOptimizer):
             change what it computes, must be the same on every worker.
 
     Attributes:
-        optim: this worker's part of the optimizer.
-        rank: of this worker in `group`,
-        global_rank: and among all.
+        optim: the optimizer of this worker's shard.
+        rank: this worker's rank in `group`.
+        global_rank: this worker's rank among all processes.
         world_size: the number of workers in `group`.
         backend: the name of the group's backend; None for one worker without a process group.
-        broadcast_fp16: as it was given,
-        force_broadcast_object: and this.
+        broadcast_fp16: the argument.
+        force_broadcast_object: the argument.
     """
 
-    optim = Shared[Any]()
-    _overlap = Shared[bool]()
-    _begun = Shared[bool]()  # whether there is optimizer state, which is tied to slices
-    _consolidated = Shared[dict[int, dict[str, Any]] | None]()
-    _pending_state = Shared[dict[int, dict[str, Any]]]()  # loaded state of frozen parameters
-    _reducer_ref = Shared[Callable[[], Any]]()  # a weak reference to the module's Reducer
+    _overlap = SharedAttribute[bool]()
+    _begun = SharedAttribute[bool]()  # whether there is optimizer state, which is tied to slices
+    _consolidated = SharedAttribute[dict[int, dict[str, Any]] | None]()
+    # Loaded state of frozen parameters, by index.
+    _pending_state = SharedAttribute[dict[int, dict[str, Any]]]()
+    _reducer_ref = SharedAttribute[Callable[[], Any]]()  # a weak reference to the module's Reducer
 
     def __init__(
         self,
@@ -107,37 +106,20 @@ class OSS(SharingOptimizer):
         bucket_size: int | None = None,
         **defaults: Any,
     ) -> None:
-        if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
-            raise TypeError(
-                f"optim must be an optimizer class, such as torch.optim.AdamW, got {optim!r}. "
-                "Its arguments follow by name: OSS(params, optim=AdamW, lr=1e-3)."
-            )
-        for name, flag in {
+        flags = {
             "broadcast_fp16": broadcast_fp16,
             "force_broadcast_object": force_broadcast_object,
-        }.items():
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}.")
-        if isinstance(broadcast_buffer_size, bool) or not isinstance(broadcast_buffer_size, int):
-            raise TypeError(
-                "broadcast_buffer_size must be a number of elements (-1 for a good one), got "
-                f"{broadcast_buffer_size!r}. It is fairscale's fourth argument; broadcast_fp16 is "
-                "the fifth. Give both by name."
-            )
-        if isinstance(group, float | str | Tensor):
-            raise TypeError(
-                f"group must be a process group, got {group!r}. The optimizer's own arguments are "
-                "given by name: OSS(params, optim=SGD, lr=0.1)."
-            )
-        self._workers = RankGroup.of(group)
-        if shared_memory:
-            self._workers = self._workers.with_own_group(torch.device("cpu")).with_shared_memory()
+        }
+        _check_oss_arguments(optim, group, broadcast_buffer_size, flags)
         if bucket_size is None and broadcast_buffer_size > 0:
             bucket_size = broadcast_buffer_size
         if bucket_size is not None and bucket_size < 1:
             raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}.")
-        self._kind = optim
-        self._given = dict(defaults)
+        self._workers = RankGroup.of(group)
+        if shared_memory:
+            self._workers = self._workers.with_own_group(torch.device("cpu")).with_shared_memory()
+        self.optimizer_class = optim
+        self.optimizer_arguments = dict(defaults)
         self._group = group
         self.rank, self.world_size = self._workers.rank, self._workers.size
         self.global_rank, self.backend = _global_rank(group, self.rank)
@@ -148,33 +130,44 @@ class OSS(SharingOptimizer):
         self._begun = False
         self._consolidated = None
         self._pending_state = {}
-        self.optim = None
+        self._sliced: Any = None  # a SliceOptimizer, once the parameters are laid out
         # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
         super().__init__(params, {})
         options = [{**defaults, **options_of(params)} for params in self.param_groups]
         alone = self._workers.size == 1
-        self.layout = layout or "whole" if alone else chosen_layout(optim, layout, options)
+        self.layout = layout or "whole" if alone else choose_layout(optim, layout, options)
         self._shards = Shards(
             self._workers,
             even=self.layout == "even",
             largest=bucket_size,
             wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
         )
+        self._lay_out_all(bucket_size)
+
+    def _lay_out_all(self, bucket_size: int | None) -> None:
+        """Give all parameters their places, and make the inner optimizer of this rank's slices."""
         facts = {
             "values of layout": self.layout,
             "values of bucket_size": bucket_size,
-            "values of optim": optim.__name__,
-            "values of broadcast_fp16": broadcast_fp16,
+            "values of optim": self.optimizer_class.__name__,
+            "values of broadcast_fp16": self.broadcast_fp16,
         }
-        self._check_ranks_agree({**facts, **claims_on_groups(self.param_groups)})
-        for group_of_params in self.param_groups:
-            self._shards.extend(group_of_params["params"])
+        # Before any memory is laid out: other sizes would hang in the collectives.
+        agree(self._workers, {**facts, **facts_of_groups(self.param_groups)}, ADVICE)
+        for group in self.param_groups:
+            self._shards.extend(group["params"])
         self._shards.lay_out()
-        self.optim = self._make_optimizer()
+        self._sliced = SliceOptimizer(
+            self._shards, self.optimizer_class, self.optimizer_arguments, self.param_groups
+        )
         self.defaults = self.optim.defaults
-        for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            _copy_options(inner, outer)
-        self._check_ranks_agree(claims_on_options(self.param_groups, self.defaults))
+        self._sliced.pull_options(self.param_groups)
+        agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
+
+    @property
+    def optim(self) -> Any:
+        """The optimizer of this worker's slices; None until the first groups are laid out."""
+        return None if self._sliced is None else self._sliced.optim
 
     @YieldingProperty
     def group(self) -> Any:
@@ -189,26 +182,10 @@ class OSS(SharingOptimizer):
     def __repr__(self) -> str:
         size = self._workers.size
         how = f"layout {self.layout!r}, {size} worker{'s' if size > 1 else ''}"
-        return f"OSS of {self._kind.__name__} ({how})" + super().__repr__().removeprefix("OSS")
+        groups = super().__repr__().removeprefix("OSS")
+        return f"OSS of {self.optimizer_class.__name__} ({how}){groups}"
 
-    # -- the inner optimizer -------------------------------------------------------------------
-
-    def _make_optimizer(self) -> Optimizer:
-        """Return a new inner optimizer for this rank's slices."""
-        groups = [self._inner_group(index) for index in range(len(self.param_groups))]
-        return make_on_all_ranks(self._workers, lambda: self._kind(groups, **self._given))
-
-    def _inner_group(self, index: int) -> dict[str, Any]:
-        """Return a parameter group's options, with this rank's slices of its parameters."""
-        members = self._param_indices(index)
-        slices = [owned.data for i in members for owned in self._shards.slices[i]]
-        return {**options_of(self.param_groups[index]), "params": slices}
-
-    def _param_indices(self, index: int) -> range:
-        """Return the indices of a group's parameters, counted through all groups."""
-        sizes = [len(group["params"]) for group in self.param_groups]
-        first = sum(sizes[:index])
-        return range(first, first + sizes[index])
+    # -- parameters ----------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with their own options, as any optimizer does; on every worker."""
@@ -219,22 +196,21 @@ class OSS(SharingOptimizer):
                 "OSS shards the state of whole parameters, and these are sharded already, as by "
                 "FullyShardedDataParallel. Give them to the optimizer itself, without OSS."
             )
-        if self.optim is None:  # the constructor's groups are taken in together
+        if self._sliced is None:  # the constructor's groups are taken in together
             return
         try:
             added, place = self.param_groups[-1:], len(self.param_groups) - 1
-            claims = claims_on_groups(added, first=place)
-            claims.update(claims_on_options(added, self.defaults, first=place))
-            self._check_ranks_agree(claims)
+            facts = facts_of_groups(added, first=place)
+            facts.update(facts_of_options(added, self.defaults, first=place))
+            agree(self._workers, facts, ADVICE)
         except ValueError:
             self.param_groups.pop()
             raise
         self.wait()
         self._shards.extend(self.param_groups[-1]["params"])
         self._shards.lay_out()
-        self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
-        _copy_options(self.optim.param_groups[-1], self.param_groups[-1])
-        self._replace_pieces()
+        self._sliced.add_last_group(self.param_groups)
+        self._cover_new_places()
 
     def refresh_trainable(self) -> None:
         """Lay out parameters that have thawed since. `step` calls this by itself."""
@@ -242,45 +218,19 @@ class OSS(SharingOptimizer):
             trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
             check_same_frozen(self._workers, trained)
             new = self._shards.lay_out()
-            self._replace_pieces()
-            self._begin_state_of(new)
-
-    def _begin_state_of(self, slices: Sequence[ParamSlice]) -> None:
-        """Give thawed parameters their state: the loaded one, or the optimizer's initial one."""
-        begun = self._make_optimizer().state  # Adagrad makes its state when it is made
-        for owned in slices:
-            loaded = self._pending_state.get(owned.param)
-            if loaded is not None:
-                param = self._shards.params[owned.param]
-                part = _state.slice_state(loaded, owned, param)
-                self.optim.state[owned.data] = {
-                    name: _state.move_state(value, value, owned.data)
-                    for name, value in part.items()
-                }
-            elif owned.data in begun:
-                self.optim.state[owned.data] = begun[owned.data]
-        for owned in slices:
-            self._pending_state.pop(owned.param, None)
-
-    def _replace_pieces(self) -> None:
-        """Put the present slices into the inner optimizer's groups."""
-        for index, inner in enumerate(self.optim.param_groups):
-            inner["params"] = self._inner_group(index)["params"]
-        if self._reducer is not None:
-            self._reducer.cover()
+            self._sliced.replace_slices(self.param_groups)
+            self._cover_new_places()
+            self._sliced.begin_state_of(new, self.param_groups, self._pending_state)
 
     def _follow_moved(self) -> None:
-        """Follow a model that was moved or converted, with our memory and the state."""
-        before = [owned.data for slices in self._shards.slices for owned in slices]
-        self._shards.follow()
-        after = [owned.data for slices in self._shards.slices for owned in slices]
-        for old, new in zip(before, after, strict=True):
-            if old in self.optim.state:
-                state = self.optim.state.pop(old)
-                self.optim.state[new] = {
-                    k: _state.move_state(v, old, new) for k, v in state.items()
-                }
-        self._replace_pieces()
+        """Follow a model that was moved or converted, with its memory and state."""
+        if self._shards.moved:
+            self._sliced.follow_moved(self.param_groups)
+            self._cover_new_places()
+
+    def _cover_new_places(self) -> None:
+        if self._reducer is not None:
+            self._reducer.cover()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return for each rank the parameter groups with what it keeps up to date.
@@ -291,14 +241,14 @@ class OSS(SharingOptimizer):
             [
                 {
                     **options_of(group),
-                    "params": self._shards.held_by(rank, self._param_indices(index)),
+                    "params": self._shards.held_by(rank, param_indices(self.param_groups, index)),
                 }
                 for index, group in enumerate(self.param_groups)
             ]
             for rank in range(self._workers.size)
         ]
 
-    def _bucket_size(self, elements: int) -> None:
+    def _resize_buckets(self, elements: int) -> None:
         """Lay the parameters out again in buckets of that size. Only before the first step."""
         if elements == self._shards.largest or self._workers.size == 1:
             return
@@ -310,7 +260,7 @@ class OSS(SharingOptimizer):
         self._shards.largest = elements
         self._shards.release()
         self._shards.lay_out()
-        self.optim = self._make_optimizer()
+        self._sliced.make_again(self.param_groups)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -320,9 +270,8 @@ class OSS(SharingOptimizer):
         A `closure` is called once before, and its loss returned.
         """
         self._consolidated, self._begun = None, True
-        self._prepare()
-        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            _copy_options(group, inner)
+        self.prepare()
+        self._sliced.push_options(self.param_groups)
         if self._workers.size == 1:
             result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
         else:
@@ -331,17 +280,13 @@ class OSS(SharingOptimizer):
                 with torch.enable_grad():
                     result = closure()
             self.join_in()
-            for buckets in self._parts():
-                with self._gradients_on_slices(buckets):
-                    self.optim.step(**kwargs)
-                self._shards.start_all_gather(buckets)  # in flight while the next part steps
+            self._sliced.step(**kwargs)
             self._shards.note_change()
             if self._reducer is not None:
                 self._reducer.stepped(self._shards)
             if not self._overlap:
                 self.wait()
-        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            _copy_options(inner, group)
+        self._sliced.pull_options(self.param_groups)
         return result
 
     @property
@@ -368,36 +313,12 @@ class OSS(SharingOptimizer):
         """Wait until this rank has all parameters of the last step."""
         self._shards.wait()
 
-    def _prepare(self) -> None:
-        """Notice that parameters have thawed, were moved, or were overwritten."""
+    def prepare(self) -> None:
+        """Follow parameters that have thawed, were moved, or were overwritten; on every worker."""
         self.wait()
         self.refresh_trainable()
-        if self._shards.moved:
-            self._follow_moved()
+        self._follow_moved()
         self._shards.take_changes()
-
-    def _parts(self) -> list[list[FlatBucket]]:
-        """Return the buckets to step together: all of them, if calls of `step` may be counted."""
-        buckets, optim = self._shards.to_step, self.optim
-        # A step hook, or an optimizer that we do not know, would notice several calls per step.
-        hooks = optim._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        counts = type(optim) not in ELEMENTWISE or hooks or _global_optimizer_post_hooks
-        if counts or optim._optimizer_step_post_hooks or self._workers.shared_memory is not None:
-            return [buckets]
-        size = max(-(-len(buckets) // PARTS), 1)
-        return [buckets[i : i + size] for i in range(0, len(buckets), size)]
-
-    @contextmanager
-    def _gradients_on_slices(self, buckets: Iterable[FlatBucket]) -> Iterator[None]:
-        """Set the gradients of the slices in these buckets, for the length of a step."""
-        slices = [owned for bucket in buckets for owned, _ in bucket.slices]
-        try:
-            for owned in slices:
-                owned.data.grad = self._shards.gradient(owned)
-            yield
-        finally:
-            for owned in slices:
-                owned.data.grad = None
 
     def clip_grad_norm(
         self,
@@ -438,7 +359,7 @@ class OSS(SharingOptimizer):
             self._consolidated = state if here else None
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """The plain optimizer's state dict, after `consolidate_state_dict` on this worker.
+        """Return the plain optimizer's state dict, after `consolidate_state_dict` on this worker.
 
         With `all_ranks`, collect it on all workers first; then call this on every worker.
         """
@@ -452,55 +373,54 @@ class OSS(SharingOptimizer):
                 "the last step. Call consolidate_state_dict() on every worker before "
                 "state_dict() on the recipient (rank 0, unless you name another)."
             )
-        groups = [
-            {
-                **{k: v for k, v in group.items() if k != "params"},
-                "params": list(self._param_indices(index)),
-            }
-            for index, group in enumerate(self.param_groups)
-        ]
-        state = {i: dict(entries) for i, entries in self._consolidated.items()}
-        return {"state": state, "param_groups": groups}
+        return _state.plain_state_dict(self._consolidated, self.param_groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain optimizer's state dict, or a consolidated one; call it on every worker.
 
         Each worker copies its shard. The dict itself is not changed.
         """
-        self._prepare()
-        _state.check_state_dict(state_dict, self.param_groups, self._shards)
-        for_later = {
-            number: copy.deepcopy(state_dict["state"][key])
-            for number, key in enumerate(k for g in state_dict["param_groups"] for k in g["params"])
-            if key in state_dict["state"] and number in self._shards.without_slices
-        }
-        self._continue_from(
-            _state.shard_state_dict(state_dict, self.param_groups, self._shards)
-            if self._workers.size > 1
-            else copy.deepcopy(dict(state_dict)),
-            for_later,
-            state_dict["param_groups"],
-        )
+        self.prepare()
+        _state.check_plain_state_dict(state_dict, self.param_groups, self._shards)
+        for_later = _state.state_without_slices(state_dict, self._shards)
+        if self.shards_state:
+            shard = _state.shard_state_dict(state_dict, self.param_groups, self._shards)
+        else:
+            shard = copy.deepcopy(dict(state_dict))
+        self.load_parts(shard, for_later, state_dict["param_groups"])
 
-    def _continue_from(
+    # The next three are for checkpoints and scaling: `_core/state_parts.py` says what they do.
+
+    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], dict[str, Any]]:
+        """Return this worker's state by parameter, and the state dict of `optim` it is in."""
+        packed = self.optim.state_dict()
+        groups = [param_indices(self.param_groups, i) for i in range(len(self.param_groups))]
+        parts = _state.slice_parts(packed, groups, self._shards, self._pending_state)
+        return [part for part in parts if include_empty or not part.empty], packed
+
+    def load_parts(
         self,
-        shard: dict[str, Any],
+        packed: dict[str, Any],
         for_later: dict[int, dict[str, Any]],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Load this rank's `shard` of a state, in the form of the inner optimizer's state dict."""
-        self.optim.load_state_dict(shard)
+        """Load this worker's shard of a state, in the form of the state dict of `optim`."""
+        self.optim.load_state_dict(packed)
         self._consolidated, self._begun = None, True
         self._pending_state = for_later
         for group, loaded in zip(self.param_groups, groups, strict=True):
-            _copy_options(copy.deepcopy(options_of(loaded)), group)
+            copy_options(copy.deepcopy(options_of(loaded)), group)
             if "param_names" in loaded:
                 group["param_names"] = list(loaded["param_names"])
+
+    def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:
+        """Return a replica of these entries of the state, for all parameters."""
+        return _state.ReplicatedOSSState(self._shards, lambda: self.optim.state, names)
 
     @property
     def state(self) -> Any:
         """The state of this rank's slices."""
-        return {} if self.optim is None else self.optim.state
+        return {} if self._sliced is None else self._sliced.optim.state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -509,9 +429,30 @@ class OSS(SharingOptimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
-    def _check_ranks_agree(self, claims: Claims) -> None:
-        if self._workers.size > 1:
-            check_agreement(self._workers, claims)
+
+def _check_oss_arguments(
+    optim: Any, group: Any, broadcast_buffer_size: Any, flags: Mapping[str, Any]
+) -> None:
+    """Raise a TypeError for an argument of a wrong type, such as one in another's position."""
+    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+        raise TypeError(
+            f"optim must be an optimizer class, such as torch.optim.AdamW, got {optim!r}. "
+            "Its arguments follow by name: OSS(params, optim=AdamW, lr=1e-3)."
+        )
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}.")
+    if isinstance(broadcast_buffer_size, bool) or not isinstance(broadcast_buffer_size, int):
+        raise TypeError(
+            "broadcast_buffer_size must be a number of elements (-1 for a good one), got "
+            f"{broadcast_buffer_size!r}. It is fairscale's fourth argument; broadcast_fp16 is "
+            "the fifth. Give both by name."
+        )
+    if isinstance(group, float | str | Tensor):
+        raise TypeError(
+            f"group must be a process group, got {group!r}. The optimizer's own arguments are "
+            "given by name: OSS(params, optim=SGD, lr=0.1)."
+        )
 
 
 def _global_rank(group: Any, rank: int) -> tuple[int, str | None]:
@@ -521,7 +462,3 @@ def _global_rank(group: Any, rank: int) -> tuple[int, str | None]:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return dist.get_rank(), None  # a stand-in, such as DummyProcessGroup
     return dist.get_rank(), dist.get_backend(group)
-
-
-def _copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
-    target.update(options_of(source))

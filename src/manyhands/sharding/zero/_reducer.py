@@ -325,7 +325,7 @@ class Reducer:
         return [number for number in here if flags[number]]
 
     def _agree_on_order(self) -> None:
-        """From now on, send buckets in the order in which they were full on rank 0."""
+        """Send buckets in the order in which they were full on rank 0, from now on."""
         rest = [i for i in range(len(self._buckets)) if i not in self._filled]
         order = torch.tensor([*self._filled, *rest], device=self.params[0].device)
         self.workers.broadcast_from_first([order])

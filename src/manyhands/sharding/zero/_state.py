@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.flat import flatten, unflatten
-from manyhands.sharding.zero._flat_params import ParamSlice, Shards
+from manyhands._core.state_parts import OptimizerStatePart
+from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
 
@@ -47,7 +48,7 @@ def collect_state(
     ]
     device = shards.params[0].device
     texts = workers.all_gather_text(
-        json.dumps([_describe(*entry) for entry in own_entries]), device
+        json.dumps([_describe_slice(*entry) for entry in own_entries]), device
     )
     result: dict[int, dict[str, Any]] = {i: copy.deepcopy(s) for i, s in frozen.items()}
     _check_can_travel(texts, type(optim).__name__)
@@ -60,7 +61,7 @@ def collect_state(
                     continue
                 own = own_entries[number][1][name] if rank == workers.rank else None
                 # In the order of the text, so that ranks meet in the same collectives.
-                tensor = _send(shards, own, entry, rank, recipient, device)
+                tensor = _send_tensor(shards, own, entry, rank, recipient, device)
                 if not here:
                     continue
                 assert tensor is not None
@@ -79,7 +80,7 @@ def collect_state(
     return ordered if here else None
 
 
-def _send(
+def _send_tensor(
     shards: Shards,
     own: Tensor | None,
     entry: Mapping[str, Any],
@@ -108,7 +109,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return flatten(tensor, tensor).contiguous()
 
 
-def _describe(owned: ParamSlice, state: Mapping[str, Any]) -> list[Any]:
+def _describe_slice(owned: ParamSlice, state: Mapping[str, Any]) -> list[Any]:
     """Return [parameter, start, stop, entries] of a slice, in JSON's types."""
     entries: dict[str, Any] = {}
     for name, value in state.items():
@@ -168,6 +169,32 @@ def shard_state_dict(
     return {"state": state, "param_groups": inner_groups}
 
 
+def plain_state_dict(
+    collected: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the plain optimizer's state dict, from the state of every parameter, by index."""
+    packed, first = [], 0
+    for group in groups:
+        numbers = range(first, first + len(group["params"]))
+        packed.append({**group, "params": list(numbers)})
+        first += len(numbers)
+    return {
+        "state": {i: dict(entries) for i, entries in collected.items()},
+        "param_groups": packed,
+    }
+
+
+def state_without_slices(
+    state_dict: Mapping[str, Any], shards: Shards
+) -> dict[int, dict[str, Any]]:
+    """Return a copy of the state of parameters that have no place yet, by index."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    saved, waiting = state_dict["state"], set(shards.without_slices)
+    return {
+        i: copy.deepcopy(saved[key]) for i, key in enumerate(keys) if i in waiting and key in saved
+    }
+
+
 def slice_state(entries: Mapping[str, Any], owned: ParamSlice, param: Tensor) -> dict[str, Any]:
     """Cut a slice's state out of its parameter's state."""
     return {name: _slice_entry(name, value, owned, param) for name, value in entries.items()}
@@ -183,7 +210,7 @@ def _slice_entry(name: str, value: Any, owned: ParamSlice, param: Tensor) -> Any
     return value.clone()
 
 
-def check_state_dict(
+def check_plain_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
 ) -> None:
     """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
@@ -221,10 +248,117 @@ def _check_shape(name: str, value: Any, number: Any, param: Tensor, cut: bool) -
         )
 
 
-def move_state(value: Any, before: Tensor, after: Tensor) -> Any:
-    """Return an entry of a slice's state on the device and in the dtype of the moved slice."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    # As torch's load_state_dict: state in the parameter's dtype follows it, other state stays.
-    dtype = after.dtype if value.dtype == before.dtype else value.dtype
-    return value.to(after.device, dtype)
+def move_state(
+    entries: Mapping[str, Any], after: Tensor, before: Tensor | None = None
+) -> dict[str, Any]:
+    """Return a slice's state on the device of the moved slice, and in its dtype.
+
+    `before` is the slice that the state was of: as in torch, only entries of its dtype get the new
+    one. None: the state was loaded, and all of it gets the dtype.
+    """
+    moved = {}
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            follows = before is None or value.dtype == before.dtype
+            value = value.to(after.device, after.dtype if follows else value.dtype)
+        moved[name] = value
+    return moved
+
+
+# -- for the parts that do not know slices ---------------------------------------------------------
+
+
+def slice_parts(
+    packed: Mapping[str, Any],
+    groups: Sequence[Sequence[int]],
+    shards: Shards,
+    frozen: Mapping[int, Mapping[str, Any]],
+) -> Iterator[OptimizerStatePart]:
+    """Yield the state of this rank's slices, and that of parameters without slices.
+
+    `packed` is the inner optimizer's state dict, `groups` are the indices of the parameters.
+    """
+    for members, packed_group in zip(groups, packed["param_groups"], strict=True):
+        slices = [owned for i in members for owned in shards.slices[i]]
+        for owned, number in zip(slices, packed_group["params"], strict=True):
+            yield OptimizerStatePart(
+                shards.params[owned.param],
+                packed["state"].get(number, {}),
+                start=None if owned.whole else owned.start,
+                index=owned.param,
+                number=number,
+                shard=owned.data,
+                exact=None if owned.rounded is None else owned.data,
+            )
+    # Frozen parameters have no place in a bucket. Loaded state waits until they are trained.
+    for i in shards.without_slices:
+        yield OptimizerStatePart(shards.params[i], frozen.get(i, {}), index=i)
+
+
+class ReplicatedOSSState:
+    """The named tensors of an OSS's state, and its step counts, for every parameter.
+
+    Its price is one more tensor of the model's size for each name, on every rank, and as many bytes
+    sent as in gathering the parameters, and the step counts, which are read on the host.
+    """
+
+    def __init__(
+        self, shards: Shards, inner_state: Callable[[], Any], names: Sequence[str]
+    ) -> None:
+        self._shards = shards
+        self._inner_state = inner_state
+        self._names = list(names)
+        # (number of a buffer, entry) -> the entry for all of the buffer's parameters, flat
+        self._memory: dict[tuple[int, str], Tensor] = {}
+        self.state: dict[Tensor, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Collect the state as it is now. Call it on every rank."""
+        shards, state = self._shards, self._inner_state()
+        # A parameter may be on several ranks in slices, or on one: each rank fills in the counts
+        # that it has, and the largest is the count.
+        steps = torch.zeros(len(shards.params), dtype=torch.float32)
+        for slices in shards.slices:
+            for owned in slices:
+                if owned.data in state:
+                    steps[owned.param] = float(state[owned.data]["step"])
+        device = shards.params[0].device
+        steps = shards.workers.all_reduce(steps.to(device), largest=True).cpu()
+        self.state = {
+            param: {"step": step} for param, step in zip(shards.params, steps, strict=True) if step
+        }
+        if not self.state:
+            return
+        # all collectives are started before any is waited for
+        works = [
+            work
+            for number, buffer in enumerate(shards.buffers)
+            for name in self._names
+            for work in self._collect(number, buffer, name)
+        ]
+        for work in works:
+            work.wait()
+
+    def _collect(self, number: int, buffer: FlatBuffer, name: str) -> list[Any]:
+        """Start to gather one entry of the state for the parameters of a buffer."""
+        shards, state = self._shards, self._inner_state()
+        rank, like, works = shards.workers.rank, buffer.data, list[Any]()
+        data = self._memory.get((number, name))
+        if data is None or (data.device, data.dtype) != (like.device, like.dtype):
+            data = self._memory[number, name] = torch.zeros_like(like)
+        for bucket in buffer.buckets:
+            cuts, start = bucket.layout.cuts, bucket.layout.start
+            whole = data[start : start + bucket.layout.size]
+            own = whole[cuts[rank] : cuts[rank + 1]]
+            for owned, place in bucket.slices:
+                if owned.data in state:
+                    value = flatten(state[owned.data][name], owned.data)
+                    own[place.offset : place.offset + place.size].copy_(value)
+            works += shards.workers.all_gather_slices(whole, cuts)
+        # Views of the flat memory: they are filled when the collectives end.
+        for index, offset in buffer.layout.starts.items():
+            param = shards.params[index]
+            if param in self.state:
+                self.state[param][name] = unflatten(data[offset : offset + param.numel()], param)
+        return works

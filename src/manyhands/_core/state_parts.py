@@ -1,0 +1,243 @@
+"""What a wrapper offers to the parts that must not know how it works: state in parts, and layers.
+
+A checkpoint saves state under the parameters' names, and scaling reads the optimizer's moments.
+Neither knows which sharding there is, nor how a rule or blocks keep their state. They ask for
+
+    OptimizerLayers    rule and blocks around an optimizer, and the optimizer that has the state
+    ShardedOptimizer   base class of an optimizer whose state is divided over ranks
+    RuleParts          what a scaling rule adds to the optimizer's state
+    BlocksParts        what blocks add to it
+    StatePart          state of one parameter, or of the range of it that this rank holds
+
+docs/architecture.md says what a new sharding has to implement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands._core.wrapper import OptimizerWrapper, SharingOptimizer, unwrap
+
+
+@dataclass
+class StatePart:
+    """State of one parameter on this rank: of a range of its elements, or of all that it holds."""
+
+    param: Tensor
+    entries: Mapping[str, Any]
+    start: int | None = None  # the range begins at this element, in memory order; None: no range
+
+
+@dataclass
+class OptimizerStatePart(StatePart):
+    """A `StatePart` of an optimizer's own state, and its place in the optimizer's state dict."""
+
+    index: int = 0  # of the parameter, counted through all groups
+    number: int | None = None  # in the state dict; None: kept until a frozen parameter is trained
+    shard: Tensor | None = None  # what the optimizer steps, if it is not the parameter
+    exact: Tensor | None = None  # the exact elements, if the parameter has rounded ones
+
+    @property
+    def empty(self) -> bool:
+        return not self.entries and self.exact is None
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the layout of an entry that has one number for each element."""
+        return self.param if self.shard is None else self.shard
+
+
+class ReplicatedState(Protocol):
+    """Entries of a sharded optimizer's state, for every parameter, on every rank."""
+
+    state: dict[Tensor, dict[str, Any]]
+
+    def update(self) -> None:
+        """Collect the state as it is now. Called on every rank."""
+
+
+class ShardedOptimizer(SharingOptimizer):
+    """Base class of an optimizer of which each rank steps a shard of the parameters.
+
+    Attributes:
+        optimizer_class: the class that the user asked for,
+        optimizer_arguments: and the arguments for it.
+        group: the process group of the ranks; None for one rank without.
+    """
+
+    optimizer_class: type[Optimizer]
+    optimizer_arguments: dict[str, Any]
+    group: Any
+
+    @property
+    def optim(self) -> Any:
+        """The plain optimizer, which steps this rank's shards and has their state."""
+        raise NotImplementedError
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether this rank has only a shard of the state, because there are other ranks."""
+        raise NotImplementedError
+
+    def join_in(self) -> None:
+        """Take part in averaging gradients, if this rank has had no backward pass for them."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Wait until this rank has all parameters of the last step."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Bring shards and parameters in line, before state is loaded. Called on every rank."""
+        raise NotImplementedError
+
+    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], dict[str, Any]]:
+        """Return this rank's state by parameter, and the state dict of `optim` that it is in.
+
+        With `include_empty`, parameters without state are included, to be loaded into.
+        """
+        raise NotImplementedError
+
+    def load_parts(
+        self,
+        packed: dict[str, Any],
+        for_later: dict[int, dict[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Load a state dict of `optim`, and the options of the parameter groups.
+
+        `for_later` is the state of frozen parameters, by `OptimizerStatePart.index`.
+        """
+        raise NotImplementedError
+
+    def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
+        """Return a replica of these entries of the state; `update()` fills it."""
+        raise NotImplementedError
+
+
+class RuleParts(Protocol):
+    """What a checkpoint asks of a scaling rule."""
+
+    def scaling_state_dict(self) -> dict[str, Any]:
+        """Return the rule's state. `previous` is a list by parameter, of gradients or None."""
+
+    def check_scaling_state(self, entry: Mapping[str, Any]) -> Any:
+        """Return a saved state, parsed; raise a ValueError if it does not fit. Change nothing."""
+
+    def take_scaling_state(self, state: Any) -> None:
+        """Continue from what `check_scaling_state` has returned."""
+
+
+class BlocksParts(Protocol):
+    """What a checkpoint asks of blocks. Their outer state is equal on all replicas."""
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica: each has an optimizer state of its own."""
+
+    @property
+    def layout(self) -> list[Any]:
+        """Which elements this rank rounds and averages. Equal layouts have equal residuals."""
+
+    @property
+    def memories(self) -> int:
+        """The number of outer memories."""
+
+    def outer_parts(self) -> list[StatePart]:
+        """Return the outer state: "anchor", "memory.0" and so on, and perhaps "residual".
+
+        The entries are views of the blocks' own memory. A residual is this replica's own.
+        """
+
+    def save_counters(self) -> dict[str, Any]:
+        """Return the plain values that all replicas have alike."""
+
+    def check_counters(self, saved: Any) -> dict[str, Any] | None:
+        """Return saved counters; raise a ValueError if they do not fit. None: saved without."""
+
+    def load_counters(
+        self, saved: Mapping[str, Any], unsaved: Iterable[Tensor], *, residuals: bool
+    ) -> None:
+        """Continue from counters, after the outer state was filled.
+
+        `unsaved` parameters had no anchor in the checkpoint: theirs begins here. Without
+        `residuals`, these begin at zero.
+        """
+
+    def begin(self) -> None:
+        """Continue from the parameters as they are, after a state that was saved without blocks."""
+
+
+@dataclass(frozen=True)
+class OptimizerLayers:
+    """The rule and the blocks around an optimizer, if there are any, and the optimizer itself."""
+
+    rule: RuleParts | None
+    blocks: BlocksParts | None
+    inner: Optimizer  # has the state; a `ShardedOptimizer` or any other
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerLayers:
+        """Find the layers: rule and blocks in either order, perhaps inside a trainer's proxy."""
+        found: dict[str, Any] = {}
+        chain = unwrap(optimizer)  # outermost first, so that what a proxy is around replaces it
+        for each in chain:
+            # AdaptiveDataParallel does not wrap the optimizer; it patches its `step`, and leaves a
+            # weak reference to the rule. In `vars`, because wrappers forward getattr.
+            patched_by = vars(each).get("_manyhands_rule", lambda: None)()
+            if patched_by is not None:
+                found["rule"] = patched_by
+            if isinstance(each, OptimizerWrapper):
+                found[each.layer] = each.state_parts()
+        return cls(found.get("rule"), found.get("blocks"), chain[-1])
+
+    @property
+    def sharded(self) -> ShardedOptimizer | None:
+        """The optimizer, if this rank has only a shard of its state."""
+        inner = self.inner
+        return inner if isinstance(inner, ShardedOptimizer) and inner.shards_state else None
+
+    @property
+    def plain(self) -> Optimizer:
+        """The optimizer of the class that the user asked for, whether it is sharded or not."""
+        return plain_optimizer(self.inner)
+
+    @property
+    def class_name(self) -> str:
+        return type(self.plain).__name__
+
+
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that steps this rank's shards, or the optimizer itself."""
+    return optimizer.optim if isinstance(optimizer, ShardedOptimizer) else optimizer
+
+
+def state_parts(
+    optimizer: Optimizer, *, include_empty: bool = False
+) -> tuple[list[OptimizerStatePart], dict[str, Any]]:
+    """Return this rank's state by parameter, and the state dict that it is in.
+
+    With `include_empty`, parameters without state are included.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.wait()
+        if optimizer.shards_state:
+            return optimizer.save_parts(include_empty=include_empty)
+    packed = optimizer.state_dict()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    parts = [
+        OptimizerStatePart(param, packed["state"].get(number, {}), index=index, number=number)
+        for index, (param, number) in enumerate(zip(params, numbers, strict=True))
+    ]
+    return [part for part in parts if include_empty or not part.empty], packed
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Draw the pictures of docs/index.md and docs/how-a-block-survives.md, as SVG files.
+
+    python tools/pictures.py            writes them into docs/figures/
+
+A picture is text: each function below returns the elements of one. All colours are of middle
+brightness, and nothing is drawn behind them, so that they can be read on a white page and on a
+dark one (tests/test_pictures.py measures the contrast).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
+
+TEXT = "#7d8086"
+BLUE = "#4c83d6"
+ORANGE = "#cf6f1c"
+GREEN = "#3f9360"
+RED = "#d9534f"
+COLOURS = (TEXT, BLUE, ORANGE, GREEN, RED)
+
+
+def label(x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight} fill="{TEXT}">{text}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, colour: str, filled: bool = True) -> str:
+    fill = colour if filled else "none"
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" '
+        f'fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 2.0) -> str:
+    return (
+        f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" '
+        f'stroke="{colour}" stroke-width="{width:g}" stroke-linecap="round"/>'
+    )
+
+
+def arrow(x: float, y: float, dx: float, dy: float, colour: str, width: float = 2.0) -> str:
+    """Return an arrow from (x, y) by (dx, dy)."""
+    tip, angle, head = (x + dx, y + dy), math.atan2(dy, dx), 4.0 + 2.0 * width
+    sides = [
+        (tip[0] - head * math.cos(angle + turn), tip[1] - head * math.sin(angle + turn))
+        for turn in (0.45, -0.45)
+    ]
+    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in (tip, *sides))
+    end = tip[0] - 0.8 * head * math.cos(angle), tip[1] - 0.8 * head * math.sin(angle)
+    shaft = line(x, y, round(end[0], 1), round(end[1], 1), colour, width)
+    return f'{shaft}<polygon points="{points}" fill="{colour}"/>'
+
+
+def picture(title: str, description: str, height: int, elements: list[str]) -> str:
+    """Return the SVG file. Screen readers read the title and the description."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" role="img" '
+            'font-family="system-ui, sans-serif" font-size="15">',
+            f"<title>{title}</title>",
+            f"<desc>{description}</desc>",
+            *elements,
+            "</svg>\n",
+        ]
+    )
+
+
+# -- how far to step -----------------------------------------------------------------------------
+
+
+def gradients(
+    x: float, y: float, angles: tuple[float, ...], length: float, step: float
+) -> list[str]:
+    """Return the gradients of four workers, and the step that AdaScale takes along their mean."""
+    turned = [(length * math.cos(angle), length * math.sin(angle)) for angle in angles]
+    mean = [sum(values) / len(turned) for values in zip(*turned, strict=True)]
+    return [
+        *(arrow(x, y, round(dx, 1), round(dy, 1), BLUE, 1.8) for dx, dy in turned),
+        arrow(x, y + 58, round(step * mean[0], 1), round(step * mean[1], 1), ORANGE, 4.0),
+    ]
+
+
+def how_far() -> str:
+    return picture(
+        "How far to step",
+        "On the left, the gradients of four workers agree, and the step is as long as one "
+        "gradient. On the right, they point in different directions, and the step is several "
+        "times as long as their mean.",
+        178,
+        [
+            label(20, 22, "The gradients agree: gain 1", bold=True),
+            *gradients(20, 78, (-0.12, -0.04, 0.05, 0.13), 150.0, 1.0),
+            label(20, 170, "one small batch would have done"),
+            label(360, 22, "The gradients are noisy: gain 3", bold=True),
+            *gradients(400, 78, (-0.95, -0.4, 0.5, 0.85), 58.0, 3.0),
+            label(360, 170, "a step is worth three small steps"),
+            label(200, 81, "gradients"),
+            label(200, 143, "step"),
+            label(560, 81, "gradients"),
+            label(560, 143, "step"),
+        ],
+    )
+
+
+# -- who holds what ------------------------------------------------------------------------------
+
+HELD = (  # what one of four workers holds, in units of the parameters: Adam has two moments
+    ("DDP", 1.0, 1.0, 2.0),
+    ("OSS + ShardedDataParallel", 1.0, 0.25, 0.5),
+    ("FSDP", 0.25, 0.25, 0.5),
+)
+
+
+def who_holds() -> str:
+    unit, left, elements = 98.0, 214.0, []
+    for row, (name, *parts) in enumerate(HELD):
+        x, y = left, 44.0 + 38.0 * row
+        elements.append(label(left - 12, y + 18, name, "end"))
+        for size, full, colour in zip(parts, HELD[0][1:], (BLUE, ORANGE, GREEN), strict=True):
+            elements.append(box(x, y, full * unit, 26, colour, filled=False))
+            elements.append(box(x, y, size * unit, 26, colour))
+            x += full * unit + 6
+    heads = (("parameters", 0.0), ("gradients", unit + 6), ("Adam's state", 2 * unit + 12))
+    return picture(
+        "Who holds what",
+        "What one of four workers holds. With DDP: all parameters, all gradients and all of Adam's "
+        "state. With OSS and ShardedDataParallel: all parameters, and a quarter of the rest. "
+        "With FSDP: a quarter of everything.",
+        186,
+        [
+            *(label(left + x, 28, text) for text, x in heads),
+            *elements,
+            label(left, 176, "filled: what one of four workers holds"),
+        ],
+    )
+
+
+# -- when to talk --------------------------------------------------------------------------------
+
+
+def timeline(y: float, steps: int, every: int, sync: float) -> list[str]:
+    """Return two workers' steps, with an exchange that takes `sync` after every `every` steps."""
+    x, width, elements = 130.0, 17.0, []
+    for step in range(1, steps + 1):
+        elements += [box(x, y, width - 3, 20, BLUE), box(x, y + 26, width - 3, 20, BLUE)]
+        x += width
+        if step % every == 0:
+            elements.append(box(x + 1, y, sync - 5, 46, ORANGE))
+            x += sync
+    return elements
+
+
+def when_to_talk() -> str:
+    return picture(
+        "When to talk",
+        "Two workers over time. With DDP every step is followed by an exchange, and ten steps fill "
+        "the line. In blocks an exchange follows twelve steps, and 24 steps fit.",
+        184,
+        [
+            label(118, 36, "DDP", "end"),
+            *timeline(22.0, 10, 1, 36.0),
+            label(118, 108, "blocks", "end"),
+            *timeline(94.0, 24, 12, 60.0),
+            box(130, 160, 14, 14, BLUE),
+            label(152, 173, "a step of a worker"),
+            box(320, 160, 14, 14, ORANGE),
+            label(342, 173, "all workers communicate"),
+        ],
+    )
+
+
+# -- how a block survives a death ----------------------------------------------------------------
+
+
+def a_death() -> str:
+    rows = (22.0, 56.0, 90.0)
+    elements = [label(118, y + 16, f"worker {number}", "end") for number, y in enumerate(rows)]
+    for y in rows[:2]:
+        elements += [box(130, y, 130, 22, BLUE), box(346, y, 130, 22, BLUE)]
+    elements += [
+        box(130, rows[2], 70, 22, BLUE),
+        line(210, rows[2] + 4, 224, rows[2] + 18, RED, 3.0),
+        line(210, rows[2] + 18, 224, rows[2] + 4, RED, 3.0),
+        box(266, rows[0], 30, 56, RED, filled=False),
+        box(304, rows[0], 34, 56, ORANGE),
+        box(484, rows[0], 34, 56, ORANGE),
+        arrow(532, rows[0] + 30, 0, 52, GREEN, 3.0),
+        *(box(546, y, 120, 22, BLUE) for y in rows),
+        box(130, 130, 14, 14, BLUE),
+        label(152, 143, "local steps"),
+        box(330, 130, 14, 14, ORANGE),
+        label(352, 143, "a sync round that is kept"),
+        box(130, 156, 14, 14, RED, filled=False),
+        label(152, 169, "an undone sync round"),
+        arrow(337, 155, 0, 18, GREEN, 2.0),
+        label(352, 169, "the state, for the joiner"),
+    ]
+    return picture(
+        "How a block survives a death",
+        "Three workers over time. Worker 2 dies in a block. The sync round of the others is "
+        "undone, and repeated without worker 2, with the same steps. Worker 2 starts again. "
+        "After the next round it gets the state from another worker, and takes part.",
+        178,
+        elements,
+    )
+
+
+PICTURES = {
+    "how-far.svg": how_far,
+    "who-holds.svg": who_holds,
+    "when-to-talk.svg": when_to_talk,
+    "a-death.svg": a_death,
+}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (FOLDER / name).write_text(draw(), encoding="utf-8")
+        print(FOLDER / name)
