@@ -12,6 +12,7 @@ from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import Plan, plan
+from manyhands.ramp import Ramp
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
 from manyhands.scaling._averages import NoiseAverage
@@ -52,6 +53,7 @@ __all__ = [
     "Outer",
     "Plan",
     "ProgressScheduler",
+    "Ramp",
     "Record",
     "Run",
     "Saving",

@@ -8,7 +8,7 @@ trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from manyhands._core.amp import ScalerSignals
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._noise import NormSums
 from manyhands.scaling._options import Options
-from manyhands.scaling._step_stats import StepStats
+from manyhands.scaling._step_stats import RankReport, StepStats
 from manyhands.scaling._tap import GradientTap
 
 NONFINITE_LIMIT = 10
@@ -113,6 +113,7 @@ class NoiseTracker:
         # the outcome of a delayed step that `current` has added ahead of time
         self._early_outcome: StepOutcome | None = None
         self._last_stats: StepStats | None = None
+        self.reports: Sequence[RankReport] = ()  # of the last step that was added
 
     @property
     def current(self) -> NoiseAverage:
@@ -179,6 +180,7 @@ class NoiseTracker:
         if flight is None:
             return None
         sums, extras = flight.stats.read()
+        self.reports = flight.stats.reports
         sums = self._unscale(sums, extras[0] if flight.has_loss_scale else None)
         finite = sums is None or sums.all_finite
         return self._add(sums, flight.scale, skipped=flight.scaler_decides and not finite)
@@ -197,6 +199,7 @@ class NoiseTracker:
             sums, extras = self._preview.sums, [float(tensor) for tensor in tensors]
         else:
             sums, extras = stats.read(tensors)
+        self.reports = stats.reports
         sums = self._unscale(sums, extras[1] if has_loss_scale else None)
         return self._add(sums, scale, skipped=bool(extras and extras[0]))
 

@@ -38,6 +38,7 @@ from manyhands.scaling._noise import VAR_FLOOR, check_var_floor
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, StepOutcome, check_progress
 from manyhands.scaling._norm_kinds import NormKind, PlainNorm
 from manyhands.scaling._options import Option, Options, describe_mismatches
+from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import GradientTap
 
 
@@ -99,6 +100,7 @@ class ScalingRuleBase(OptimizerWrapper):
     # Shared with the proxies that trainers put around a rule: see `_core/wrapper.py`.
     _factors = SharedAttribute[tuple[float, ...]]()
     _options = SharedAttribute[Options]()
+    _observer = SharedAttribute[StepObserver | None]()
     _min_scale = 0.0
     _norm_kind = "plain"
 
@@ -141,6 +143,7 @@ class ScalingRuleBase(OptimizerWrapper):
             self._batch.set_scale(scale=self._check_own_scale(scale))
         self._counts = StepCounts()
         self._factors = ()
+        self._observer = None
         if optimizer is not None:
             self._bind(optimizer)
 
@@ -297,6 +300,7 @@ class ScalingRuleBase(OptimizerWrapper):
         remade = {"_inner", "_binding", "_noise_tracker", "step", "adp"}
         vars(twin).update({k: v for k, v in vars(self).items() if k not in remade})
         vars(twin)[SHARED] = dict(vars(self)[SHARED])
+        twin._observer = None  # it observes the original
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
         twin._model = twin.adp  # only fully_shard's modules are searched, and none can be copied
         twin._batch, twin._loss_scale = copy.copy(self._batch), copy.copy(self._loss_scale)
@@ -505,7 +509,7 @@ class ScalingRuleBase(OptimizerWrapper):
         else:
             skipped = outcome is not None and outcome.skipped
         if skipped:
-            return None
+            return self._end_step(None)
         self._factors = self._parse_factors(self.scale_lr(self.scale))
         pairs = zip(inner.param_groups, self._factors, strict=True)
         overrides = [self._overrides(group, factor) for group, factor in pairs]
@@ -518,19 +522,27 @@ class ScalingRuleBase(OptimizerWrapper):
         vars(inner)["_opt_called"] = True
         if outcome is not None and not self._delayed:
             self._counts.progress += outcome.gain
-        return result
+        return self._end_step(result)
 
     # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
     # hooks are the inner optimizer's, and its own `step` runs them.
     step.hooked = True  # type: ignore[attr-defined]
+
+    def _end_step(self, result: Any) -> Any:
+        """Let the observer act between two steps, and return the step's result."""
+        if self._observer is not None:
+            self._observer.after_step(self._tracker.reports)
+        return result
 
     def _complete_step(self) -> None:
         """Let the tap send the step's numbers: this rank has run its backward passes."""
         tap = self._tap
         if tap.step.too_many:
             raise RuntimeError(tap.describe_excess())
+        report = NO_REPORT if self._observer is None else self._observer.report()
         micro_batch = float(getattr(self.adp, "leading_dimension", None) or 0)
-        tap.complete(checksum=self._checksum(), micro_batch=micro_batch)
+        report = report._replace(micro_batch=micro_batch)
+        tap.complete(checksum=self._checksum(), report=report)
 
     def _checksum(self) -> float:
         """Return a number that differs between ranks if their statistics or factors do."""

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +35,34 @@ SQUARE_TOLERANCE = 1e-5
 CHECKSUM_TOLERANCE = 1e-9
 
 
+class RankReport(NamedTuple):
+    """What one rank says about itself. Each rank may say something else."""
+
+    micro_batch: float = 0.0  # samples in its first training input, or 0 if unknown
+    seconds: float = 0.0  # that the step before took, or 0 if unknown (`ramp/_ramp.py`)
+    timed_passes: float = 0.0  # backward passes of that step
+    batches: float = 0.0  # micro-batches that it has ready for the next steps
+
+
+NO_REPORT = RankReport()
+
+
+class StepObserver(Protocol):
+    """Reports something at every step of a rule, and learns what all ranks reported."""
+
+    def report(self) -> RankReport:
+        """Return this rank's report, at the end of a step's last backward pass."""
+
+    def after_step(self, reports: Sequence[RankReport]) -> None:
+        """Act at the end of `optimizer.step()`; each rank is given the same reports.
+
+        They are those of this step, or with `delayed=True` of the step before; none at first.
+        """
+
+
 @dataclass(frozen=True)
 class RankClaims:
-    """What one rank claims about a step. All ranks must agree, except on `micro_batch`.
+    """What one rank claims about a step. All ranks must agree, except on `report`.
 
     is_announcement  1 in a payload that only announces a new number of passes
     passes           backward passes of a whole step
@@ -45,7 +70,7 @@ class RankClaims:
                      none of the parameters, which is allowed on some ranks, but not on all
     scale            size of the whole batch in small batches
     checksum         of the progress, the averages so far and the last factors
-    micro_batch      samples in this rank's first training input, or 0 if unknown
+    report           what the rank says about itself: see `RankReport`
     shared_square    squared norm of some averaged gradients that every rank holds whole: equal on
                      all ranks, unless the gradients were not averaged
     """
@@ -55,16 +80,23 @@ class RankClaims:
     passes_seen: float
     scale: float
     checksum: float
-    micro_batch: float
+    report: RankReport
     shared_square: float
 
-    SIZE: ClassVar[int] = 7
+    SIZE: ClassVar[int] = 6 + len(RankReport._fields)
 
     @classmethod
     def parse_table(cls, numbers: Sequence[float]) -> list[RankClaims]:
         """Return every rank's claims, in rank order."""
-        n = cls.SIZE
-        return [cls(*numbers[i : i + n]) for i in range(0, len(numbers), n)]
+        table = []
+        for i in range(0, len(numbers), cls.SIZE):
+            *common, shared_square = numbers[i : i + cls.SIZE]
+            announced, passes, passes_seen, scale, checksum, *own = common
+            report = RankReport(*own)
+            table.append(
+                cls(announced, passes, passes_seen, scale, checksum, report, shared_square)
+            )
+        return table
 
     @staticmethod
     def check(table: Sequence[RankClaims]) -> bool:
@@ -110,7 +142,7 @@ class StepStats:
     scale: float
     consecutive: bool = False
     norm_kind: str = "plain"
-    micro_batch: float = 0.0  # samples: this rank's, and after `read` the mean over the ranks
+    reports: Sequence[RankReport] = ()  # this rank's own, and after `read` every rank's
     anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
     incomplete_everywhere: bool = False  # after `read`: no rank has seen all passes
     most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
@@ -149,8 +181,7 @@ class StepStats:
             table = RankClaims.parse_table(numbers[2 * groups : end])
             self.incomplete_everywhere = not RankClaims.check(table)
             self.most_passes_seen = max(claims.passes_seen for claims in table)
-            known = [claims.micro_batch for claims in table if claims.micro_batch]
-            self.micro_batch = sum(known) / len(known) if known else 0.0
+            self.reports = [claims.report for claims in table]
         if self.small_batches < 2:
             return None, numbers[end:]
         sums = NormSums(
@@ -162,6 +193,12 @@ class StepStats:
             self.norm_kind,
         )
         return sums, numbers[end:]
+
+    @property
+    def micro_batch(self) -> float:
+        """Samples in a rank's first training input, averaged over the ranks; 0 if unknown."""
+        known = [report.micro_batch for report in self.reports if report.micro_batch]
+        return sum(known) / len(known) if known else 0.0
 
     def _check_late(self) -> None:
         """Raise if the other ranks wait for this one."""
@@ -187,7 +224,7 @@ class StepFacts:
     scale: float
     loss_scale: Tensor | float
     checksum: float
-    micro_batch: float
+    report: RankReport
     small_batch_divided_by: int
     mean_multiplied_by: int
     valid: bool
@@ -231,7 +268,7 @@ class StepExchange:
             facts.passes_seen,
             facts.scale,
             facts.checksum,
-            facts.micro_batch,
+            *facts.report,
         )
         payload = self._payload(local.numbers, claims, local.shared_square)
         # Kept until the next step's has begun: see `PendingSums`.
@@ -246,7 +283,7 @@ class StepExchange:
             scale=2.0 * facts.scale if local.consecutive else facts.scale,
             consecutive=local.consecutive,
             norm_kind=norm_kind,
-            micro_batch=facts.micro_batch,
+            reports=[facts.report],
         )
 
     def _payload(self, numbers: Numbers, claims: Sequence[float], shared_square: Norm) -> Tensor:
@@ -269,7 +306,7 @@ class StepExchange:
         paired with whatever the other ranks send next.
         """
         if self.ranks.own_group:
-            claims = [1.0, passes, passes, scale, checksum, 0.0, 0.0]  # see `RankClaims`
+            claims = [1.0, passes, passes, scale, checksum, *NO_REPORT, 0.0]  # `RankClaims`
             payload = to_tensor([0.0] * (2 * self._groups) + claims, self._device)
             self._announcements.append(self.ranks.sum_and_gather(payload, 2 * self._groups))
 

@@ -46,7 +46,7 @@ from manyhands.scaling._late_ranks import (
 from manyhands.scaling._mean_gradient import MeanGradient
 from manyhands.scaling._norm_kinds import NormKind
 from manyhands.scaling._previous_gradient import PreviousGradient, parse_previous
-from manyhands.scaling._step_stats import StepExchange, StepFacts, StepStats
+from manyhands.scaling._step_stats import NO_REPORT, RankReport, StepExchange, StepFacts, StepStats
 
 
 class Averager(Protocol):
@@ -269,10 +269,10 @@ class GradientTap:
         step.last_gradient = GradientVersion(self._params[hooks.first_index])
 
     @torch.no_grad()
-    def complete(self, *, checksum: float = 0.0, micro_batch: float = 0.0) -> StepStats:
+    def complete(self, *, checksum: float = 0.0, report: RankReport = NO_REPORT) -> StepStats:
         """Measure the mean gradient and send the step's numbers to the other ranks.
 
-        `checksum` and `micro_batch` are what the holder of the tap claims: see `RankClaims`.
+        `checksum` and `report` are what the holder of the tap claims: see `RankClaims`.
         """
         step, batch = self.step, self.batch
         passes = step.passes if batch.counts_passes else batch.passes
@@ -286,7 +286,7 @@ class GradientTap:
             scale=batch.scale_for(passes),
             loss_scale=self.loss_scale.in_backward(),
             checksum=checksum,
-            micro_batch=micro_batch,
+            report=report,
             small_batch_divided_by=passes if by_user else 1,
             mean_multiplied_by=1 if by_user else max(passes, 1),
             valid=step.valid,

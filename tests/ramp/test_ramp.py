@@ -1,0 +1,327 @@
+"""A ramp in real runs: the batch it chooses, the data it hands out, the same on all ranks."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import manyhands as mh
+from helpers.ranks import run_ranks
+from manyhands.ramp import _ramp
+
+
+class Clock:
+    """Seconds that pass as a step of `fixed + per_pass * passes` would take."""
+
+    def __init__(self, fixed=4.0, per_pass=1.0):
+        self.now, self.fixed, self.per_pass = 0.0, fixed, per_pass
+
+    def perf_counter(self):
+        return self.now
+
+    def step(self, passes):
+        self.now += self.fixed + self.per_pass * passes
+
+
+def quadratic(rank=0, batches=4000, spread=1.0):
+    """A model w with the loss |w - target|^2 / 2, and a loader of noisy targets around 1."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    generator = torch.Generator().manual_seed(1 + rank)
+    noise = torch.randn(batches, 1, 1, generator=generator, dtype=torch.float64)
+    return model, 1.0 + spread * noise
+
+
+def train(clock, model, optimizer, ramp, loader, steps=None, schedule=None):
+    """Train as the documented loop does; return each step's number of micro-batches."""
+    seen = []
+    for micro_batches in ramp.over(loader):
+        for target in micro_batches:
+            loss = (model(torch.ones_like(target)) - target).square().mean() / 2
+            (loss / len(micro_batches)).backward()
+        clock.step(len(micro_batches))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(len(micro_batches))
+        if len(seen) == steps:
+            break
+    return seen
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(_ramp.time, "perf_counter", clock.perf_counter)
+    return clock
+
+
+def test_the_batch_becomes_the_geometric_mean_of_the_noise_scale_and_the_overhead(clock):
+    """|g|^2 = 1 and noise 64 at a = 4 b: sqrt(4 x 64) = 16 micro-batches."""
+    model, loader = quadratic(spread=8.0, batches=9000)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    ramp = mh.Ramp(optimizer, max_scale=64)
+    seen = train(clock, model, optimizer, ramp, loader)
+    assert 12 <= seen[-2] <= 20
+    assert ramp.step_time.fixed == pytest.approx(4.0) and ramp.step_time.per_pass == 1.0
+    assert sum(seen) == 9000  # every micro-batch once
+
+
+def test_without_noise_the_batch_stays_small(clock):
+    model, loader = quadratic(spread=0.0)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    seen = train(clock, model, optimizer, mh.Ramp(optimizer, max_scale=64), loader, steps=300)
+    assert max(seen) <= 3 and seen[-1] == 1  # 2 and 3 to measure the time of a pass
+
+
+def test_a_batch_that_began_too_large_shrinks(clock):
+    model, loader = quadratic(spread=0.0)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = mh.AdaScale(inner, num_gradients_to_accumulate=32)
+    seen = train(clock, model, optimizer, mh.Ramp(optimizer, 64), loader, steps=100)
+    assert seen[0] == 32 and seen[-1] == 1
+
+
+def test_the_largest_batch_that_is_allowed_is_never_exceeded(clock):
+    model, loader = quadratic(spread=100.0)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    ramp = mh.Ramp(optimizer, max_scale=5.5)
+    seen = train(clock, model, optimizer, ramp, loader)
+    assert max(seen) == 5 and optimizer.scale <= 5.5
+
+
+def test_fewest_steps_need_no_measurement(clock):
+    model, loader = quadratic()
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    seen = train(clock, model, optimizer, mh.Ramp(optimizer, 8, goal="steps"), loader, steps=40)
+    assert seen[::5] == [1, 2, 3, 4, 6, 8, 8, 8]
+
+
+def test_training_is_the_plain_loop_with_the_same_numbers_of_passes(clock):
+    model, loader = quadratic(spread=8.0)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.01))
+    seen = train(clock, model, optimizer, mh.Ramp(optimizer, 16), loader, steps=200)
+    assert len(set(seen)) > 4
+
+    plain, _ = quadratic()
+    expected = mh.AdaScale(torch.optim.SGD(plain.parameters(), lr=0.01))
+    targets = iter(loader)
+    for passes in seen:
+        expected.set_num_gradients_to_accumulate(passes)
+        for _ in range(passes):
+            target = next(targets)
+            loss = (plain(torch.ones_like(target)) - target).square().mean() / 2
+            (loss / passes).backward()
+        expected.step()
+        expected.zero_grad()
+    assert torch.equal(model.weight, plain.weight)
+    assert optimizer.progress == expected.progress
+
+
+def test_a_run_continues_as_if_it_had_not_stopped(clock):
+    def begin():
+        model, loader = quadratic(spread=8.0)
+        optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.01))
+        return model, optimizer, mh.Ramp(optimizer, 16), loader
+
+    model, optimizer, ramp, loader = begin()
+    whole = train(clock, model, optimizer, ramp, loader, steps=200)
+
+    model, optimizer, ramp, loader = begin()
+    clock.now = 0.0
+    first = train(clock, model, optimizer, ramp, loader, steps=103)
+    saved = model.state_dict(), optimizer.state_dict(), ramp.state_dict()
+    model, optimizer, ramp, _ = begin()
+    for thing, state in zip((model, optimizer, ramp), saved, strict=True):
+        thing.load_state_dict(state)
+    second = train(clock, model, optimizer, ramp, loader[sum(first) :], steps=97)
+    assert first + second == whole
+
+
+def test_a_batch_is_kept_on_another_number_of_workers(tmp_path):
+    def begin(workers):
+        model = nn.Linear(1, 1)
+        rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), world_size=workers)
+        return mh.Ramp(rule, 64)
+
+    ramp = begin(1)
+    ramp.load_state_dict({**ramp.state_dict(), "scale": 24.0, "workers": 4})
+    assert (ramp.passes, ramp.scale) == (24, 24.0)
+
+
+def on_ranks(lengths, wrap=None, fixed=(4.0, 4.0), steps=None, delayed=False, lr=0.01):
+    """Train on ranks whose loaders and clocks differ; return the passes of each step."""
+    rank = dist.get_rank()
+    clock = Clock(fixed=fixed[rank])
+    _ramp.time = clock  # in this forked rank alone
+    model, loader = quadratic(rank, batches=lengths[rank], spread=8.0)
+    parallel = DistributedDataParallel(model) if wrap is None else wrap(model)
+    inner = torch.optim.SGD(parallel.parameters(), lr=lr)
+    optimizer = mh.AdaScale(inner, delayed=delayed)
+    ramp = mh.Ramp(optimizer, 64, model=parallel if hasattr(parallel, "no_sync") else None)
+    seen = train(clock, parallel, optimizer, ramp, loader, steps)
+    return seen, ramp.scale, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_ranks_have_the_same_batches_and_end_together(delayed):
+    """One rank has a quarter less data: both end with its last micro-batch."""
+    (seen, scale, params), (other, _, others) = run_ranks(
+        2, on_ranks, (2000, 1500), delayed=delayed
+    )
+    assert seen == other and sum(seen) == 1500
+    assert scale == 2.0 * seen[-2] or len(set(seen[-12:])) > 1
+    torch.testing.assert_close(params, others, rtol=0, atol=0)
+
+
+def test_the_slowest_rank_decides():
+    """|g|^2 = 1, noise 64, and a pass is a scale of 2: sqrt(a 64 / 2) passes."""
+
+    def last(fixed):
+        return run_ranks(2, on_ranks, (4000, 4000), fixed=fixed, steps=200, lr=1e-6)[0][0][-1]
+
+    assert 4 <= last((1.0, 1.0)) <= 8
+    assert 17 <= last((1.0, 16.0)) <= 29
+
+
+def test_a_rank_without_data_ends_all():
+    assert [seen for seen, *_ in run_ranks(2, on_ranks, (100, 0))] == [[], []]
+
+
+def test_gradients_are_averaged_once_a_step_and_nothing_else_is_sent():
+    """The plain loop at the same passes, inside no_sync(), has as many collectives."""
+    counts = run_ranks(2, count_collectives)
+    assert counts[0] == counts[1]
+    with_ramp, plain = counts[0]
+    assert with_ramp == plain
+
+
+def count_collectives():
+    def count(use_ramp):
+        model, loader = quadratic(dist.get_rank(), batches=64)
+        ddp = DistributedDataParallel(model)
+        calls = []
+        ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket, calls))
+        optimizer = mh.AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.01))
+        exchange = optimizer._tap.exchange
+        send = exchange.send
+        exchange.send = lambda *a: (calls.append("statistics"), send(*a))[1]
+        if use_ramp:
+            ramp = mh.Ramp(optimizer, 8, goal="steps", model=ddp)
+            seen = train(Clock(), ddp, optimizer, ramp, loader)
+            return len(seen), calls
+        optimizer.set_num_gradients_to_accumulate(2)
+        for first, second in zip(loader[::2], loader[1::2], strict=True):
+            for target, context in ((first, ddp.no_sync()), (second, contextlib.nullcontext())):
+                with context:
+                    loss = (ddp(torch.ones_like(target)) - target).square().mean() / 2
+                    (loss / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return 32, calls
+
+    return [len(calls) / steps for steps, calls in (count(True), count(False))]
+
+
+def reduce(bucket, calls):
+    calls.append("gradients")
+    work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@pytest.mark.parametrize("way", ["OSS", "FSDP"])
+def test_under_every_sharding_it_is_the_same_run(way):
+    def run():
+        clock = Clock()
+        _ramp.time = clock
+        results = []
+        for sharded in (False, True):
+            torch.manual_seed(0)
+            clock.now = 0.0
+            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).double()
+            if not sharded:
+                parallel = DistributedDataParallel(model)
+                inner = torch.optim.SGD(parallel.parameters(), lr=0.01)
+            elif way == "OSS":
+                inner = mh.OSS(model.parameters(), torch.optim.SGD, lr=0.01)
+                parallel = mh.ShardedDataParallel(model, inner)
+            else:
+                parallel = mh.FullyShardedDataParallel(model)
+                inner = torch.optim.SGD(parallel.parameters(), lr=0.01)
+            optimizer = mh.AdaScale(inner)
+            ramp = mh.Ramp(optimizer, 32, model=parallel)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            loader = torch.randn(600, 2, 3, generator=generator, dtype=torch.float64)
+            seen, losses = [], []
+            for micro_batches in ramp.over(loader):
+                for x in micro_batches:
+                    loss = (parallel(x) - 1.0).square().mean()
+                    (loss / len(micro_batches)).backward()
+                    losses.append(loss.item())
+                clock.step(len(micro_batches))
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(len(micro_batches))
+            results.append((seen, losses))
+        return results
+
+    for (seen, losses), (sharded_seen, sharded_losses) in run_ranks(2, run):
+        assert seen == sharded_seen and max(seen) > 2
+        assert losses == pytest.approx(sharded_losses, rel=1e-9)
+
+
+def test_mistakes_are_errors_that_say_what_to_do(clock):
+    model, _ = quadratic()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"under a scaling rule, got SGD.*mh.AdaScale"):
+        mh.Ramp(plain, 64)
+    optimizer = mh.AdaScale(plain, num_gradients_to_accumulate=4)
+    with pytest.raises(ValueError, match="max_scale=2 is below the present scale of 4"):
+        mh.Ramp(optimizer, 2)
+    for wrong in ({"goal": "money"}, {"efficiency": 0.0}, {"every": 0}, {"growth": 1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            mh.Ramp(optimizer, 64, **wrong)
+    with pytest.raises(TypeError, match=r"model=Linear has no no_sync"):
+        mh.Ramp(optimizer, 64, model=model)
+    mh.Ramp(optimizer, 64)
+    with pytest.raises(ValueError, match="has a Ramp already"):
+        mh.Ramp(optimizer, 64)
+
+
+def test_a_rule_that_cannot_go_so_far_says_so_when_the_ramp_is_made():
+    model, _ = quadratic()
+    adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.999))
+    with pytest.raises(ValueError, match="scales 1 - beta with the batch"):
+        mh.Ramp(mh.SqrtScale(adam, rescale_adam=True), max_scale=64)
+
+
+def test_a_scale_that_was_set_becomes_that_of_a_pass(clock):
+    """A loader whose batches are four small batches each."""
+    model, loader = quadratic()
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6), scale=4.0)
+    ramp = mh.Ramp(optimizer, 32, goal="steps")
+    seen = train(clock, model, optimizer, ramp, loader, steps=40)
+    assert seen[-1] == 8 and ramp.scale == 32.0
+
+
+def test_what_it_does_can_be_recorded(tmp_path, clock):
+    model, loader = quadratic(spread=8.0)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    ramp = mh.Ramp(optimizer, 64)
+    with mh.Record(tmp_path / "a.jsonl", optimizer, ramp) as record:
+        for micro_batches in ramp.over(loader):
+            for target in micro_batches:
+                loss = (model(torch.ones_like(target)) - target).square().mean() / 2
+                (loss / len(micro_batches)).backward()
+            clock.step(len(micro_batches))
+            optimizer.step()
+            optimizer.zero_grad()
+            record.step(loss=loss)
+    run = mh.read_record(tmp_path / "a.jsonl")
+    passes, predicted, actual = (
+        run.column(name) for name in ("batch_passes", "predicted_seconds", "step_seconds")
+    )
+    assert passes[-1] > 8
+    assert predicted[-1] == pytest.approx(actual[-1])

@@ -1,0 +1,56 @@
+"""The time of a step, fitted to times with pauses in them."""
+
+import random
+
+import pytest
+
+from manyhands.ramp._goodput import StepTime
+from manyhands.ramp._step_times import WINDOW, StepTimes
+
+pytestmark = pytest.mark.quick
+
+
+def filled(steps, time, noise=0.0, pauses=0.0, seed=0):
+    """Return the times of steps of these numbers of passes; some come with a long pause."""
+    generator = random.Random(seed)
+    times = StepTimes()
+    for passes in steps:
+        seconds = time.seconds(passes) * (1 + noise * generator.uniform(-1, 1))
+        times.add(passes, seconds + (30.0 if generator.random() < pauses else 0.0))
+    return times
+
+
+def test_exact_times_give_the_exact_line():
+    fit = filled([1, 2, 5] * 3, StepTime(0.4, 0.1)).fit()
+    assert (fit.fixed, fit.per_pass) == pytest.approx((0.4, 0.1))
+
+
+def test_one_number_of_passes_says_nothing_about_the_two_parts():
+    assert filled([4] * 50, StepTime(0.4, 0.1)).fit() is None
+    assert filled([4] * 50 + [5, 5], StepTime(0.4, 0.1)).fit() is None
+    assert filled([4] * 50 + [5] * 3, StepTime(0.4, 0.1)).fit() is not None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_pauses_hardly_move_the_fit(seed):
+    steps = [1] * 20 + [2] * 20 + [3] * 20 + [8] * 40
+    fit = filled(steps, StepTime(0.4, 0.1), noise=0.1, pauses=0.1, seed=seed).fit()
+    for passes in (1, 4, 8):
+        assert fit.seconds(passes) == pytest.approx(0.4 + 0.1 * passes, rel=0.1)
+
+
+def test_neither_part_is_ever_negative():
+    falling, steep = StepTimes(), StepTimes()
+    for _ in range(5):
+        falling.add(1, 1.0), falling.add(2, 0.5)
+        steep.add(1, 0.1), steep.add(2, 1.0)
+    for times in (falling, steep):
+        fit = times.fit()
+        assert fit.fixed >= 0.0 and fit.per_pass > 0.0
+
+
+def test_a_machine_that_became_slower_is_noticed():
+    times = filled([1, 2] * WINDOW, StepTime(0.4, 0.1))
+    for passes in [1, 2] * (WINDOW // 2):
+        times.add(passes, 2.0 + 0.1 * passes)
+    assert times.fit().fixed == pytest.approx(2.0)
