@@ -5,9 +5,10 @@
     python benchmarks/ramp.py --data FOLDER --quick    a smoke test: writes nothing
 
 One process trains each workload of `quality/workloads.py` until its progress is T small-batch
-steps, once with `Ramp` and once with each fixed number of micro-batches, under AdaScale (SGD) or AdamScale
-(AdamW). The time of a step is not measured here but stated: `overhead + passes`, so that the best
-fixed batch is a fact of the noise and not of this machine. `Ramp` sees that time on its clock.
+steps, once with `Ramp` and once with each fixed number of micro-batches, under AdaScale (SGD) or
+AdamScale (AdamW). The time of a step is not measured here but stated: `overhead + passes`, so that
+the best fixed batch is a fact of the noise and not of this machine. `Ramp` sees that time on its
+clock.
 """
 
 from __future__ import annotations
