@@ -237,6 +237,17 @@ def test_state_of_another_kind_than_the_optimizers_is_refused(where, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in setup.held().items())
 
 
+def test_options_that_the_optimizer_inside_an_oss_refuses_are_refused(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = mh.OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+    meta = content(only(tmp_path))
+    meta["optimizers"][0]["groups"][0]["options"]["momentum"] = -2
+    sign(only(tmp_path), meta)
+    with pytest.raises(ValueError, match="no SGD takes"):
+        mh.load(tmp_path, model=model, optimizer=optimizer)
+
+
 @pytest.mark.parametrize("how", ["left out", "none", "number"])
 @pytest.mark.parametrize("entry", ["step", "exp_avg_sq"])
 def test_state_that_the_optimizer_cannot_go_on_with_is_refused(entry, how, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
@@ -36,7 +37,7 @@ def quadratic(rank=0, batches=4000, spread=1.0):
     return model, 1.0 + spread * noise
 
 
-def train(clock, model, optimizer, ramp, loader, steps=None, schedule=None):
+def train(clock, model, optimizer, ramp, loader, steps=None, after_step=lambda loss: None):
     """Train as the documented loop does; return each step's number of micro-batches."""
     seen = []
     for micro_batches in ramp.over(loader):
@@ -46,6 +47,7 @@ def train(clock, model, optimizer, ramp, loader, steps=None, schedule=None):
         clock.step(len(micro_batches))
         optimizer.step()
         optimizer.zero_grad()
+        after_step(loss)
         seen.append(len(micro_batches))
         if len(seen) == steps:
             break
@@ -122,9 +124,10 @@ def test_training_is_the_plain_loop_with_the_same_numbers_of_passes(clock):
     assert optimizer.progress == expected.progress
 
 
-def test_a_run_continues_as_if_it_had_not_stopped(clock):
+@pytest.mark.parametrize("spread", [8.0, 0.0])  # without noise it stays at a single micro-batch
+def test_a_run_continues_as_if_it_had_not_stopped(clock, spread):
     def begin():
-        model, loader = quadratic(spread=8.0)
+        model, loader = quadratic(spread=spread)
         optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.01))
         return model, optimizer, mh.Ramp(optimizer, 16), loader
 
@@ -142,7 +145,7 @@ def test_a_run_continues_as_if_it_had_not_stopped(clock):
     assert first + second == whole
 
 
-def test_a_batch_is_kept_on_another_number_of_workers(tmp_path):
+def test_a_batch_is_kept_on_another_number_of_workers():
     def begin(workers):
         model = nn.Linear(1, 1)
         rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), world_size=workers)
@@ -233,7 +236,7 @@ def reduce(bucket, calls):
     return work.get_future().then(lambda future: future.value()[0])
 
 
-@pytest.mark.parametrize("way", ["OSS", "FSDP"])
+@pytest.mark.parametrize("way", ["OSS", "FSDP", "fully_shard"])
 def test_under_every_sharding_it_is_the_same_run(way):
     def run():
         clock = Clock()
@@ -250,7 +253,8 @@ def test_under_every_sharding_it_is_the_same_run(way):
                 inner = mh.OSS(model.parameters(), torch.optim.SGD, lr=0.01)
                 parallel = mh.ShardedDataParallel(model, inner)
             else:
-                parallel = mh.FullyShardedDataParallel(model)
+                wrap = mh.FullyShardedDataParallel if way == "FSDP" else fully_shard
+                parallel = wrap(model)
                 inner = torch.optim.SGD(parallel.parameters(), lr=0.01)
             optimizer = mh.AdaScale(inner)
             ramp = mh.Ramp(optimizer, 32, goal="steps", model=parallel)
@@ -313,14 +317,7 @@ def test_what_it_does_can_be_recorded(tmp_path, clock):
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
     ramp = mh.Ramp(optimizer, 64)
     with mh.Record(tmp_path / "a.jsonl", optimizer, ramp) as record:
-        for micro_batches in ramp.over(loader):
-            for target in micro_batches:
-                loss = (model(torch.ones_like(target)) - target).square().mean() / 2
-                (loss / len(micro_batches)).backward()
-            clock.step(len(micro_batches))
-            optimizer.step()
-            optimizer.zero_grad()
-            record.step(loss=loss)
+        train(clock, model, optimizer, ramp, loader, after_step=lambda loss: record.step(loss=loss))
     run = mh.read_record(tmp_path / "a.jsonl")
     passes, predicted, actual = (
         run.column(name) for name in ("batch_passes", "predicted_seconds", "step_seconds")

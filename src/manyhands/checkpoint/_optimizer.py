@@ -293,7 +293,7 @@ class OptimizerLoader:
         result = []
         for group, meta in zip(self.inner.param_groups, self._meta["groups"], strict=True):
             here, saved = options_of(group), decode(meta["options"], self._get)
-            _values.check_group_options(self.inner, here, saved)
+            _values.check_group_options(self._layers.plain, here, saved)
             kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
             # Options of this release of torch that the saved run did not have stay as they are.
             result.append({**here, **saved, **kept})

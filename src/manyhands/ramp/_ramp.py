@@ -156,7 +156,7 @@ class Ramp:
         self._timed = (0.0, 0)  # the seconds and the passes of the last step on this rank
         self._step_began: float | None = None
         self._ready = 0  # micro-batches that `over` has ready
-        self._left: int | None = None  # how many all ranks had left when they last reported
+        self._left = 0  # how many all ranks had left when they last reported
         optimizer._observer = self
 
     def _most_passes(self, max_scale: float) -> int:
@@ -256,13 +256,14 @@ class Ramp:
         compared = passes * self.optimizer._batch.workers > 1
         self._unmeasured = 0 if compared else self._unmeasured + 1
         noise = self._noise() if self._unmeasured <= NOISE_LASTS else None
+        fit = self._times.fit()
         self._decision = decide(
             self._passes,
             noise,
-            self._times.fit(),
+            fit,
             self._scale_per_pass,
             self._limits,
-            timed_here=self._passes in self._times.medians(),
+            timed_here=fit is not None or self._passes in self._times.medians(),
         )
         self._passes = self._decision.passes
 
@@ -313,6 +314,7 @@ class Ramp:
             "scale": self.scale,
             "workers": self.optimizer._batch.workers,
             "steps": self._steps,
+            "unmeasured": self._unmeasured,
             "times": [[passes, seconds] for passes, seconds in self._times.steps],
             "timed": list(self._timed),
             "evidence": [self._evidence.squares, self._evidence.weight],
@@ -331,6 +333,7 @@ class Ramp:
         self._decision = Decision(self._passes, "wait", self._passes)
         self._times = StepTimes()
         self._steps, self._timed, self._step_began = int(state_dict["steps"]), (0.0, 0), None
+        self._unmeasured = int(state_dict["unmeasured"])
         squares, weight = state_dict["evidence"]
         self._evidence = Evidence(float(squares), float(weight))
         if int(state_dict["workers"]) == self.optimizer._batch.workers:
