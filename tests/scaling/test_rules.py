@@ -10,7 +10,7 @@ from torch import nn
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model, preconditioners
-from manyhands._core.norms import norm
+from manyhands._core.flat import norm
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._noise import NormSums
 from manyhands.scaling._norm_kinds import PlainNorm

@@ -1,18 +1,15 @@
 """What the parts share: collectives, memory, gradients and wrappers. Imports nothing above it.
 
-ranks.py             the ranks of a process group: identity, numbers and text between them
-slices.py            reduce_scatter and all_gather of the slices of a bucket
-groups.py            process groups of our own, ended with their last user
-shared_memory.py     the same collectives between ranks of one host, through shared memory
-agreement.py         do all ranks have the same facts? If not, every rank raises
-backward.py          when a backward pass begins and ends
-norms.py             the norm of a tensor in one read of its memory
-flat.py              tensors as flat ranges of elements
-dtensor.py           torch's DTensor: which part of it is on this rank
-sharded_gradient.py  the `param.grad` of a parameter whose gradient is sharded
-wrapper.py           an optimizer around another optimizer
-state_parts.py       the layers of an optimizer, and their state in parts, for checkpoints
-modules.py           modules around a model: names, wrappers, and the search for modules
-amp.py               what a GradScaler tells an optimizer
-trees.py             tensors in nested containers
+ranks.py          the ranks of a process group: identity, numbers and text between them
+slices.py         reduce_scatter and all_gather of the slices of a bucket
+groups.py         process groups of our own, ended with their last user
+shared_memory.py  the same collectives between ranks of one host, through shared memory
+agreement.py      do all ranks have the same facts? If not, every rank raises
+backward.py       when a backward pass begins and ends
+flat.py           tensors as flat ranges of elements, and the norm of a tensor
+sharded.py        DTensors and sharded gradients: which part of a tensor is on this rank
+wrappers.py       optimizers around optimizers, modules around models
+state_parts.py    the layers of an optimizer, and their state in parts, for checkpoints
+amp.py            what a GradScaler tells an optimizer
+trees.py          tensors in nested containers
 """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import local_shard
+from manyhands._core.sharded import local_shard
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ file and in a block's chunk:
     flatten      tensor -> its elements in one dimension; a view wherever that is possible
     unflatten    the way back: elements -> a tensor of the shape and strides of another
     FlatTensors  many tensors, one after the other, to be read and written by range
+    norm         the norm of a tensor, in one read of its memory
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import local_shard
+from manyhands._core.sharded import local_shard
 
 
 def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -151,3 +152,36 @@ def read_range(tensor: Tensor, chosen: slice) -> Tensor:
 
 def _indices(chosen: slice, tensor: Tensor) -> Tensor:
     return torch.arange(chosen.start, chosen.stop, device=tensor.device)
+
+
+ROW = 32_768  # elements of a row of `norm`
+SHORT = 2 * ROW  # elements that may be summed at once
+
+
+def norm(grad: Tensor) -> Tensor:
+    """Return |grad| as a tensor without dimensions, in float32 or wider.
+
+    A CPU adds the squares of a tensor one after the other, and a float32 norm over ten million
+    elements comes out 7e-4 too small. So the norms of rows of 32,768 elements are taken first, at
+    the same speed, with an error of 1e-7. Half-precision gradients are summed in float32.
+    """
+    if grad.layout != torch.strided:
+        grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.to_dense()
+    if grad.is_complex():
+        grad = torch.view_as_real(grad.resolve_conj())
+    if grad.numel() <= SHORT or grad.device.type != "cpu":
+        return torch.linalg.vector_norm(grad, dtype=accumulation_dtype(grad.dtype))
+    flat = flatten(grad)
+    rows = flat.numel() // ROW
+    parts = torch.linalg.vector_norm(
+        flat[: rows * ROW].view(rows, ROW), dim=1, dtype=accumulation_dtype(grad.dtype)
+    )
+    if rows * ROW < flat.numel():
+        rest = torch.linalg.vector_norm(flat[rows * ROW :], dtype=parts.dtype)
+        parts = torch.cat([parts, rest.view(1)])
+    return torch.linalg.vector_norm(parts)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which values of this type are summed."""
+    return torch.promote_types(dtype, torch.float32)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands._core import slices
-from manyhands._core.dtensor import is_dtensor
 from manyhands._core.groups import Lease, connect
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.shared_memory import SharedMemory, SharedMemoryReduceScatter
 from manyhands._core.slices import PendingReduceScatter
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.norms import accumulation_dtype
+from manyhands._core.flat import accumulation_dtype
 
 CPU = torch.device("cpu")
 

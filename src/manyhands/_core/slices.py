@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands._core.norms import accumulation_dtype
+from manyhands._core.flat import accumulation_dtype
 
 TAG = 28_008  # of our messages between two ranks, so that no other library's are taken for ours
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.wrapper import OptimizerWrapper, SharingOptimizer, unwrap
+from manyhands._core.wrappers import OptimizerWrapper, SharingOptimizer, unwrap
 
 
 @dataclass

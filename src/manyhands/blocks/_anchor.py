@@ -24,10 +24,9 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import local_shard
-from manyhands._core.flat import FlatTensors, group_by_type, read_range
-from manyhands._core.norms import accumulation_dtype
+from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, read_range
 from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import local_shard
 from manyhands.blocks._checks import memory_order
 from manyhands.blocks._codec import Codec
 from manyhands.blocks._outer import Outer

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
-from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import is_dtensor, local_shard
 from manyhands._core.shared_memory import check_on_cpu
-from manyhands._core.wrapper import unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.blocks._arguments import flag
 from manyhands.blocks._outer import Outer
 from manyhands.blocks._schedule import Every

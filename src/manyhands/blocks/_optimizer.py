@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
-from manyhands._core.dtensor import local_shard
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import OptimizerWrapper, SharedAttribute
+from manyhands._core.sharded import local_shard
+from manyhands._core.wrappers import OptimizerWrapper, SharedAttribute
 from manyhands.blocks import _state
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._arguments import flag, whole

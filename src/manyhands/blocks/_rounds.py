@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.blocks._anchor import Anchor, AnchorDifference, OverlappedDifference
 from manyhands.blocks._checks import fingerprint
 from manyhands.blocks._schedule import Drift, Schedule

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import is_dtensor
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import StatePart
 from manyhands.blocks._anchor import OuterState
 from manyhands.blocks._checks import memory_order

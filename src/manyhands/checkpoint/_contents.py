@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import is_dtensor
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.wrapper import unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.checkpoint import _index, _values
 from manyhands.checkpoint._blocks import Replica
 from manyhands.checkpoint._model import ModelLoader, collect_model, is_module, read_tensors

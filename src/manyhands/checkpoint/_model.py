@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.dtensor import is_dtensor
+from manyhands._core.sharded import is_dtensor
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._names import ModelNames, list_names, put_new
 from manyhands.checkpoint._parts import to_parts

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from manyhands._core.dtensor import is_dtensor, local_shard
 from manyhands._core.flat import order_of_dims
+from manyhands._core.sharded import is_dtensor, local_shard
 from manyhands._core.state_parts import OptimizerStatePart
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice

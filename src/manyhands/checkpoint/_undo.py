@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import is_dtensor
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import plain_optimizer
 
 

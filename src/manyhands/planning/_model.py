@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.ranks import SENT_ALONE
 from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.wrapper import unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.planning._state import OptimizerStateSizes
 from manyhands.sharding.wrapping._pick import pick_modules

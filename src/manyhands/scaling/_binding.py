@@ -1,6 +1,6 @@
 """How a rule is tied to an optimizer, and what that changes on the optimizer.
 
-A bound rule is an optimizer around another one (`_core/wrapper.py`). It calls the optimizer's own
+A bound rule is an optimizer around another one (`_core/wrappers.py`). It calls the optimizer's own
 methods, which are kept here: `patch` replaces them on the instance.
 """
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from manyhands._core import amp as _amp
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrapper import unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._options import Options
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands._core.dtensor import DTensorShards, is_dtensor
+from manyhands._core.sharded import DTensorShards, is_dtensor
 
 ParameterName = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 

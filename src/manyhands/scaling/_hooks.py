@@ -27,8 +27,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.dtensor import is_dtensor, local_shard
-from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands._core.sharded import ShardedGradient, is_dtensor, local_shard
 from manyhands.scaling._norm_kinds import NormKind
 from manyhands.scaling._step_stats import Norm
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import PendingSums
+from manyhands._core.wrappers import modules_holding
 
 PATIENCE = 2.0  # seconds
 

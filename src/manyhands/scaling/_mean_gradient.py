@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import DTensorShards, is_dtensor, local_shard
 from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup, widest_float
-from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands._core.sharded import DTensorShards, ShardedGradient, is_dtensor, local_shard
 from manyhands.scaling._norm_kinds import GradientSlice, NormKind
 from manyhands.scaling._previous_gradient import PreviousGradient
 from manyhands.scaling._step_stats import LocalNumbers, Norm, Numbers, StepFacts, to_tensor

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from manyhands._core.norms import SHORT, norm
+from manyhands._core.flat import SHORT, norm
 
 # (parameter index, the elements of its gradient that this rank holds, a function that takes the
 # same elements out of any tensor of the parameter's shape)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from manyhands._core import amp as _amp
 from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.wrapper import SHARED, OptimizerWrapper, SharedAttribute, YieldingProperty
+from manyhands._core.wrappers import SHARED, OptimizerWrapper, SharedAttribute, YieldingProperty
 from manyhands.scaling import _state
 from manyhands.scaling._averages import NoiseAverage
 from manyhands.scaling._batch import Batch, check_scale, parse_passes
@@ -97,7 +97,7 @@ class ScalingRuleBase(OptimizerWrapper):
     """
 
     layer = "rule"
-    # Shared with the proxies that trainers put around a rule: see `_core/wrapper.py`.
+    # Shared with the proxies that trainers put around a rule: see `_core/wrappers.py`.
     _factors = SharedAttribute[tuple[float, ...]]()
     _options = SharedAttribute[Options]()
     _observer = SharedAttribute[StepObserver | None]()

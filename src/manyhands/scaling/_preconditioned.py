@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
-from manyhands._core.dtensor import is_dtensor
-from manyhands._core.flat import flatten
-from manyhands._core.norms import norm
+from manyhands._core.flat import flatten, norm
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
 from manyhands.scaling._norm_kinds import GradientSlice
 from manyhands.scaling._replicated_state import ReplicatedDTensorState

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.dtensor import DTensorShards, is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 
 MESSAGE = 4 * 2**20  # elements
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from manyhands._core.wrapper import YieldingProperty
+from manyhands._core.wrappers import YieldingProperty
 from manyhands.scaling._norm_kinds import NormKind
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._options import Option, Options, RuleOptions

@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from manyhands._core.state_parts import plain_optimizer
-from manyhands._core.wrapper import unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState
 from manyhands.scaling._options import OptionMismatch, Options, load_options, save_options

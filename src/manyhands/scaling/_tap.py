@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 
 from manyhands._core.amp import LossScale
 from manyhands._core.backward import BackwardPasses
-from manyhands._core.dtensor import local_shard
 from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import local_shard
 from manyhands.scaling._batch import Batch
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, any_values

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manyhands._core.norms import norm
+from manyhands._core.flat import norm
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.zero._flat_params import Shards
 

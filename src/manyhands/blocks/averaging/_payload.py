@@ -19,9 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import local_shard
-from manyhands._core.flat import group_by_type
-from manyhands._core.norms import accumulation_dtype, norm
+from manyhands._core.flat import accumulation_dtype, group_by_type, norm
+from manyhands._core.sharded import local_shard
 from manyhands.blocks._codec import Codec
 
 LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the cache

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from manyhands._core.norms import norm
+from manyhands._core.flat import norm
 
 # Functions of a LocalNorm whose result is still the norm of this rank's slices.
 KEEP_LOCAL = {torch.stack, Tensor.to, Tensor.device.__get__, Tensor.dtype.__get__}  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Optimizer, Rprop, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from manyhands._core.dtensor import is_dtensor
+from manyhands._core.sharded import is_dtensor
 from manyhands.sharding.fsdp._full_tensors import to_full
 
 REPLACED, SHARDED = "_manyhands_replaced", "_manyhands_sharded"

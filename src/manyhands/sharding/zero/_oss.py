@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from manyhands._core.agreement import agree
-from manyhands._core.dtensor import is_dtensor
 from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import OptimizerStatePart, ShardedOptimizer, options_of
-from manyhands._core.wrapper import SharedAttribute, YieldingProperty
+from manyhands._core.wrappers import SharedAttribute, YieldingProperty
 from manyhands.sharding._agreement import (
     ADVICE,
     check_same_frozen,

@@ -30,7 +30,7 @@ from torch import Tensor
 from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands._core.sharded import ShardedGradient
 from manyhands._core.shared_memory import SharedMemoryReduceScatter
 from manyhands._core.slices import PendingReduceScatter
 from manyhands.sharding._agreement import check_same_frozen

@@ -1,6 +1,14 @@
-"""A gradient of which each rank holds a shard: what `param.grad` is after a sharded backward.
+"""Sharded tensors: which part of a tensor is on this rank?
 
-It has the parameter's shape and no memory of its own. Behind it are
+**DTensors** are torch's, as `fully_shard` makes parameters. A DTensor has the whole tensor's shape;
+`to_local()` is this rank's shard. Its *mesh* arranges the ranks in one dimension, or in two (HSDP:
+shards and their replicas). For each dimension of the mesh a *placement* says what its ranks do with
+the tensor: `Shard(dim)` cuts it, `Replicate()` gives every rank the same. Importing
+torch.distributed.tensor takes half a second. So it is looked up in `sys.modules` and not imported:
+as long as nobody has imported it, there are no DTensors.
+
+**A `ShardedGradient`** is what `param.grad` is after a sharded backward. It has the parameter's
+shape and no memory of its own. Behind it are
 
     slices   this rank's elements of the mean gradient: flat tensors, one per bucket
     starts   where in the flat parameter each of them begins
@@ -13,15 +21,87 @@ would be of this rank's shard and not of the gradient: it raises, and says what 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands._core.dtensor import local_shard
-
 aten = torch.ops.aten
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether this is a DTensor, without importing torch.distributed.tensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return what this rank holds: a DTensor's shard, or the whole of any other tensor."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # or else to_local() is recorded by autograd
+        return tensor.to_local()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class DimRange:
+    """Indices `start` to `start + length` of one dimension of a tensor."""
+
+    dim: int
+    start: int
+    length: int
+
+    def narrow(self, whole: Tensor) -> Tensor:
+        """Return a view of this range of the whole tensor."""
+        return whole.narrow(self.dim, self.start, self.length)
+
+
+@dataclass(frozen=True)
+class DTensorShards:
+    """Which rank holds what of a DTensor that is sharded in one dimension at most."""
+
+    mesh: Any
+    mesh_dim: int | None  # the dimension whose ranks hold different shards; None: nothing is cut
+    ranges: tuple[DimRange, ...]  # by rank in that dimension of the mesh
+    rank: int
+    first_replica: bool  # True on exactly one of the ranks that hold the same shard
+
+    @classmethod
+    def of(cls, tensor: Any) -> DTensorShards:
+        """Read a DTensor's placements; raise a ValueError if they are not of the known kinds."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        mesh, placements = tensor.device_mesh, tensor.placements
+        # `type(...) is`: strided shards, of tensor parallelism, are a class derived from Shard.
+        cutting = [d for d, placement in enumerate(placements) if type(placement) is Shard]
+        others = [p for p in placements if type(p) is not Shard]
+        if len(cutting) > 1 or any(type(placement) is not Replicate for placement in others):
+            raise ValueError(
+                f"gradients placed as {placements} are not measured. Scaling works over "
+                "fully_shard on a mesh of one dimension, or two (shards and their replicas): "
+                "parameters cut by one Shard placement, without tensor parallelism."
+            )
+        coordinate = mesh.get_coordinate()
+        first = all(c == 0 for d, c in enumerate(coordinate) if d not in cutting)
+        if not cutting:
+            everything = DimRange(0, 0, tensor.size(0) if tensor.dim() else 1)
+            return cls(mesh, None, (everything,), 0, first)
+        mesh_dim = cutting[0]
+        dim, workers = placements[mesh_dim].dim, mesh.size(mesh_dim)
+        size = tensor.size(dim)
+        step = -(-size // workers)  # as torch.chunk: the last shards are shorter, or empty
+        starts = [min(rank * step, size) for rank in range(workers + 1)]
+        ranges = [DimRange(dim, a, b - a) for a, b in pairwise(starts)]
+        return cls(mesh, mesh_dim, tuple(ranges), coordinate[mesh_dim], first)
+
+    @property
+    def own(self) -> DimRange:
+        """This rank's range."""
+        return self.ranges[self.rank]
 
 
 class ShardedGradient(Tensor):
