@@ -12,7 +12,7 @@ from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import Plan, plan
-from manyhands.ramp import Ramp
+from manyhands.ramp import AdaptiveDataLoader, Ramp, remaining_epochs_until
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
 from manyhands.scaling._averages import NoiseAverage
@@ -37,6 +37,7 @@ __all__ = [
     "OSS",
     "AdaScale",
     "AdamScale",
+    "AdaptiveDataLoader",
     "AdaptiveDataParallel",
     "Blocks",
     "ByDrift",
@@ -73,6 +74,7 @@ __all__ = [
     "load",
     "plan",
     "read_record",
+    "remaining_epochs_until",
     "save",
     "wrap",
 ]

@@ -9,7 +9,8 @@ import difflib
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,27 @@ from manyhands._core.wrappers import ModuleWrapper, wrapped_attribute
 from manyhands.scaling._fsdp_params import fsdp_modules
 from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
+
+
+class PassSource(Protocol):
+    """A loader whose micro-batches make up whole steps (`ramp/_adaptive_loader.py`)."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether more micro-batches of the same step follow."""
+
+    def attach(self, module: AdaptiveDataParallel) -> None:
+        """Take over the batch of the module's rule."""
+
+
+@dataclass
+class PassSources:
+    """The loader that is iterated at present, if any."""
+
+    current: PassSource | None = None
+
+
+pass_source = PassSources()
 
 
 class AdaptiveDataParallel(ModuleWrapper):
@@ -121,6 +143,18 @@ class AdaptiveDataParallel(ModuleWrapper):
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(enabled, recurse=False)
 
+    def set_accumulating(self, accumulates: bool | None) -> None:
+        """Make the next pass accumulate, or be its step's last; None: as in any other loop.
+
+        The loop of an `AdaptiveDataLoader` calls `optimizer.step()` and `zero_grad()` in every
+        pass, as adaptdl's did. Within a step both do nothing.
+        """
+        self._averages = not accumulates
+        for ddp in self._parallel:
+            ddp.require_backward_grad_sync = self._averages
+        self._set_averaging(self._averages)
+        self.scaling_rule._pass_accumulates = accumulates
+
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes on DistributedDataParallel (`register_comm_hook`, `join`)."""
         try:
@@ -133,6 +167,10 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
+        source = pass_source.current
+        if source is not None and self.training and torch.is_grad_enabled():
+            source.attach(self)
+            self.set_accumulating(source.accumulates)
         # LEGWScale needs the size of the first micro-batch
         if self.leading_dimension is None and self.training and torch.is_grad_enabled():
             tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -143,6 +181,8 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. (adaptdl ignored this call.)"""
+        if self.scaling_rule._keeps_gradients:
+            return
         super().zero_grad(set_to_none)
         self.scaling_rule.forget_gradients()
 

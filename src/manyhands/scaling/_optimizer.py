@@ -103,6 +103,8 @@ class ScalingRuleBase(OptimizerWrapper):
     _observer = SharedAttribute[StepObserver | None]()
     _min_scale = 0.0
     _norm_kind = "plain"
+    # Under an `AdaptiveDataLoader`: whether more passes of the step follow (`_adaptdl.py`).
+    _pass_accumulates: bool | None = None
 
     def __init__(
         self,
@@ -481,6 +483,8 @@ class ScalingRuleBase(OptimizerWrapper):
         A `closure` is run once before the step, so that the factors include its gradients; its
         loss is returned. Other arguments are passed on.
         """
+        if self._pass_accumulates:
+            return None
         inner, tracker, tap = self._inner_optimizer, self._tracker, self._tap
         binding, batch = self._binding, self._batch
         self._check_parameter_groups()
@@ -574,8 +578,15 @@ class ScalingRuleBase(OptimizerWrapper):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""
+        if self._keeps_gradients:
+            return
         self._tracker.forget()
         self._binding.zero_grad(*args, **kwargs)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether a loop that clears after every pass is in mid-step."""
+        return self._pass_accumulates is not None and self._tap.step.passes > 0
 
     def forget_gradients(self) -> None:
         """Drop the measurements of gradients that were cleared in a way that cannot be detected."""
