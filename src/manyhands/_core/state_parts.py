@@ -58,7 +58,9 @@ class OptimizerStatePart(StatePart):
 class ReplicatedState(Protocol):
     """Entries of a sharded optimizer's state, for every parameter, on every rank."""
 
-    state: dict[Tensor, dict[str, Any]]
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """The entries by parameter and name."""
 
     def update(self) -> None:
         """Collect the state as it is now. Called on every rank."""

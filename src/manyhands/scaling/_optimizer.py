@@ -16,13 +16,13 @@ reads and saves is in `_rule_base.py`. The factors come from `_rules.py`.
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,19 +30,28 @@ from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.wrappers import (
     SHARED,
     LossScale,
+    LossScaler,
     OptimizerWrapper,
+    ParamGroup,
     ScalerSignals,
     SharedAttribute,
     YieldingProperty,
     apply_signals,
 )
-from manyhands.scaling._binding import Binding, check_bindable, check_ranks_agree
+from manyhands.scaling._binding import (
+    Binding,
+    check_bindable,
+    check_ranks_agree,
+    check_says_which_passes,
+)
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, StepOutcome
-from manyhands.scaling._settings import Batch, Options, check_scale
+from manyhands.scaling._settings import Batch, Options, check_scale, parse_factors
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
-from manyhands.scaling._tap import GradientTap
+from manyhands.scaling._tap import Averager, GradientTap
+
+T = TypeVar("T")
 
 
 class ScaledOptimizer(OptimizerWrapper):
@@ -64,15 +73,15 @@ class ScaledOptimizer(OptimizerWrapper):
         options: Options,
         *,
         world_size: int | None,
-        process_group: Any,
-        grad_scaler: Any,
+        process_group: dist.ProcessGroup | None,
+        grad_scaler: LossScaler | None,
         delayed: bool,
         model: nn.Module | None,
     ) -> None:
         # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
         self._inner: Optimizer | None = None
         self._ranks = RankGroup()
-        self.adp: Any = None
+        self.adp: Averager | None = None
         self._world_size = world_size
         self._process_group = process_group
         self._loss_scale = LossScale(grad_scaler)
@@ -90,7 +99,7 @@ class ScaledOptimizer(OptimizerWrapper):
         """Return the factor for a batch of `scale` small batches, or one per parameter group."""
         raise NotImplementedError(f"{type(self).__name__} must define scale_lr(scale).")
 
-    def _overrides(self, group: dict[str, Any], factor: float) -> dict[str, Any]:
+    def _overrides(self, group: ParamGroup, factor: float) -> Mapping[str, object]:
         """Return the options of a parameter group to change during the step."""
         return {} if factor == 1.0 else {"lr": group["lr"] * factor}
 
@@ -112,7 +121,9 @@ class ScaledOptimizer(OptimizerWrapper):
 
     # -- binding to an optimizer -------------------------------------------------------------
 
-    def initialize(self, adp: Any, optimizer: Optimizer, patch_optimizer: bool = False) -> None:
+    def initialize(
+        self, adp: Averager | None, optimizer: Optimizer, patch_optimizer: bool = False
+    ) -> None:
         """Bind a rule that was made without an optimizer.
 
         `adp` is the data-parallel module (ours or torch's DDP). Backward passes are then counted:
@@ -123,15 +134,11 @@ class ScaledOptimizer(OptimizerWrapper):
         if self._inner is not None:
             raise RuntimeError("this rule is bound to an optimizer already; make another one.")
         if adp is not None:
-            if not hasattr(adp, "require_backward_grad_sync"):
-                raise TypeError(
-                    f"{type(adp).__name__} does not say which passes are inside no_sync(), which "
-                    "is needed to count them. Write AdaptiveDataParallel(model, optimizer, rule)."
-                )
+            check_says_which_passes(adp)
             self.adp = adp
             self._batch.counts_passes = True
             self._process_group = self._process_group or getattr(adp, "process_group", None)
-            self._model = self._model or adp
+            self._model = self._model or _module(adp)
         self._bind(optimizer)
         if patch_optimizer:
             self._binding.patch(self)
@@ -201,7 +208,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._tap.hooks.remove()
         self._binding.release()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters: they are measured from the next backward pass on."""
         self._check_between_steps("add_param_group()")
         self._inner_optimizer.add_param_group(param_group)
@@ -224,7 +231,7 @@ class ScaledOptimizer(OptimizerWrapper):
                 f"{type(self).__name__}.add_param_group(...)."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledOptimizer:
+    def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
         """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -235,7 +242,9 @@ class ScaledOptimizer(OptimizerWrapper):
         vars(twin)[SHARED] = dict(vars(self)[SHARED])
         twin._observer = None  # it observes the original
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
-        twin._model = twin.adp  # only fully_shard's modules are searched, and none can be copied
+        twin._model = _module(
+            twin.adp
+        )  # only fully_shard's modules are searched, and none can be copied
         twin._batch, twin._loss_scale = copy.copy(self._batch), copy.copy(self._loss_scale)
         twin._options, twin._counts = dict(self._options), copy.copy(self._counts)
         if twin._inner is not None:
@@ -324,7 +333,9 @@ class ScaledOptimizer(OptimizerWrapper):
             skipped = outcome is not None and outcome.skipped
         if skipped:
             return self._end_step(None)
-        self._factors = self._parse_factors(self.scale_lr(self.scale))
+        scale = self.scale
+        factors = self.scale_lr(scale)
+        self._factors = parse_factors(factors, len(inner.param_groups), type(self).__name__, scale)
         pairs = zip(inner.param_groups, self._factors, strict=True)
         overrides = [self._overrides(group, factor) for group, factor in pairs]
         positional = () if closure is None else (closure,)
@@ -342,7 +353,7 @@ class ScaledOptimizer(OptimizerWrapper):
     # hooks are the inner optimizer's, and its own `step` runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _end_step(self, result: Any) -> Any:
+    def _end_step(self, result: T) -> T:
         """Let the observer act between two steps, and return the step's result."""
         if self._observer is not None:
             self._observer.after_step(self._tracker.reports)
@@ -370,21 +381,6 @@ class ScaledOptimizer(OptimizerWrapper):
             self._counts.skipped += 1
         elif outcome is not None and self._delayed:
             self._counts.progress += outcome.gain
-
-    def _parse_factors(self, factors: Any) -> tuple[float, ...]:
-        """Return what `scale_lr` returned as one float per parameter group, or raise."""
-        groups = len(self.param_groups)
-        if hasattr(factors, "tolist"):  # a tensor or an array
-            factors = factors.tolist()
-        each = factors if hasattr(factors, "__len__") else [factors] * groups
-        values = tuple(map(float, each))
-        if len(values) != groups or not all(math.isfinite(v) and v >= 0.0 for v in values):
-            raise ValueError(
-                f"scale_lr must return one factor, or one for each of the {groups} parameter "
-                f"groups, finite and not negative; {type(self).__name__}.scale_lr({self.scale:g}) "
-                f"returned {values}."
-            )
-        return values
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""
@@ -416,12 +412,16 @@ class ScaledOptimizer(OptimizerWrapper):
         self._tap.divide_by_passes()
 
 
+def _module(averager: Averager | None) -> nn.Module | None:
+    return averager if isinstance(averager, nn.Module) else None
+
+
 @contextmanager
 def overridden(
-    param_groups: Sequence[dict[str, Any]], overrides: Sequence[Mapping[str, Any]]
+    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
     """Change options of each parameter group, and restore them at the end."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[tuple[ParamGroup, str, object]] = []
     try:
         for group, options in zip(param_groups, overrides, strict=True):
             for name, value in options.items():

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands._core.wrappers import LossScale
+from manyhands._core.wrappers import LossScale, ParamGroup
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
 from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
@@ -54,7 +54,9 @@ from manyhands.scaling._step_stats import (
 class Averager(Protocol):
     """A data-parallel module that averages the gradients of some passes."""
 
-    require_backward_grad_sync: bool  # whether it averages those of the next one
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether it averages those of the next one."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class GradientTap:
 
     def __init__(
         self,
-        param_groups: Sequence[dict[str, Any]],
+        param_groups: Sequence[ParamGroup],
         ranks: RankGroup,
         norms: NormKind,
         batch: Batch,
@@ -121,7 +123,7 @@ class GradientTap:
         self._gradient_at_step: GradientVersion | None = None
         self.hook(param_groups)
 
-    def hook(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def hook(self, param_groups: Sequence[ParamGroup]) -> None:
         """Measure these parameters, and no others."""
         self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         self._mean = MeanGradient(
@@ -380,7 +382,7 @@ class GradientTap:
 
     # -- saving and loading ------------------------------------------------------------------
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, object]:
         """Return the tap's part of a state dict."""
         return {"previous": self.previous.to_state(), "norms": self.norms.to_state()}
 
