@@ -15,18 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands.ramp._ramp import Ramp
 from manyhands.ramp._step_loader import StepLoader, StepSize, step_size
-from manyhands.scaling._adaptdl import AdaptiveDataParallel, pass_source
-
-
-class ScalarWriter(Protocol):
-    """What is asked of TensorBoard's `SummaryWriter`."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Write a number."""
+from manyhands.scaling._adaptdl import AdaptiveDataParallel, ScalarWriter, pass_source
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from manyhands.ramp._decision import (
 from manyhands.ramp._measured import Evidence, StepTimes
 from manyhands.ramp._micro_batches import MicroBatches, fill, no_sync_of
 from manyhands.ramp._step_loader import StepLoader, StepSize
-from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._step_stats import RankReport
 
 Batch = TypeVar("Batch")

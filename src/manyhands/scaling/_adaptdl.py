@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands._core.wrappers import ModuleWrapper, wrapped_attribute
+from manyhands._core.modules import ModuleWrapper
+from manyhands._core.wrappers import LossScaler, wrapped_attribute
 from manyhands.scaling._fsdp_params import fsdp_modules
-from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
 
 
@@ -44,6 +45,12 @@ class PassSources:
 
 
 pass_source = PassSources()
+
+
+class ScalarWriter(Protocol):
+    """TensorBoard's `SummaryWriter`, or any other with its method."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class AdaptiveDataParallel(ModuleWrapper):
@@ -83,8 +90,8 @@ class AdaptiveDataParallel(ModuleWrapper):
         model: nn.Module,
         optimizer: Optimizer,
         rule: ScalingRuleBase | LRScheduler | None = None,
-        lr_scheduler: Any = None,
-        mp_scaler: Any = None,
+        lr_scheduler: object = None,
+        mp_scaler: LossScaler | ScalingRuleBase | None = None,
         scaling_rule: ScalingRuleBase | None = None,
         name: str = "adaptdl-dataparallel",
         *,
@@ -165,7 +172,7 @@ class AdaptiveDataParallel(ModuleWrapper):
                 raise
             return wrapped_attribute(self, parallel[0], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model."""
         source = pass_source.current
         if source is not None and self.training and torch.is_grad_enabled():
@@ -196,7 +203,7 @@ class AdaptiveDataParallel(ModuleWrapper):
         """The gradient statistics under adaptdl's names."""
         return GradientStatistics(self.scaling_rule)
 
-    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
+    def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
         """Write the statistics to a TensorBoard `SummaryWriter`."""
         prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
         factors = self.scaling_rule.factors
@@ -244,7 +251,7 @@ def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object)
     return named
 
 
-def _check_names(ddp_arguments: dict[str, Any]) -> None:
+def _check_names(ddp_arguments: Mapping[str, object]) -> None:
     """Raise if a keyword is neither ours nor one of `DistributedDataParallel`'s.
 
     Without a process group no DDP module is made, and nothing else would notice a misspelling.
