@@ -5,10 +5,18 @@
     python benchmarks/ramp.py --data FOLDER --quick    a smoke test: writes nothing
 
 One process trains each workload of `quality/workloads.py` until its progress is T small-batch
-steps, once with `Ramp` and once with each fixed number of micro-batches, under AdaScale (SGD) or
-AdamScale (AdamW). The time of a step is not measured here but stated: `overhead + passes`, so that
-the best fixed batch is a fact of the noise and not of this machine. `Ramp` sees that time on its
-clock.
+steps, under AdaScale (SGD) or AdamScale (AdamW):
+
+    fixed     1, 2, 4, ... 128 micro-batches in every step
+    ramp      `Ramp(optimizer, 128)`
+    samples   `Ramp(optimizer, 128, goal="samples", efficiency=0.85)`
+    doubling  by hand, as OLMo: the best fixed batch, twice that from 28 % of the progress on, four
+              times from 83 % on (Merrill et al. 2025)
+    seesaw    by hand: the best fixed batch, and where the cosine lowers the rate the batch grows
+              (Meterez et al. 2025): `Ramp(optimizer, 128, goal=None, decay="batch")`
+
+The time of a step is not measured here but stated: `overhead + passes`, so that the best fixed
+batch is a fact of the noise and not of this machine. `Ramp` sees that time on its clock.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -36,6 +44,7 @@ FIXED = (1, 2, 4, 8, 16, 32, 64, 128)
 OVERHEADS = (1, 4, 32)
 SEEDS = 3
 MAX_SCALE = 128
+PREDICTED_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,15 @@ class Row:
 
     workload: str
     overhead: float
-    batch: int  # micro-batches of every step; 0: `Ramp`
+    way: str
+    batch: int  # micro-batches of every step, or of the first
     seed: int
     time: float  # in passes: overhead + passes, summed over the steps
     steps: int
     samples: int  # in small batches
     largest: int
     score: float
+    prediction_error: float = 0.0  # median of |predicted / actual progress - 1|
 
 
 class StatedClock:
@@ -66,33 +77,59 @@ class StatedClock:
         self.now += self.overhead + passes
 
 
-def train(workload: Workload, data: Any, overhead: float, batch: int, seed: int) -> Row:
+DOUBLINGS = ((0.28, 2), (0.83, 4))  # from this part of the progress on, so many times the batch
+WAYS = {
+    "ramp": {},
+    "samples": {"goal": "samples", "efficiency": 0.85},
+    "seesaw": {"goal": None, "decay": "batch"},
+}
+
+
+def train(workload: Workload, data: Any, overhead: float, way: str, batch: int, seed: int) -> Row:
     """Train until the progress is that of `workload.steps` small-batch steps."""
     torch.manual_seed(seed)
     model = data.model()
     batches = data.batches(seed, workload.batch)
     rule = mh.AdaScale if workload.optimizer == "SGD" else mh.AdamScale
-    optimizer = rule(
-        workload.make_optimizer(model.parameters()), num_gradients_to_accumulate=max(batch, 1)
-    )
+    optimizer = rule(workload.make_optimizer(model.parameters()), num_gradients_to_accumulate=batch)
     clock = StatedClock(overhead)
     _ramp.time = clock  # type: ignore[assignment]
-    ramp = None if batch else mh.Ramp(optimizer, MAX_SCALE)
+    ramp = mh.Ramp(optimizer, MAX_SCALE, **WAYS[way]) if way in WAYS else None
     schedule = mh.ProgressScheduler(
         LambdaLR(optimizer, lambda k: cosine(k, workload.steps)), optimizer, end=workload.steps
     )
     steps = samples = largest = 0
+    noise, predicted, before, errors = None, 0.0, 0.0, []
     while not schedule.done:
-        passes = batch or ramp.passes  # type: ignore[union-attr]
+        if ramp is not None:
+            passes = ramp.passes
+        elif way == "doubling":
+            done = optimizer.progress / workload.steps
+            factor = max([1, *(times for part, times in DOUBLINGS if done >= part)])
+            passes = min(batch * factor, MAX_SCALE)
+            if passes != optimizer.passes:
+                optimizer.set_num_gradients_to_accumulate(passes)
+        else:
+            passes = batch
         for _ in range(passes):
             (loss_of(model, *batches.take(1)) / passes).backward()
         clock.step(passes)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        if noise is not None:
+            predicted += noise.gain(passes)
+        if steps % PREDICTED_STEPS == 0:
+            if noise is not None:
+                errors.append(abs(predicted / (optimizer.progress - before) - 1.0))
+            noise = optimizer.noise if optimizer.noise.measured else None
+            predicted, before = 0.0, optimizer.progress
         steps, samples, largest = steps + 1, samples + passes, max(largest, passes)
+    error = median(errors) if errors else 0.0
     return Row(
-        workload.name, overhead, batch, seed, clock.now, steps, samples, largest, data.score(model)
+        *(workload.name, overhead, way, batch, seed, clock.now, steps, samples, largest),
+        data.score(model),
+        error,
     )
 
 
@@ -100,16 +137,25 @@ def run(
     workloads: Sequence[Workload], folder: Path, overheads: Sequence[float], seeds: int
 ) -> None:
     """Add the runs that are missing to the results, one line each."""
-    done = {(r.workload, r.overhead if not r.batch else 0, r.batch, r.seed) for r in read()}
-    for workload in workloads:
-        data = workload.load(folder)
-        for seed in range(seeds):
+    done = {(r.workload, r.overhead, r.way, r.batch, r.seed) for r in read()}
+
+    def add(workload: Workload, overhead: float, way: str, batch: int, seed: int) -> None:
+        if (workload.name, overhead, way, batch, seed) not in done:
+            append(train(workload, workload.load(folder), overhead, way, batch, seed))
+
+    for seed in range(seeds):
+        for workload in workloads:
             for batch in FIXED:  # the same run at every overhead: only its time differs
-                if (workload.name, 0, batch, seed) not in done:
-                    append(train(workload, data, 0, batch, seed))
+                add(workload, 0.0, "fixed", batch, seed)
+            add(workload, 0.0, "samples", 1, seed)
             for overhead in overheads:
-                if (workload.name, overhead, 0, seed) not in done:
-                    append(train(workload, data, overhead, 0, seed))
+                add(workload, overhead, "ramp", 1, seed)
+    for workload in workloads:  # by hand, from the batch that was found by search
+        for overhead in overheads:
+            best = best_fixed(read(), workload, overhead)
+            for seed in range(seeds):
+                for way in ("doubling", "seesaw"):
+                    add(workload, overhead, way, best, seed)
 
 
 def append(row: Row) -> None:
@@ -130,45 +176,102 @@ def at_overhead(row: Row, overhead: float) -> float:
     return row.samples + row.steps * overhead
 
 
+def times_of_fixed(rows: Sequence[Row], workload: Workload, overhead: float) -> dict[int, float]:
+    """The mean time of each fixed batch."""
+    fixed = [r for r in rows if r.workload == workload.name and r.way == "fixed"]
+    return {
+        batch: mean(at_overhead(r, overhead) for r in fixed if r.batch == batch)
+        for batch in FIXED
+        if any(r.batch == batch for r in fixed)
+    }
+
+
+def best_fixed(rows: Sequence[Row], workload: Workload, overhead: float) -> int:
+    times = times_of_fixed(rows, workload, overhead)
+    return min(times, key=times.__getitem__)
+
+
+def score_cell(workload: Workload, found: Sequence[Row]) -> str:
+    scores = [r.score for r in found]
+    digits = 2 if workload.higher_is_better else 3
+    return f"{mean(scores):.{digits}f} ({min(scores):.{digits}f}–{max(scores):.{digits}f})"
+
+
 def table(rows: Sequence[Row], workload: Workload, overhead: float) -> list[str]:
     """The page's rows of one workload at one overhead: means over seeds."""
     own = [r for r in rows if r.workload == workload.name]
-    fixed = {b: [r for r in own if r.batch == b] for b in FIXED}
-    fixed = {b: found for b, found in fixed.items() if found}
-    times = {b: mean(at_overhead(r, overhead) for r in found) for b, found in fixed.items()}
-    ramps = [r for r in own if r.batch == 0 and r.overhead == overhead]
-    if not ramps or not times:
+    times = times_of_fixed(rows, workload, overhead)
+    if not times:
         return []
     best = min(times, key=times.__getitem__)
 
-    def cells(name: str, found: Sequence[Row], time: float) -> str:
-        scores = [r.score for r in found]
+    def line(name: str, found: Sequence[Row]) -> str:
+        time = mean(at_overhead(r, overhead) for r in found)
         return (
             f"| {workload.title} | {overhead:g} | {name} | {time:,.0f} | {time / times[best]:.2f} "
             f"| {mean(r.steps for r in found):,.0f} | {mean(r.samples for r in found):,.0f} "
-            f"| {mean(scores):.2f} ({min(scores):.2f}–{max(scores):.2f}) |"
+            f"| {score_cell(workload, found)} |"
         )
 
-    return [
-        cells("scale 1", fixed[1], times[1]),
-        cells(f"best fixed: {best}", fixed[best], times[best]),
-        cells("Ramp", ramps, mean(r.time for r in ramps)),
+    def of(way: str) -> list[Row]:
+        return [r for r in own if r.way == way and r.overhead == overhead]
+
+    fixed = {b: [r for r in own if r.way == "fixed" and r.batch == b] for b in (1, best)}
+    named = [
+        ("scale 1", fixed[1]),
+        (f"best fixed: {best}", fixed[best]),
+        ("Ramp", of("ramp")),
+        ("doubling by hand", of("doubling")),
+        ("Seesaw by hand", of("seesaw")),
     ]
+    return [line(name, found) for name, found in named if found]
+
+
+def samples_table(rows: Sequence[Row]) -> list[str]:
+    """`goal="samples"` beside scale 1."""
+    lines = []
+    for workload in WORKLOADS:
+        own = [r for r in rows if r.workload == workload.name]
+        found = [r for r in own if r.way == "samples"]
+        one = [r for r in own if r.way == "fixed" and r.batch == 1]
+        if found and one:
+            steps, samples = (
+                mean(getattr(r, what) for r in found) / mean(getattr(r, what) for r in one)
+                for what in ("steps", "samples")
+            )
+            lines.append(
+                f"| {workload.title} | {1 - steps:.0%} | {samples:.2f} "
+                f"| {score_cell(workload, found)} | {score_cell(workload, one)} |"
+            )
+    return lines
 
 
 def write(rows: Sequence[Row]) -> None:
-    lines = [line for o in OVERHEADS for w in WORKLOADS for line in table(rows, w, float(o))]
+    lines = [line for w in WORKLOADS for o in OVERHEADS for line in table(rows, w, float(o))]
+    errors = [r.prediction_error for r in rows if r.way == "ramp"]
     PAGE.write_text(
         "# A batch that sets itself\n\n"
-        "Time to the same progress, with `Ramp` and with the best of eight fixed batches\n"
-        "(1, 2, 4, …, 128 micro-batches), which had to be found by search. A step takes\n"
-        "`overhead + passes`: a stated time, so that the best fixed batch is a fact of the noise\n"
-        "and not of a machine. Every run ends at the progress of the small batch's whole run.\n"
-        "Means over "
+        "Time to the same progress: with `Ramp`, with the best of eight fixed batches (1, 2, 4,\n"
+        "…, 128 micro-batches), which had to be found by search, and with two ramps by hand that\n"
+        "begin at that best fixed batch. *Doubling* is OLMo's: twice the batch from 28 % of the\n"
+        "progress on, four times from 83 % on. *Seesaw* lets the batch grow where the cosine\n"
+        "lowers the rate. All use AdaScale (SGD) or AdamScale (AdamW), and the small batch's\n"
+        "learning rate and schedule. A step takes `overhead + passes`: a stated time, so that the\n"
+        "best fixed batch is a fact of the noise and not of a machine. Every run ends at the\n"
+        "progress of the small batch's whole run. Means over "
         f"{SEEDS} seeds, and the range of the scores.\n\n"
         "```bash\npython benchmarks/ramp.py --data ../shared/data\n```\n\n"
         "| workload | overhead | batch | time | over the best | steps | small batches | score |\n"
-        "|---|--:|---|--:|--:|--:|--:|--:|\n" + "\n".join(lines) + "\n"
+        "|---|--:|---|--:|--:|--:|--:|--:|\n" + "\n".join(lines) + "\n\n"
+        '## Few steps for few samples: `goal="samples"`\n\n'
+        "With `efficiency=0.85` each sample must be worth 85 % of a small batch's.\n\n"
+        "| workload | fewer steps than scale 1 | samples over scale 1's | score | at scale 1 |\n"
+        "|---|--:|--:|--:|--:|\n" + "\n".join(samples_table(rows)) + "\n\n"
+        "## Predictions\n\n"
+        "The progress of the next 50 steps is predicted from the noise that is known before them,\n"
+        "and their numbers of micro-batches. The median error of a run is\n"
+        f" {median(errors):.1%} in the middle, and {max(errors):.1%} in the worst of "
+        f"{len(errors)} runs.\n"
     )
 
 
@@ -187,8 +290,8 @@ def main() -> None:
     if arguments.quick:
         digits = next(w for w in WORKLOADS if w.name == "digits-sgd")
         data = digits.load(arguments.data)
-        for batch in (0, 1, 16):
-            print(train(digits, data, 4.0, batch, 0))
+        for way, batch in (("ramp", 1), ("fixed", 1), ("fixed", 16), ("seesaw", 4)):
+            print(train(digits, data, 4.0, way, batch, 0))
         return
     chosen = [w for w in WORKLOADS if arguments.only in (None, w.name)]
     overheads = OVERHEADS if arguments.overhead is None else (arguments.overhead,)

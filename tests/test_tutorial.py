@@ -56,6 +56,13 @@ def test_two_workers_take_fewer_steps_to_the_same_loss(printed):
     assert loss < 1.03 * loss_of_one
 
 
+def test_a_growing_batch_takes_fewer_steps_still(printed):
+    steps, _, _, loss = numbers(printed, "ddp.py")
+    fewer, last_batch, loss_of_ramp = numbers(printed, "ramp.py")
+    assert fewer < 0.75 * steps and last_batch > 32
+    assert loss_of_ramp < 1.03 * loss
+
+
 def test_sharding_does_not_change_the_numbers(printed):
     by_ddp = numbers(printed, "ddp.py")
     *same, parameters, momenta = numbers(printed, "sharded.py")
