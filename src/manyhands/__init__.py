@@ -21,7 +21,7 @@ from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 from manyhands.sharding._grad_scaler import ShardedGradScaler
-from manyhands.sharding.fsdp._training_state import TrainingState
+from manyhands.sharding.fsdp._engine import TrainingState
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.wrapping._dummy_group import DummyProcessGroup
 from manyhands.sharding.wrapping._policies import config_auto_wrap_policy, default_auto_wrap_policy
