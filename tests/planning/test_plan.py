@@ -30,7 +30,7 @@ from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, Wr
 from manyhands.planning._state import OptimizerStateSizes
 from manyhands.planning._table import format_bytes, parse_bytes
 from manyhands.sharding.zero import _layout
-from manyhands.sharding.zero._elementwise import ELEMENTWISE
+from manyhands.sharding.zero._slice_optimizer import ELEMENTWISE
 
 FULLY = "FullyShardedDataParallel"
 WAYS = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel")

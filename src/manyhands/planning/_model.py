@@ -31,7 +31,7 @@ from manyhands.planning._state import OptimizerStateSizes
 from manyhands.sharding.wrapping._pick import pick_modules
 from manyhands.sharding.wrapping._policies import default_auto_wrap_policy
 from manyhands.sharding.zero._ddp import ShardedDataParallel
-from manyhands.sharding.zero._elementwise import choose_layout
+from manyhands.sharding.zero._slice_optimizer import choose_layout
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.wrapping._pick import children, pick_modules
 from manyhands.sharding.wrapping._policies import (
     POLICY_KEYWORDS,
@@ -78,7 +79,7 @@ def enable_wrap(
     outer = _SCOPE.get()
     wrapper_cls = _pop_wrapper_cls(wrapper_kwargs)
     if wrapper_cls is None:
-        wrapper_cls = _default_wrapper() if outer is None else outer.wrapper_cls
+        wrapper_cls = FullyShardedDataParallel if outer is None else outer.wrapper_cls
     if auto_wrap_policy is not None:
         policy = as_policy(auto_wrap_policy)
     else:
@@ -237,13 +238,6 @@ def _is_instance(module: nn.Module, wrapper_cls: Wrapper) -> bool:
     while isinstance(cls, partial):
         cls = cls.func
     return isinstance(cls, type) and isinstance(module, cls)
-
-
-def _default_wrapper() -> Wrapper:
-    # Not at the top: FSDP's options import this package.
-    from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-
-    return FullyShardedDataParallel
 
 
 def _bind_policy(policy: Policy, options: dict[str, Any]) -> tuple[Policy, dict[str, Any]]:

@@ -12,7 +12,6 @@ Saving and loading are in `_state.py`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,9 +33,8 @@ from manyhands.sharding._agreement import (
 )
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding.zero import _state
-from manyhands.sharding.zero._elementwise import choose_layout
 from manyhands.sharding.zero._flat_params import Shards
-from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, copy_options, param_indices
+from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout, param_indices
 
 
 class OSS(ShardedOptimizer):
@@ -344,19 +342,9 @@ class OSS(ShardedOptimizer):
 
         Call it on every worker. The collected tensors are on the CPU.
         """
-        size = self._workers.size
-        if not -1 <= recipient_rank < size:
-            raise ValueError(
-                f"recipient_rank must be a rank of the {size} worker(s), or -1 for all of them, "
-                f"got {recipient_rank}."
-            )
-        if size > 1:
-            self.wait()
-            state = _state.collect_state(
-                self._shards, self.optim, self._pending_state, recipient_rank
-            )
-            here = recipient_rank in (-1, self._workers.rank)
-            self._consolidated = state if here else None
+        self._consolidated = _state.collect_state(
+            self._shards, self.optim, self._pending_state, recipient_rank
+        )
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Return the plain optimizer's state dict, after `consolidate_state_dict` on this worker.
@@ -367,13 +355,7 @@ class OSS(ShardedOptimizer):
             return super().state_dict()
         if all_ranks:
             self.consolidate_state_dict(recipient_rank=-1)
-        if self._consolidated is None:
-            raise RuntimeError(
-                f"worker {self._workers.rank} has only its shard of the optimizer's state, as of "
-                "the last step. Call consolidate_state_dict() on every worker before "
-                "state_dict() on the recipient (rank 0, unless you name another)."
-            )
-        return _state.plain_state_dict(self._consolidated, self.param_groups)
+        return _state.plain_state_dict(self._consolidated, self.param_groups, self.rank)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain optimizer's state dict, or a consolidated one; call it on every worker.
@@ -381,12 +363,7 @@ class OSS(ShardedOptimizer):
         Each worker copies its shard. The dict itself is not changed.
         """
         self.prepare()
-        _state.check_plain_state_dict(state_dict, self.param_groups, self._shards)
-        for_later = _state.state_without_slices(state_dict, self._shards)
-        if self.shards_state:
-            shard = _state.shard_state_dict(state_dict, self.param_groups, self._shards)
-        else:
-            shard = copy.deepcopy(dict(state_dict))
+        shard, for_later = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
         self.load_parts(shard, for_later, state_dict["param_groups"])
 
     # The next three are for checkpoints and scaling: `_core/state_parts.py` says what they do.
@@ -394,8 +371,7 @@ class OSS(ShardedOptimizer):
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], dict[str, Any]]:
         """Return this worker's state by parameter, and the state dict of `optim` it is in."""
         packed = self.optim.state_dict()
-        groups = [param_indices(self.param_groups, i) for i in range(len(self.param_groups))]
-        parts = _state.slice_parts(packed, groups, self._shards, self._pending_state)
+        parts = _state.slice_parts(packed, self.param_groups, self._shards, self._pending_state)
         return [part for part in parts if include_empty or not part.empty], packed
 
     def load_parts(
@@ -408,10 +384,7 @@ class OSS(ShardedOptimizer):
         self.optim.load_state_dict(packed)
         self._consolidated, self._begun = None, True
         self._pending_state = for_later
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            copy_options(copy.deepcopy(options_of(loaded)), group)
-            if "param_names" in loaded:
-                group["param_names"] = list(loaded["param_names"])
+        _state.load_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:
         """Return a replica of these entries of the state, for all parameters."""

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.flat import flatten, unflatten
-from manyhands._core.state_parts import OptimizerStatePart
+from manyhands._core.state_parts import OptimizerStatePart, options_of
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
+from manyhands.sharding.zero._slice_optimizer import Groups, param_indices, slice_state
 
 SMALL = 8  # elements
 
@@ -34,9 +35,18 @@ def collect_state(
 ) -> dict[int, dict[str, Any]] | None:
     """Return the state of every parameter, by index, on the recipient (-1: on every rank).
 
-    `frozen` parameters have no slices: their state is on every rank already.
+    With one rank there is nothing to collect, and the result is None. `frozen` parameters have no
+    slices: their state is on every rank already.
     """
     workers = shards.workers
+    if not -1 <= recipient < workers.size:
+        raise ValueError(
+            f"recipient_rank must be a rank of the {workers.size} worker(s), or -1 for all of "
+            f"them, got {recipient}."
+        )
+    if workers.size == 1:
+        return None
+    shards.wait()
     here = recipient in (-1, workers.rank)
     if not shards.params:  # the same on every rank, so that none waits in a collective
         return {} if here else None
@@ -146,8 +156,31 @@ def _from_text(entry: Mapping[str, Any]) -> Any:
     return torch.tensor(entry["small"], dtype=getattr(torch, entry["dtype"]))
 
 
-def shard_state_dict(
-    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
+def load_options(saved: Sequence[Mapping[str, Any]], groups: Groups) -> None:
+    """Set the options of these parameter groups to the saved ones, and the parameters' names."""
+    for group, loaded in zip(groups, saved, strict=True):
+        group.update(copy.deepcopy(options_of(loaded)))
+        if "param_names" in loaded:
+            group["param_names"] = list(loaded["param_names"])
+
+
+def cut_state_dict(
+    state_dict: Mapping[str, Any], groups: Groups, shards: Shards
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Return this rank's shard of a plain state dict, and the state of parameters without slices.
+
+    Raise a ValueError, the same on every rank, if the dict is not of these parameters.
+    """
+    _check_plain_state_dict(state_dict, groups, shards)
+    if shards.workers.size > 1:
+        shard = _shard_state_dict(state_dict, groups, shards)
+    else:
+        shard = copy.deepcopy(dict(state_dict))
+    return shard, _state_without_slices(state_dict, shards)
+
+
+def _shard_state_dict(
+    state_dict: Mapping[str, Any], groups: Groups, shards: Shards
 ) -> dict[str, Any]:
     """Cut this rank's shard out of a plain optimizer's state dict, for the inner optimizer."""
     saved = state_dict["state"]
@@ -170,9 +203,15 @@ def shard_state_dict(
 
 
 def plain_state_dict(
-    collected: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    collected: Mapping[int, Mapping[str, Any]] | None, groups: Groups, rank: int
 ) -> dict[str, Any]:
     """Return the plain optimizer's state dict, from the state of every parameter, by index."""
+    if collected is None:
+        raise RuntimeError(
+            f"worker {rank} has only its shard of the optimizer's state, as of the last step. Call "
+            "consolidate_state_dict() on every worker before state_dict() on the recipient (rank "
+            "0, unless you name another)."
+        )
     packed, first = [], 0
     for group in groups:
         numbers = range(first, first + len(group["params"]))
@@ -184,7 +223,7 @@ def plain_state_dict(
     }
 
 
-def state_without_slices(
+def _state_without_slices(
     state_dict: Mapping[str, Any], shards: Shards
 ) -> dict[int, dict[str, Any]]:
     """Return a copy of the state of parameters that have no place yet, by index."""
@@ -195,24 +234,7 @@ def state_without_slices(
     }
 
 
-def slice_state(entries: Mapping[str, Any], owned: ParamSlice, param: Tensor) -> dict[str, Any]:
-    """Cut a slice's state out of its parameter's state."""
-    return {name: _slice_entry(name, value, owned, param) for name, value in entries.items()}
-
-
-def _slice_entry(name: str, value: Any, owned: ParamSlice, param: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    # A scalar "step" belongs to the whole parameter, even to one without dimensions.
-    cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
-    if cut and not owned.whole:
-        return flatten(value, param)[owned.start : owned.stop].clone()
-    return value.clone()
-
-
-def check_plain_state_dict(
-    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
-) -> None:
+def _check_plain_state_dict(state_dict: Mapping[str, Any], groups: Groups, shards: Shards) -> None:
     """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError(
@@ -248,38 +270,21 @@ def _check_shape(name: str, value: Any, number: Any, param: Tensor, cut: bool) -
         )
 
 
-def move_state(
-    entries: Mapping[str, Any], after: Tensor, before: Tensor | None = None
-) -> dict[str, Any]:
-    """Return a slice's state on the device of the moved slice, and in its dtype.
-
-    `before` is the slice that the state was of: as in torch, only entries of its dtype get the new
-    one. None: the state was loaded, and all of it gets the dtype.
-    """
-    moved = {}
-    for name, value in entries.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            follows = before is None or value.dtype == before.dtype
-            value = value.to(after.device, after.dtype if follows else value.dtype)
-        moved[name] = value
-    return moved
-
-
 # -- for the parts that do not know slices ---------------------------------------------------------
 
 
 def slice_parts(
     packed: Mapping[str, Any],
-    groups: Sequence[Sequence[int]],
+    groups: Groups,
     shards: Shards,
     frozen: Mapping[int, Mapping[str, Any]],
 ) -> Iterator[OptimizerStatePart]:
     """Yield the state of this rank's slices, and that of parameters without slices.
 
-    `packed` is the inner optimizer's state dict, `groups` are the indices of the parameters.
+    `packed` is the inner optimizer's state dict, `groups` are those of the OSS.
     """
-    for members, packed_group in zip(groups, packed["param_groups"], strict=True):
-        slices = [owned for i in members for owned in shards.slices[i]]
+    for index, packed_group in enumerate(packed["param_groups"]):
+        slices = [owned for i in param_indices(groups, index) for owned in shards.slices[i]]
         for owned, number in zip(slices, packed_group["params"], strict=True):
             yield OptimizerStatePart(
                 shards.params[owned.param],
