@@ -3,8 +3,8 @@
 Names are the plain model's, and a state dict has the plain model's full tensors. torch calls these
 hooks for every wrap, inner ones first, so each converts only its own entries:
 
-    _to_plain      hook after state_dict(): plain names, full tensors (or slices, if asked for)
-    _from_plain    hook before load_state_dict(): our names, and this rank's slices
+    _show_plain    hook after state_dict(): plain names, full tensors (or slices, if asked for)
+    _take_plain    hook before load_state_dict(): our names, and this rank's slices
     _after_load    hook after load_state_dict(): look the parameters up again
 """
 
@@ -57,8 +57,8 @@ class Wrap(ModuleWrapper):
     def _hold(self, module: nn.Module) -> None:
         """Take the place of this module."""
         self.register_module(INNER, module)
-        self._register_state_dict_hook(_to_plain)
-        self._register_load_state_dict_pre_hook(_from_plain, with_module=True)
+        self._register_state_dict_hook(_show_plain)
+        self._register_load_state_dict_pre_hook(_take_plain, with_module=True)
         self.register_load_state_dict_post_hook(_after_load)
 
     @property
@@ -186,7 +186,7 @@ def wraps_in(module: nn.Module, kind: type[W]) -> list[W]:
 # -- state dicts -----------------------------------------------------------------------------------
 
 
-def _to_plain(wrap: Wrap, state: dict[str, Any], prefix: str, _: object) -> None:
+def _show_plain(wrap: Wrap, state: dict[str, Any], prefix: str, _: object) -> None:
     """Convert this wrap's entries of a state dict to plain names and full tensors."""
     own = _pop_last(state, prefix)
     _rename_keys(own, prefix, remove=f"{INNER}.")
@@ -224,7 +224,7 @@ def _pop_last(entries: dict[str, V], prefix: str) -> dict[str, V]:
     return dict(reversed(popped))
 
 
-def _from_plain(wrap: Wrap, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_plain(wrap: Wrap, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Convert this wrap's entries of a state dict to our names and this rank's slices."""
     wrap._reshard()
     convert = from_local if wrap._in_local_state else shard_like

@@ -34,7 +34,7 @@ from manyhands.sharding._agreement import (
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
-from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout, param_indices
+from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout
 
 
 class OSS(ShardedOptimizer):
@@ -239,7 +239,9 @@ class OSS(ShardedOptimizer):
             [
                 {
                     **options_of(group),
-                    "params": self._shards.held_by(rank, param_indices(self.param_groups, index)),
+                    "params": self._shards.held_by(
+                        rank, _state.param_indices(self.param_groups, index)
+                    ),
                 }
                 for index, group in enumerate(self.param_groups)
             ]
@@ -384,7 +386,7 @@ class OSS(ShardedOptimizer):
         self.optim.load_state_dict(packed)
         self._consolidated, self._begun = None, True
         self._pending_state = for_later
-        _state.load_options(groups, self.param_groups)
+        _state.restore_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:
         """Return a replica of these entries of the state, for all parameters."""

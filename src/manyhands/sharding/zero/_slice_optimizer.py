@@ -16,17 +16,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from manyhands._core.flat import flatten
 from manyhands._core.state_parts import options_of
 from manyhands.sharding._agreement import make_on_all_ranks
 from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
+from manyhands.sharding.zero._state import Groups, move_state, param_indices, slice_state
 
 TURNS = 4  # of a step: the first buckets are in flight while the others are computed
 
@@ -36,8 +36,6 @@ ELEMENTWISE: tuple[type, ...] = (
 )
 STEPS = 12  # on toy parameters
 SHAPES = (160, 144), (96,)  # some optimizers change their method above a size
-
-Groups: TypeAlias = Sequence[dict[str, Any]]
 
 
 class SliceOptimizer:
@@ -88,7 +86,7 @@ class SliceOptimizer:
             loaded = pending.get(owned.param)
             if loaded is not None:
                 part = slice_state(loaded, owned, self._shards.params[owned.param])
-                self.optim.state[owned.data] = _move_state(part, owned.data)
+                self.optim.state[owned.data] = move_state(part, owned.data)
             elif owned.data in begun:
                 self.optim.state[owned.data] = begun[owned.data]
         for owned in slices:
@@ -102,7 +100,7 @@ class SliceOptimizer:
         state = self.optim.state
         for old, new in zip(before, after, strict=True):
             if old in state:
-                state[new] = _move_state(state.pop(old), new, old)
+                state[new] = move_state(state.pop(old), new, old)
         self.replace_slices(groups)
 
     # -- options and steps ---------------------------------------------------------------------
@@ -149,47 +147,9 @@ class SliceOptimizer:
                 owned.data.grad = None
 
 
-def param_indices(groups: Groups, index: int) -> range:
-    """Return the indices of a group's parameters, counted through all groups."""
-    first = sum(len(group["params"]) for group in groups[:index])
-    return range(first, first + len(groups[index]["params"]))
-
-
 def copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
     """Set the options of one parameter group to those of another."""
     target.update(options_of(source))
-
-
-def slice_state(entries: Mapping[str, Any], owned: ParamSlice, param: Tensor) -> dict[str, Any]:
-    """Cut a slice's state out of its parameter's state."""
-    return {name: _slice_entry(name, value, owned, param) for name, value in entries.items()}
-
-
-def _slice_entry(name: str, value: Any, owned: ParamSlice, param: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    # A scalar "step" belongs to the whole parameter, even to one without dimensions.
-    cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
-    if cut and not owned.whole:
-        return flatten(value, param)[owned.start : owned.stop].clone()
-    return value.clone()
-
-
-def _move_state(
-    entries: Mapping[str, Any], after: Tensor, before: Tensor | None = None
-) -> dict[str, Any]:
-    """Return a slice's state on the device of the moved slice, and in its dtype.
-
-    `before` is the slice that the state was of: as in torch, only entries of its dtype get the new
-    one. None: the state was loaded, and all of it gets the dtype.
-    """
-    moved = {}
-    for name, value in entries.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            follows = before is None or value.dtype == before.dtype
-            value = value.to(after.device, after.dtype if follows else value.dtype)
-        moved[name] = value
-    return moved
 
 
 # -- may parameters be cut? -----------------------------------------------------------------------

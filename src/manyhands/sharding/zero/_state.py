@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from manyhands._core.flat import flatten, unflatten
 from manyhands._core.state_parts import OptimizerStatePart, options_of
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
-from manyhands.sharding.zero._slice_optimizer import Groups, param_indices, slice_state
 
 SMALL = 8  # elements
+
+Groups: TypeAlias = Sequence[dict[str, Any]]
 
 
 def collect_state(
@@ -156,7 +157,7 @@ def _from_text(entry: Mapping[str, Any]) -> Any:
     return torch.tensor(entry["small"], dtype=getattr(torch, entry["dtype"]))
 
 
-def load_options(saved: Sequence[Mapping[str, Any]], groups: Groups) -> None:
+def restore_options(saved: Sequence[Mapping[str, Any]], groups: Groups) -> None:
     """Set the options of these parameter groups to the saved ones, and the parameters' names."""
     for group, loaded in zip(groups, saved, strict=True):
         group.update(copy.deepcopy(options_of(loaded)))
@@ -234,6 +235,21 @@ def _state_without_slices(
     }
 
 
+def slice_state(entries: Mapping[str, Any], owned: ParamSlice, param: Tensor) -> dict[str, Any]:
+    """Cut a slice's state out of its parameter's state."""
+    return {name: _slice_entry(name, value, owned, param) for name, value in entries.items()}
+
+
+def _slice_entry(name: str, value: Any, owned: ParamSlice, param: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # A scalar "step" belongs to the whole parameter, even to one without dimensions.
+    cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
+    if cut and not owned.whole:
+        return flatten(value, param)[owned.start : owned.stop].clone()
+    return value.clone()
+
+
 def _check_plain_state_dict(state_dict: Mapping[str, Any], groups: Groups, shards: Shards) -> None:
     """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
     if not {"state", "param_groups"} <= set(state_dict):
@@ -268,6 +284,29 @@ def _check_shape(name: str, value: Any, number: Any, param: Tensor, cut: bool) -
             f"the state {name!r} of parameter {number} has the shape {tuple(value.shape)}, and "
             f"the parameter {tuple(param.shape)}. Is it another model's, or optimizer's?"
         )
+
+
+def move_state(
+    entries: Mapping[str, Any], after: Tensor, before: Tensor | None = None
+) -> dict[str, Any]:
+    """Return a slice's state on the device of the moved slice, and in its dtype.
+
+    `before` is the slice that the state was of: as in torch, only entries of its dtype get the new
+    one. None: the state was loaded, and all of it gets the dtype.
+    """
+    moved = {}
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            follows = before is None or value.dtype == before.dtype
+            value = value.to(after.device, after.dtype if follows else value.dtype)
+        moved[name] = value
+    return moved
+
+
+def param_indices(groups: Groups, index: int) -> range:
+    """Return the indices of a group's parameters, counted through all groups."""
+    first = sum(len(group["params"]) for group in groups[:index])
+    return range(first, first + len(groups[index]["params"]))
 
 
 # -- for the parts that do not know slices ---------------------------------------------------------
