@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,23 @@ from manyhands.sharding.fsdp._places import (
     named_params,
 )
 
-# For functions that send, which torch.compile must leave alone.
-eager: Any = torch._compile._disable_dynamo
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def eager(fn: F) -> F:
+    """Keep torch.compile away from a function, such as one that sends."""
+    uncompiled: Any = torch._compile._disable_dynamo(fn)
+    return uncompiled
+
 
 # One mesh for each group and kind of device, shared by all wraps. Weak, so that a group is freed
 # with its last user.
-_meshes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class TrainingState(Enum):
@@ -139,9 +150,9 @@ class Engine:
 
     def find_params(self) -> None:
         """Look up the sharded parameters, after they were made or replaced."""
-        self.params: list[Tensor] = [_param_at(place) for place in self.places]
+        self.params: list[nn.Parameter] = [_param_at(place) for place in self.places]
 
-    def sharded_by_full(self) -> dict[int, Tensor]:
+    def sharded_by_full(self) -> dict[int, nn.Parameter]:
         """Return the sharded parameter of each full one that a module has now, by the id of that.
 
         Empty while the modules have the sharded ones.
@@ -292,7 +303,7 @@ def shard_wrap(
 
 
 @eager
-def _begin_another_run(module: Any, _: Any) -> None:
+def _begin_another_run(module: Any, _: object) -> None:
     """Let a wrap that runs again in a backward be gathered and reduced again.
 
     A wrap that runs in a backward is being recomputed by a checkpoint. The engine assumes that
@@ -326,14 +337,14 @@ def dereference(reference: Callable[[], Engine | None]) -> Engine:
     return engine
 
 
-def _param_at(place: Place) -> Tensor:
+def _param_at(place: Place) -> nn.Parameter:
     module, name = place
     param = module._parameters[name]
     assert param is not None
     return param
 
 
-def _find_mesh(ranks: RankGroup, device: torch.device) -> Any:
+def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
     """Return the ranks as a DeviceMesh, made once for each group and kind of device."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -351,7 +362,7 @@ def _find_mesh(ranks: RankGroup, device: torch.device) -> Any:
 class _Nest:
     """A nested structure and its tensors, to be rebuilt with other tensors."""
 
-    def __init__(self, tree: Any, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tree: object, tensors: Sequence[Tensor]) -> None:
         self._tree = tree
         self._tensors = tensors
 
@@ -361,19 +372,21 @@ class _Nest:
         return tree_map_tensors(lambda tensor: others[id(tensor)], self._tree)
 
 
-def _flatten_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+def _flatten_inputs(
+    _: nn.Module, args: object, kwargs: object
+) -> tuple[tuple[list[Tensor], _Nest], dict[str, object]]:
     """Before the engine's hook: replace the inputs by a list of tensors and a nest."""
     tensors = tensors_in((args, kwargs))
     return (tensors, _Nest((args, kwargs), tensors)), {}
 
 
-def _nest_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+def _nest_inputs(_: nn.Module, args: tuple[Sequence[Tensor], _Nest], kwargs: object) -> Any:
     """After the engine's hook: restore the inputs, with the engine's tensors in them."""
     tensors, nest = args
     return nest.rebuild(tensors)
 
 
-def _flatten_output(module: nn.Module, _: Any, output: Any) -> Any:
+def _flatten_output(module: nn.Module, _: object, output: object) -> tuple[list[Tensor], _Nest]:
     """Before the engine's hook: replace the output by a list of tensors and a nest."""
     tensors = tensors_in(output, _check_output(module))
     # The engine gathers parameters for backward in a hook on the output. An in-place operation on a
@@ -382,7 +395,7 @@ def _flatten_output(module: nn.Module, _: Any, output: Any) -> Any:
     return own, _Nest(output, tensors)
 
 
-def _nest_output(_: nn.Module, __: Any, output: Any) -> Any:
+def _nest_output(_: nn.Module, __: object, output: tuple[Sequence[Tensor], _Nest]) -> object:
     """After the engine's hook: restore the output, with the hooked tensors in it."""
     tensors, nest = output
     return nest.rebuild(tensors)
@@ -392,21 +405,21 @@ class _NotAView(torch.autograd.Function):
     """Returns a tensor of its own with the same memory, for autograd no view."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
         return grads[0]
 
 
-def _check_output(module: nn.Module) -> Callable[[Any], None]:
+def _check_output(module: nn.Module) -> Callable[[object], None]:
     """Return a check of leaves of an output, which raises a TypeError if one hides a tensor.
 
     The engine would put no hook on a hidden tensor, and miss the backward through it.
     """
 
-    def check(leaf: Any) -> None:
+    def check(leaf: object) -> None:
         if not torch.is_grad_enabled():
             return  # there will be no backward
         inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.trees import tree_map_tensors
@@ -158,7 +159,7 @@ def consolidate_slices(
 
 def full_optimizer_state(
     optimizer: Optimizer, names: Mapping[int, str], private: set[int], *, keep: bool
-) -> dict[str, Any] | None:
+) -> StateDict | None:
     """Return the plain optimizer's state dict on the CPU, or None on ranks that do not `keep` it.
 
     `names` are the parameters' by id; `private` are ids of parameters that each rank has for
@@ -185,7 +186,7 @@ def _to_cpu(tensor: Tensor, *, keep: bool) -> Tensor | None:
 
 def sharded_optimizer_state(
     state: Mapping[str, Any], params: Mapping[str, Tensor], left_out: set[int]
-) -> dict[str, Any]:
+) -> StateDict:
     """Return this rank's slices of the state, for `optimizer.load_state_dict`.
 
     `params` are the model's by name and in its order; `left_out` are ids of parameters whose state
@@ -209,7 +210,7 @@ def sharded_optimizer_state(
     return result
 
 
-def _shard_state(index: int, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+def _shard_state(index: int, state: Mapping[str, object], param: Tensor) -> dict[str, object]:
     def change(tensor: Tensor) -> Tensor:
         if tensor.shape == param.shape:
             return shard_like(tensor, param)

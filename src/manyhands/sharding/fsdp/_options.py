@@ -20,13 +20,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from manyhands._core.ranks import RankGroup
+from manyhands.sharding._agreement import GroupLike
 
 P = ParamSpec("P")
 W = TypeVar("W", bound=nn.Module)
@@ -76,8 +77,8 @@ class FSDPOptions:
             one wrap computes. False needs about two wraps' memory less, and is slower.
     """
 
-    process_group: Any = None
-    process_group_reduce_scatter: Any = None
+    process_group: GroupLike | None = None
+    process_group_reduce_scatter: GroupLike | None = None
     reshard_after_forward: bool = True
     disable_reshard_on_root: bool = True
     mixed_precision: bool = False
@@ -223,7 +224,7 @@ class DummyProcessGroup:
         return f"DummyProcessGroup(rank={self._rank}, size={self._size})"
 
 
-def find_ranks(process_group: Any) -> RankGroup:
+def find_ranks(process_group: GroupLike | None) -> RankGroup:
     """Return the ranks among which parameters are sharded.
 
     A stand-in for a process group, with only `rank()` and `size()`, may stand for one rank.
@@ -243,7 +244,7 @@ def find_ranks(process_group: Any) -> RankGroup:
     return RankGroup()
 
 
-def find_group(process_group: Any) -> Any:
+def find_group(process_group: GroupLike | None) -> GroupLike | None:
     """Return the group that a wrap shows: its own, else that of all ranks, else a stand-in."""
     if process_group is not None:
         return process_group

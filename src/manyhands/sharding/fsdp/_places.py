@@ -12,7 +12,7 @@ wrap's forward sees the casts again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -128,15 +128,17 @@ def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) 
             each.register_forward_hook(_restore(swapped, own), always_call=True)
 
 
-def _cast_inputs(dtype: torch.dtype) -> Any:
-    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
+    def cast(_: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
         return as_type(dtype, args), as_type(dtype, kwargs)
 
     return cast
 
 
-def _swap(places: list[Place], swapped: set[Place], own: list[Place], dtype: torch.dtype) -> Any:
-    def swap(_: nn.Module, __: Any) -> None:
+def _swap(
+    places: list[Place], swapped: set[Place], own: list[Place], dtype: torch.dtype
+) -> Callable[..., None]:
+    def swap(_: nn.Module, __: object) -> None:
         casts: dict[int, Tensor] = {}  # a tied parameter is cast once
         for module, name in places:
             param = module._parameters.get(name)
@@ -154,8 +156,8 @@ def _swap(places: list[Place], swapped: set[Place], own: list[Place], dtype: tor
     return swap
 
 
-def _restore(swapped: set[Place], own: list[Place]) -> Any:
-    def restore(_: nn.Module, __: Any, ___: Any = None) -> None:
+def _restore(swapped: set[Place], own: list[Place]) -> Callable[..., None]:
+    def restore(*_: object) -> None:
         for module, name in own:
             object.__delattr__(module, name)
             swapped.discard((module, name))

@@ -68,28 +68,32 @@ class Wrap(ModuleWrapper):
         assert inner is not None
         return inner
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by the plain model's names, always the sharded ones."""
         # Between a forward and its backward, a root's module may hold full parameters. An
         # optimizer made then must get the sharded ones.
-        sharded: dict[int, Any] = {}
+        sharded: dict[int, nn.Parameter] = {}
         for wrap in wraps_in(self, Wrap):
             if wrap._engine is not None and not wrap._holds_full:
                 sharded.update(wrap._engine.sharded_by_full())
-        for name, param in super().named_parameters(*args, **kwargs):
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             yield plain_name(name), sharded.get(id(param), param)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield buffers, by the plain model's names."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield plain_name(name), buffer
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Wrap:
         # to(), half() and others may replace parameters.
-        result = super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
         for wrap in wraps_in(self, Wrap):
             wrap._find_params_again()
-        return result
+        return self
 
     def _find_params_again(self) -> None:
         """Look up the sharded parameters after they may have been replaced."""
@@ -155,7 +159,7 @@ class Wrap(ModuleWrapper):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    ) -> _IncompatibleKeys:
         """Load the plain model's state dict: every rank takes its slices. Nothing is sent."""
         return super().load_state_dict(_add_our_versions(self, state_dict), strict, assign)
 
@@ -166,7 +170,9 @@ class Wrap(ModuleWrapper):
         with _set_flag(wraps_in(self, Wrap), "_in_local_state"):
             return Wrap.state_dict(self, *args, **kwargs)
 
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    def load_local_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> _IncompatibleKeys:
         """Load the `local_state_dict()` of this rank, from a run of as many ranks."""
         with _set_flag(wraps_in(self, Wrap), "_in_local_state"):
             return Wrap.load_state_dict(self, state_dict, strict=strict)
@@ -186,7 +192,7 @@ def wraps_in(module: nn.Module, kind: type[W]) -> list[W]:
 # -- state dicts -----------------------------------------------------------------------------------
 
 
-def _show_plain(wrap: Wrap, state: dict[str, Any], prefix: str, _: object) -> None:
+def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) -> None:
     """Convert this wrap's entries of a state dict to plain names and full tensors."""
     own = _pop_last(state, prefix)
     _rename_keys(own, prefix, remove=f"{INNER}.")
@@ -197,7 +203,8 @@ def _show_plain(wrap: Wrap, state: dict[str, Any], prefix: str, _: object) -> No
             # The wrapped module comes after its wrap, so its version replaces the wrap's.
             versions[plain_name(key + ".")[:-1]] = version
     if wrap._in_local_state:
-        state.update({key: local_shard(value) for key, value in own.items()})
+        for key, value in own.items():
+            state[key] = local_shard(value) if isinstance(value, Tensor) else value
         return
     keep = not wrap.state_dict_on_rank_0_only or wrap.rank == 0
     tied = {prefix + name: id(param) for name, param in named_params(wrap._places)}
@@ -207,7 +214,9 @@ def _show_plain(wrap: Wrap, state: dict[str, Any], prefix: str, _: object) -> No
         dtypes = wrap._former_buffer_dtypes
         for key, value in own.items():
             dtype = dtypes.get(key[len(prefix) :])
-            state[key] = value if dtype is None else value.to(dtype)
+            if dtype is not None and isinstance(value, Tensor):
+                value = value.to(dtype)
+            state[key] = value
 
 
 def _pop_last(entries: dict[str, V], prefix: str) -> dict[str, V]:
@@ -224,7 +233,7 @@ def _pop_last(entries: dict[str, V], prefix: str) -> dict[str, V]:
     return dict(reversed(popped))
 
 
-def _take_plain(wrap: Wrap, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_plain(wrap: Wrap, state: dict[str, object], prefix: str, *_: object) -> None:
     """Convert this wrap's entries of a state dict to our names and this rank's slices."""
     wrap._reshard()
     convert = from_local if wrap._in_local_state else shard_like
@@ -236,7 +245,7 @@ def _take_plain(wrap: Wrap, state: dict[str, Any], prefix: str, *_: object) -> N
     _rename_keys(state, prefix, insert=f"{INNER}.")
 
 
-def _add_our_versions(wrap: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V]:
     """Return a state dict that has the modules' versions, if any, under our names as well."""
     # torch looks a module's version up by its path, and ours contain `INNER`.
     versions = getattr(state, "_metadata", None)
@@ -256,7 +265,7 @@ def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
 
 
 def _replace_by_full(
-    state: dict[str, Any], tied: Mapping[str, int], device: torch.device, *, keep: bool
+    state: dict[str, object], tied: Mapping[str, int], device: torch.device, *, keep: bool
 ) -> None:
     """Replace sharded tensors by full ones on the device, or by None if not `keep`.
 
@@ -264,7 +273,7 @@ def _replace_by_full(
     """
     done: dict[int | str, Tensor | None] = {}
     for key, value in list(state.items()):
-        if is_dtensor(value):
+        if isinstance(value, Tensor) and is_dtensor(value):
             parameter = tied.get(key, key)
             if parameter not in done:
                 full = to_full(value.detach())  # a collective, also on ranks that drop the result

@@ -28,6 +28,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.backward import current_task
 from manyhands._core.sharded import local_shard
@@ -293,7 +294,7 @@ class FullyShardedDataParallel(Wrap):
     def params(self) -> list[nn.Parameter]:
         """This wrap's own parameters, without those of wraps inside; each once."""
         if self._engine is not None and not self._holds_full:
-            return list(self._engine.params)  # type: ignore[arg-type]
+            return list(self._engine.params)
         return distinct_params(self._places)
 
     @property
@@ -370,9 +371,7 @@ class FullyShardedDataParallel(Wrap):
         """
         return consolidate_slices(shard_weights, shard_metadata, with_module_buffers, strict)
 
-    def gather_full_optim_state_dict(
-        self, optim: Optimizer, **ignored: Any
-    ) -> dict[str, Any] | None:
+    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
         """Return the plain optimizer's state dict on rank 0, and None on other ranks.
 
         Call it on every rank. Parameters in a group of one, listed as `uncollected_local_ids`, get
@@ -382,8 +381,10 @@ class FullyShardedDataParallel(Wrap):
         names = {id(param): name for name, param in self.named_parameters()}
         return full_optimizer_state(optim, names, self._private_params(), keep=self.rank == 0)
 
-    def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> Any:
-        """Return this rank's slices of the plain optimizer's state, for `optim.load_state_dict`.
+    def get_shard_from_optim_state_dict(
+        self, full_optim_state_dict: Mapping[str, Any]
+    ) -> StateDict:
+        """Return this rank's slices of the plain optimizer's state, for `load_state_dict`.
 
         Rank 0's own state of parameters in a group of one is left out on other ranks.
         """

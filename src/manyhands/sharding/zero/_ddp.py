@@ -6,11 +6,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SparseAdam
 
@@ -23,7 +23,7 @@ from manyhands._core.wrappers import (
     find_layer,
     wrapped_attribute,
 )
-from manyhands.sharding._agreement import ADVICE, Facts, facts_of_groups
+from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_groups
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
 from manyhands.sharding.zero._oss import OSS
 from manyhands.sharding.zero._reducer import Reducer
@@ -69,7 +69,7 @@ class ShardedDataParallel(ModuleWrapper):
         self,
         module: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer] = (),
-        process_group: Any = None,
+        process_group: GroupLike | None = None,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int | None = None,
@@ -245,7 +245,7 @@ class ShardedDataParallel(ModuleWrapper):
                 raise
             return wrapped_attribute(self, self.module, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             "a ShardedDataParallel is not copied: it is tied to its optimizer. Copy the model "
             "inside: copy.deepcopy(model.module)."
@@ -264,7 +264,7 @@ class ShardedDataParallel(ModuleWrapper):
         self.settle()
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
         """Convert or move the module (`to`, `half`), and its sharded gradients."""
         self.settle()
         sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
@@ -283,7 +283,7 @@ class ShardedDataParallel(ModuleWrapper):
             one.wait()
 
 
-def _find_oss(optimizer: Any) -> OSS:
+def _find_oss(optimizer: Optimizer) -> OSS:
     """Return the OSS inside scaling rules and proxies; raise a TypeError if there is none."""
     inner = find_layer(optimizer, OSS)
     if inner is None:
@@ -295,7 +295,7 @@ def _find_oss(optimizer: Any) -> OSS:
     return inner
 
 
-def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
+def _check(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
@@ -381,7 +381,7 @@ def _make_wait_hook(shards: Sequence[Shards]) -> Callable[..., None]:
     version = -1
     buckets: list[FlatBucket] = []
 
-    def wait(used: nn.Module, _: Any) -> None:
+    def wait(used: nn.Module, _: object) -> None:
         nonlocal version, buckets
         if version != sum(each.version for each in shards):
             version = sum(each.version for each in shards)
@@ -394,7 +394,7 @@ def _make_wait_hook(shards: Sequence[Shards]) -> Callable[..., None]:
     return wait
 
 
-def _put_prefix(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+def _put_prefix(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     """Rename the plain module's entries as this module has them inside a larger one."""
     assert isinstance(module, ShardedDataParallel)
     module.settle()

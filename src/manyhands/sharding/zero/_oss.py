@@ -13,12 +13,13 @@ Saving and loading are in `_state.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree
 from manyhands._core.ranks import RankGroup
@@ -27,6 +28,7 @@ from manyhands._core.state_parts import OptimizerStatePart, ShardedOptimizer, op
 from manyhands._core.wrappers import SharedAttribute, YieldingProperty
 from manyhands.sharding._agreement import (
     ADVICE,
+    GroupLike,
     check_same_frozen,
     facts_of_groups,
     facts_of_options,
@@ -34,6 +36,7 @@ from manyhands.sharding._agreement import (
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
+from manyhands.sharding.zero._reducer import Reducer
 from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout
 
 
@@ -85,16 +88,17 @@ class OSS(ShardedOptimizer):
 
     _overlap = SharedAttribute[bool]()
     _begun = SharedAttribute[bool]()  # whether there is optimizer state, which is tied to slices
-    _consolidated = SharedAttribute[dict[int, dict[str, Any]] | None]()
+    _consolidated = SharedAttribute[dict[int, _state.ParamState] | None]()
     # Loaded state of frozen parameters, by index.
-    _pending_state = SharedAttribute[dict[int, dict[str, Any]]]()
-    _reducer_ref = SharedAttribute[Callable[[], Any]]()  # a weak reference to the module's Reducer
+    _pending_state = SharedAttribute[dict[int, _state.ParamState]]()
+    # A weak reference to that of our ShardedDataParallel.
+    _reducer_ref = SharedAttribute[Callable[[], Reducer | None]]()
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         optim: type[Optimizer] = SGD,
-        group: Any = None,
+        group: GroupLike | None = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
         force_broadcast_object: bool = False,
@@ -168,12 +172,12 @@ class OSS(ShardedOptimizer):
         return None if self._sliced is None else self._sliced.optim
 
     @YieldingProperty
-    def group(self) -> Any:
+    def group(self) -> GroupLike | None:
         """The process group of the workers; None for one worker without."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
     @YieldingProperty
-    def _reducer(self) -> Any:
+    def _reducer(self) -> Reducer | None:
         """The reducer of our ShardedDataParallel, while there is one."""
         return self._reducer_ref()
 
@@ -348,7 +352,7 @@ class OSS(ShardedOptimizer):
             self._shards, self.optim, self._pending_state, recipient_rank
         )
 
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+    def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the plain optimizer's state dict, after `consolidate_state_dict` on this worker.
 
         With `all_ranks`, collect it on all workers first; then call this on every worker.
@@ -370,7 +374,7 @@ class OSS(ShardedOptimizer):
 
     # The next three are for checkpoints and scaling: `_core/state_parts.py` says what they do.
 
-    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], dict[str, Any]]:
+    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
         """Return this worker's state by parameter, and the state dict of `optim` it is in."""
         packed = self.optim.state_dict()
         parts = _state.slice_parts(packed, self.param_groups, self._shards, self._pending_state)
@@ -378,8 +382,8 @@ class OSS(ShardedOptimizer):
 
     def load_parts(
         self,
-        packed: dict[str, Any],
-        for_later: dict[int, dict[str, Any]],
+        packed: StateDict,
+        for_later: dict[int, _state.ParamState],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
         """Load this worker's shard of a state, in the form of the state dict of `optim`."""
@@ -398,15 +402,15 @@ class OSS(ShardedOptimizer):
         return {} if self._sliced is None else self._sliced.optim.state
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: object) -> None:
         """Ignore the empty state that torch's constructor sets."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
 
 def _check_oss_arguments(
-    optim: Any, group: Any, broadcast_buffer_size: Any, flags: Mapping[str, Any]
+    optim: object, group: object, broadcast_buffer_size: object, flags: Mapping[str, object]
 ) -> None:
     """Raise a TypeError for an argument of a wrong type, such as one in another's position."""
     if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
@@ -430,7 +434,7 @@ def _check_oss_arguments(
         )
 
 
-def _global_rank(group: Any, rank: int) -> tuple[int, str | None]:
+def _global_rank(group: GroupLike | None, rank: int) -> tuple[int, str | None]:
     """Return the rank among all processes, and the name of the group's backend, if any."""
     if not (dist.is_available() and dist.is_initialized()):
         return rank, None

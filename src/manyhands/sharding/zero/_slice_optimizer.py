@@ -26,7 +26,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from manyhands._core.state_parts import options_of
 from manyhands.sharding._agreement import make_on_all_ranks
 from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
-from manyhands.sharding.zero._state import Groups, move_state, param_indices, slice_state
+from manyhands.sharding.zero._state import (
+    Groups,
+    ParamState,
+    move_state,
+    param_indices,
+    slice_state,
+)
 
 TURNS = 4  # of a step: the first buckets are in flight while the others are computed
 
@@ -42,11 +48,11 @@ class SliceOptimizer:
     """Makes and steps `optim`, an optimizer of slices. `groups` are those of the OSS around it."""
 
     def __init__(
-        self, shards: Shards, kind: type[Optimizer], arguments: Mapping[str, Any], groups: Groups
+        self, shards: Shards, kind: type[Optimizer], arguments: Mapping[str, object], groups: Groups
     ) -> None:
         self._shards = shards
         self._kind = kind
-        self._arguments = arguments
+        self._arguments: dict[str, Any] = dict(arguments)
         self.optim = self._make(groups)
 
     def _make(self, groups: Groups) -> Optimizer:
@@ -78,7 +84,7 @@ class SliceOptimizer:
             inner["params"] = self._own_group(groups, index)["params"]
 
     def begin_state_of(
-        self, slices: Sequence[ParamSlice], groups: Groups, pending: dict[int, dict[str, Any]]
+        self, slices: Sequence[ParamSlice], groups: Groups, pending: dict[int, ParamState]
     ) -> None:
         """Give thawed parameters their state: the loaded one, or the optimizer's initial one."""
         begun = self._make(groups).state  # Adagrad makes its state when it is made
@@ -147,7 +153,7 @@ class SliceOptimizer:
                 owned.data.grad = None
 
 
-def copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
+def copy_options(source: Mapping[str, object], target: dict[str, Any]) -> None:
     """Set the options of one parameter group to those of another."""
     target.update(options_of(source))
 
@@ -156,7 +162,7 @@ def copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
 
 
 def choose_layout(
-    kind: type[Optimizer], asked: str | None, options: Sequence[dict[str, Any]]
+    kind: type[Optimizer], asked: str | None, options: Sequence[Mapping[str, object]]
 ) -> str:
     """Return the layout: the one that was asked for, or else the one that the optimizer needs.
 
@@ -176,14 +182,14 @@ def choose_layout(
     return asked or ("even" if kind in ELEMENTWISE else "whole")
 
 
-def may_be_cut(kind: type[Optimizer], options: Sequence[dict[str, Any]]) -> bool:
+def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
     """Return whether toy parameters come out the same whole and cut, with any of these options."""
     return kind in ELEMENTWISE or all(
         _trains_alike(kind, each, _in_halves, if_it_fails=False) for each in options
     )
 
 
-def _check_can_be_divided(kind: type[Optimizer], options: Sequence[dict[str, Any]]) -> None:
+def _check_can_be_divided(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> None:
     """Raise a ValueError if the optimizer cannot step some of the parameters without the others."""
     if kind is optim.LBFGS or not all(
         _trains_alike(kind, each, _one_by_one, if_it_fails=True) for each in options
@@ -197,7 +203,7 @@ def _check_can_be_divided(kind: type[Optimizer], options: Sequence[dict[str, Any
 
 def _trains_alike(
     kind: type[Optimizer],
-    options: dict[str, Any],
+    options: Mapping[str, object],
     divide: Callable[[list[Tensor]], list[Tensor]],
     *,
     if_it_fails: bool,
@@ -209,7 +215,9 @@ def _trains_alike(
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in SHAPES]
     steps = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(STEPS)]
-    moving = {**options, "lr": 0.05} if "lr" in options and not options["lr"] else options
+    moving = dict(options)
+    if "lr" in options and not options["lr"]:
+        moving["lr"] = 0.05
     together = [tensor.clone() for tensor in start]
     try:
         with torch.random.fork_rng(devices=[]):
