@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,6 @@ from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._layout import ParamRange
 
 Kind: TypeAlias = tuple[torch.dtype, torch.device]  # parameters of one kind share buffers
-
-
-class Awaited(Protocol):
-    """What another rank does, and what `wait` waits for."""
-
-    def wait(self) -> object: ...
 
 
 @dataclass(eq=False)
@@ -77,7 +71,7 @@ class SharedMemoryGather:
 
     bucket: FlatBucket
     rank: int
-    barrier: Awaited  # until it is over, an owner may still be writing its slice
+    barrier: dist.Work  # until it is over, an owner may still be writing its slice
 
     def wait(self) -> None:
         self.barrier.wait()
@@ -93,9 +87,8 @@ class FlatBucket:
     layout: _layout.BucketLayout
     data: Tensor
     on_ranks: list[Tensor]  # every rank's `data`, if the ranks share memory; otherwise empty
-    slices: list[tuple[ParamSlice, ParamRange]] = field(
-        default_factory=list
-    )  # this rank's, and their place in its slice
+    # This rank's, and their places in its slice of the bucket.
+    slices: list[tuple[ParamSlice, ParamRange]] = field(default_factory=list)
     gather: PendingGather | SharedMemoryGather | None = None  # of the last step
 
     def wait(self) -> None:
