@@ -379,11 +379,11 @@ def _lay_out(sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: boo
             total = sum(elements for _, elements in indices)
             largest = bucket_size or _layout.bucket_size(workers, total)
             if optimizer.elementwise:
-                segments = _layout.even_layout(indices, workers, largest)
+                buffers = _layout.even_layout(indices, workers, largest)
             else:
-                segments = _layout.whole_layout(indices, workers, largest, [0] * workers)
-            for segment in segments:
-                for bucket in segment.buckets:
+                buffers = _layout.whole_layout(indices, workers, largest, [0] * workers)
+            for buffer in buffers:
+                for bucket in buffer.buckets:
                     _add_bucket(layout, optimizer, bucket, itemsize, gloo)
     return layout
 
@@ -412,7 +412,7 @@ def _add_bucket(
     else:
         received = 1 if optimizer.elementwise and full_precision else workers
     summing = 3 if not full_precision else 1 if received == workers else 0
-    params = [optimizer.params[run.param] for run in bucket.ranges]
+    params = [optimizer.params[each.param] for each in bucket.ranges]
     gradients = {id(param): param.bytes for param in params}
     layout.parameters += size
     layout.buckets.append(_PlannedBucket(size, slices, received, summing, gradients, is_view))
@@ -428,15 +428,15 @@ def _add_bucket(
 def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:
     """Yield (rank, parameter, elements) for each range of a parameter that one rank owns.
 
-    `Bucket.owned` answers the same for one rank; asking it for a thousand ranks would
-    read all runs a thousand times.
+    `BucketLayout.owned` answers the same for one rank. Asking it for a thousand ranks would read
+    all ranges a thousand times.
     """
     cuts = bucket.cuts
-    for run in bucket.ranges:
-        at, end = run.offset, run.offset + run.size
+    for each in bucket.ranges:
+        at, end = each.offset, each.offset + each.size
         rank = bisect_right(cuts, at) - 1
         while at < end:
             stop = min(end, cuts[rank + 1])
             if stop > at:
-                yield rank, run.param, stop - at
+                yield rank, each.param, stop - at
             at, rank = stop, rank + 1
