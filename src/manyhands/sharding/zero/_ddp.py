@@ -101,19 +101,18 @@ class ShardedDataParallel(ModuleWrapper):
                 "overlap_gather=True has nothing to overlap with shared_memory=True: nothing "
                 "travels. Leave one of them out."
             )
-        if reduce_buffer_size is not None:
-            _check_size(reduce_buffer_size)
+        _check_size(reduce_buffer_size)
         if self._workers.size == 1:
             return
-        facts = {
+        facts: Facts = {
             "values of reduce_dtype": str(wire),
             "values of reduce_buffer_size": reduce_buffer_size,
             "values of broadcast_buffers": broadcast_buffers,
             "values of sync_models_at_startup": sync_models_at_startup,
         }
-        sent = broadcast_buffers or sync_models_at_startup
-        of_model = _facts_of_model(module, self._optimizers, with_buffers=sent)
-        agree(self._workers, {**facts, **of_model}, ADVICE)
+        with_buffers = broadcast_buffers or sync_models_at_startup
+        facts.update(_facts_of_model(module, self._optimizers, with_buffers))
+        agree(self._workers, facts, ADVICE)
         if reduce_buffer_size is not None:
             for one in self._optimizers:
                 one._resize_buckets(reduce_buffer_size)
@@ -164,12 +163,12 @@ class ShardedDataParallel(ModuleWrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward, with its parameters and buffers up to date."""
         if self._reducer is not None:
-            self._prepare()
+            self._prepare(self._reducer)
         result = self.module(*inputs, **kwargs)
         self.settle()
         return result
 
-    def _prepare(self) -> None:
+    def _prepare(self, reducer: Reducer) -> None:
         if _inside_ddp(self):
             raise RuntimeError(
                 "ShardedDataParallel is inside DistributedDataParallel, so gradients would be "
@@ -179,8 +178,7 @@ class ShardedDataParallel(ModuleWrapper):
             one._follow_moved()
         if not (self.training and torch.is_grad_enabled()):
             return
-        assert self._reducer is not None
-        if self.auto_refresh_trainable and self._reducer.trained_changed:
+        if self.auto_refresh_trainable and reducer.trained_changed:
             if self.warn_on_trainable_params_changed:
                 warnings.warn(
                     "parameters were frozen or have thawed; their gradients' buckets are laid "
@@ -349,8 +347,8 @@ def _facts_of_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: 
     return facts
 
 
-def _check_size(elements: int) -> None:
-    if elements < 0:
+def _check_size(elements: int | None) -> None:
+    if elements is not None and elements < 0:
         raise ValueError(
             f"reduce_buffer_size must not be negative, got {elements}. It is the number of "
             "elements that travel together; 0 sends each parameter alone."

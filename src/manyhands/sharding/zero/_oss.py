@@ -361,7 +361,7 @@ class OSS(ShardedOptimizer):
             return super().state_dict()
         if all_ranks:
             self.consolidate_state_dict(recipient_rank=-1)
-        return _state.plain_state_dict(self._consolidated, self.param_groups, self.rank)
+        return _state.plain_state_dict(self._consolidated, self.param_groups, self._workers.rank)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain optimizer's state dict, or a consolidated one; call it on every worker.
