@@ -22,9 +22,9 @@ from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding._grad_scaler import ShardedGradScaler
-from manyhands.sharding.fsdp._training_state import TrainingState
+from manyhands.sharding.fsdp._engine import TrainingState
+from manyhands.sharding.fsdp._options import DummyProcessGroup
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-from manyhands.sharding.wrapping._dummy_group import DummyProcessGroup
 from manyhands.sharding.wrapping._policies import config_auto_wrap_policy, default_auto_wrap_policy
 from manyhands.sharding.wrapping._wrap import auto_wrap, auto_wrap_bn, enable_wrap, wrap
 from manyhands.sharding.zero._ddp import ShardedDataParallel

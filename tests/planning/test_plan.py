@@ -24,13 +24,18 @@ from helpers.ranks import run_ranks
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import ShardedGradient
 from manyhands.planning import _costs, _model, _table
-from manyhands.planning._costs import costs, ddp_buckets
-from manyhands.planning._model import saved_bytes, wrap_params
-from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
-from manyhands.planning._state import OptimizerStateSizes
+from manyhands.planning._costs import (
+    ModelSizes,
+    OptimizerParams,
+    ParamSize,
+    WrapParams,
+    costs,
+    ddp_buckets,
+)
+from manyhands.planning._model import OptimizerStateSizes, saved_bytes, wrap_params
 from manyhands.planning._table import format_bytes, parse_bytes
 from manyhands.sharding.zero import _layout
-from manyhands.sharding.zero._elementwise import ELEMENTWISE
+from manyhands.sharding.zero._slice_optimizer import ELEMENTWISE
 
 FULLY = "FullyShardedDataParallel"
 WAYS = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel")

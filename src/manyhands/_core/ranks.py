@@ -156,7 +156,7 @@ class RankGroup:
         return slices.all_gather_slices(self, bucket, cuts)
 
     def reduce_scatter(
-        self, total: torch.Tensor, bucket: torch.Tensor, op: dist.ReduceOp.RedOpType
+        self, total: torch.Tensor, bucket: torch.Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
     ) -> None:
         """Fill `total` with this rank's slice of all ranks' buckets, reduced by `op`."""
         slices.reduce_scatter(self, total, bucket, op)

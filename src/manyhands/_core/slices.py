@@ -148,7 +148,7 @@ def all_gather_slices(ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int]) 
 
 
 def reduce_scatter(
-    ranks: RankIdentity, total: Tensor, bucket: Tensor, op: dist.ReduceOp.RedOpType
+    ranks: RankIdentity, total: Tensor, bucket: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
 ) -> None:
     """Fill `total` with our slice of all ranks' buckets, reduced by `op`; equal slices."""
     _reduce_scatter(total, bucket, op=op, group=ranks.group)

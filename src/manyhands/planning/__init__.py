@@ -1,12 +1,10 @@
 """Compute which sharding a model needs: bytes held and bytes sent, before anything is trained.
 
 A model's way to a plan
-    _model.py   modules and optimizers → sizes; activations, on tensors without memory
-    _state.py   bytes of optimizer state, read off a small stand-in
-    _sizes.py   a model in integers
+    _plan.py    what was given; the four ways, and the cheapest that fits
+    _model.py   modules and optimizers → sizes; state, read off a stand-in; activations
     _costs.py   sizes → bytes per worker, bytes sent, collectives (integers)
-    _plan.py    the four ways, the code to paste for each, and the cheapest that fits
-    _table.py   the plan as rows, as a table and in words; "24GiB" ↔ bytes
+    _table.py   the plan as rows, as a table, in words and in code to paste; "24GiB" ↔ bytes
 """
 
 from manyhands.planning._plan import plan

@@ -1,5 +1,8 @@
 """What each sharding costs a worker: sizes in, bytes and collectives out. Integers only.
 
+A model is its sizes here (`ModelSizes`), without tensors and modules, so costs can be computed, and
+tested, for any made-up model.
+
 With N workers, P bytes of parameters, G of gradients (of trained parameters) and S of optimizer
 state:
 
@@ -26,12 +29,93 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._reducer import IN_FLIGHT
 
 MIB = 2**20
 DDP_BUCKETS = (1 * MIB, 25 * MIB)  # the size of torch's first bucket, and of all others
+
+
+# -- a model in integers: all that is known of it here ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamSize:
+    """A parameter's size, and the size of its optimizer state.
+
+    Each shard of the parameter has `state_fixed` bytes of state, and `state_per_element` bytes for
+    each of its elements.
+    """
+
+    elements: int
+    itemsize: int
+    kind: Hashable = "float32"  # dtype and device; only parameters of one kind share a bucket
+    trained: bool = True
+    state_fixed: int = 0
+    state_per_element: int = 0
+    rows: int = 1  # the first dimension, along which FSDP shards
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    def state_bytes(self, elements: int) -> int:
+        return self.state_fixed + self.state_per_element * elements
+
+    def shard_elements(self, workers: int) -> int:
+        """Elements of FSDP's largest shard, to which all other shards are padded."""
+        return -(-self.rows // workers) * (self.elements // max(1, self.rows))
+
+
+@dataclass(frozen=True)
+class OptimizerParams:
+    """The parameters of one optimizer, and whether it updates each element by itself."""
+
+    params: tuple[ParamSize, ...]
+    elementwise: bool = True
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        return [param for param in self.params if param.trained and param.elements]
+
+
+@dataclass(frozen=True)
+class WrapParams:
+    """The parameters of one FSDP wrap, and the number of the wrap around it."""
+
+    params: tuple[ParamSize, ...]
+    outer: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model: the parameters of its optimizers, all others, and its buffers."""
+
+    optimizers: tuple[OptimizerParams, ...]
+    others: tuple[ParamSize, ...] = ()
+    wraps: tuple[WrapParams, ...] = ()  # in the order in which a forward pass finishes them
+    buffers: int = 0  # bytes
+    buffer_messages: int = 0  # broadcasts of buffers from rank 0 before each forward
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        return [param for optimizer in self.optimizers for param in optimizer.trained]
+
+    @property
+    def parameter_bytes(self) -> int:
+        optimized = sum(param.bytes for one in self.optimizers for param in one.params)
+        return optimized + sum(param.bytes for param in self.others)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(param.bytes for param in self.trained)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(param.state_bytes(param.elements) for param in self.trained)
+
+
+# -- the costs ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -295,11 +379,11 @@ def _lay_out(sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: boo
             total = sum(elements for _, elements in indices)
             largest = bucket_size or _layout.bucket_size(workers, total)
             if optimizer.elementwise:
-                segments = _layout.even_layout(indices, workers, largest)
+                buffers = _layout.even_layout(indices, workers, largest)
             else:
-                segments = _layout.whole_layout(indices, workers, largest, [0] * workers)
-            for segment in segments:
-                for bucket in segment.buckets:
+                buffers = _layout.whole_layout(indices, workers, largest, [0] * workers)
+            for buffer in buffers:
+                for bucket in buffer.buckets:
                     _add_bucket(layout, optimizer, bucket, itemsize, gloo)
     return layout
 
@@ -328,7 +412,7 @@ def _add_bucket(
     else:
         received = 1 if optimizer.elementwise and full_precision else workers
     summing = 3 if not full_precision else 1 if received == workers else 0
-    params = [optimizer.params[run.param] for run in bucket.ranges]
+    params = [optimizer.params[each.param] for each in bucket.ranges]
     gradients = {id(param): param.bytes for param in params}
     layout.parameters += size
     layout.buckets.append(_PlannedBucket(size, slices, received, summing, gradients, is_view))
@@ -344,15 +428,15 @@ def _add_bucket(
 def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:
     """Yield (rank, parameter, elements) for each range of a parameter that one rank owns.
 
-    `Bucket.owned` answers the same for one rank; asking it for a thousand ranks would
-    read all runs a thousand times.
+    `BucketLayout.owned` answers the same for one rank. Asking it for a thousand ranks would read
+    all ranges a thousand times.
     """
     cuts = bucket.cuts
-    for run in bucket.ranges:
-        at, end = run.offset, run.offset + run.size
+    for each in bucket.ranges:
+        at, end = each.offset, each.offset + each.size
         rank = bisect_right(cuts, at) - 1
         while at < end:
             stop = min(end, cuts[rank + 1])
             if stop > at:
-                yield rank, run.param, stop - at
+                yield rank, each.param, stop - at
             at, rank = stop, rank + 1

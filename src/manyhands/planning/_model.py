@@ -1,37 +1,39 @@
-"""From a module and its optimizers to sizes (`_sizes.ModelSizes`). The module is not changed.
+"""From a module and its optimizers to sizes (`ModelSizes`). The module is not changed.
 
-A model's function is called on torch's meta device, where tensors have shapes and no memory, so a
-model of any size can be planned.
+**Optimizer state** is read off a small stand-in. It has as many dimensions as the parameter, and
+their lengths are different primes. After two steps, the lengths of a state tensor tell which
+dimensions of the parameter it has: Adam's averages of a 5 × 7 parameter are 5 × 7, Adafactor's rows
+5 × 1, a matrix over the columns 7 × 7, and a step count is one number for any parameter. So no
+tensor of the parameter's size is needed.
 
-Activations are what a forward pass keeps for the backward pass. torch's FakeTensorMode runs the
+**Activations** are what a forward pass keeps for the backward pass. torch's FakeTensorMode runs the
 forward with shapes alone, and a hook sees each tensor that autograd saves. Every storage counts
 once. Parameters and buffers do not count here, as they are counted anyway.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property, partial
-from typing import Any
+from itertools import combinations
+from math import prod
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn, optim
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import SENT_ALONE
-from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.wrappers import unwrap
-from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
-from manyhands.planning._state import OptimizerStateSizes
+from manyhands.planning._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.sharding.wrapping._pick import pick_modules
 from manyhands.sharding.wrapping._policies import default_auto_wrap_policy
-from manyhands.sharding.zero._ddp import ShardedDataParallel
-from manyhands.sharding.zero._elementwise import choose_layout
+from manyhands.sharding.zero._slice_optimizer import choose_layout
+
+T = TypeVar("T")
+
+PRIMES = (5, 7, 11, 13, 17, 19)
+TRIAL_STEPS = 2  # the first step may make less state than the second
 
 
 @dataclass(frozen=True)
@@ -48,127 +50,6 @@ class PlannedOptimizer:
         options = [{**self.arguments, **options} for options, _ in self.groups]
         options = options or [self.arguments]
         return choose_layout(self.kind, None, options) == "even"
-
-
-def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """Return the bare module, without a wrapper of DDP's or of ours around it.
-
-    A function is called on the meta device. If it fails there, because it reads values out of
-    tensors, it is called again for a real module.
-    """
-    if not isinstance(model, nn.Module):
-        if not callable(model):
-            raise TypeError(
-                "model must be a torch.nn.Module or a function that builds one, "
-                f"got {type(model).__name__}."
-            )
-        try:
-            with torch.device("meta"):
-                made = model()
-        except (RuntimeError, NotImplementedError):
-            made = model()
-        if not isinstance(made, nn.Module):
-            name = getattr(model, "__name__", "the function")
-            raise TypeError(f"{name}() must return a torch.nn.Module, got {type(made).__name__}.")
-        model = made
-    while isinstance(model, DistributedDataParallel | ShardedDataParallel):
-        model = model.module
-    for name, param in model.named_parameters():
-        if is_lazy(param):
-            raise ValueError(f"{name} has no shape yet. Run the model once, then plan.")
-    if not any(param.requires_grad and param.numel() for param in model.parameters()):
-        raise ValueError("the model has no parameter that requires a gradient: nothing to plan.")
-    return model
-
-
-# -- optimizers --------------------------------------------------------------------------------
-
-
-def parse_optimizers(
-    optimizer: Any, options: Mapping[str, Any], model: nn.Module
-) -> list[PlannedOptimizer]:
-    """Accept a name, a class, a partial, an optimizer, or a list of optimizers."""
-    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    if several and all(isinstance(one, Optimizer) for one in several):
-        if options:
-            raise TypeError(
-                f"an existing optimizer already has its options: leave out {sorted(options)}."
-            )
-        existing = [_describe_optimizer(one) for one in several]
-        _check_parameters(existing, model)
-        return existing
-    options = dict(options)
-    if isinstance(optimizer, partial):
-        if optimizer.args:
-            raise TypeError("give the partial's arguments by name, and leave out the parameters.")
-        options = {**optimizer.keywords, **options}
-        optimizer = optimizer.func
-    if isinstance(optimizer, str):
-        optimizer = _find_class(optimizer)
-    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
-        raise TypeError(
-            'optimizer must be a name such as "adamw", a class, a functools.partial of one, an '
-            f"optimizer, or a list of optimizers, got {optimizer!r}."
-        )
-    _check_arguments(optimizer, options)
-    return [PlannedOptimizer(optimizer, options, [({}, list(model.parameters()))])]
-
-
-def _find_class(name: str) -> type[Optimizer]:
-    known = {
-        key.lower(): kind
-        for key, kind in vars(optim).items()
-        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
-    }
-    if name.lower() not in known:
-        near = get_close_matches(name.lower(), known, n=1) or ["adamw"]
-        raise ValueError(
-            f"torch.optim has no optimizer called {name!r}. Did you mean {near[0]!r}? "
-            "For an optimizer from elsewhere, give the class."
-        )
-    return known[name.lower()]
-
-
-def _check_arguments(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-    accepted = inspect.signature(kind).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
-        return  # any name may be right
-    if unknown := [name for name in options if name not in accepted]:
-        raise TypeError(
-            f"{kind.__name__} has no option {', '.join(unknown)}; it has "
-            f"{', '.join(list(accepted)[1:])}."
-        )
-
-
-def _describe_optimizer(optimizer: Any) -> PlannedOptimizer:
-    """Read an existing optimizer: a plain one, an OSS, or one inside a scaling rule or blocks."""
-    groups = [({k: v for k, v in g.items() if k not in ("params", "param_names")}, g["params"])
-              for g in optimizer.param_groups]  # fmt: skip
-    optimizer = unwrap(optimizer)[-1]
-    if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
-        arguments = dict(optimizer.optimizer_arguments)
-        return PlannedOptimizer(optimizer.optimizer_class, arguments, groups, exists=True)
-    # Defaults also hold options that a class sets for itself and its constructor refuses.
-    accepted = inspect.signature(type(optimizer)).parameters
-    arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    return PlannedOptimizer(type(optimizer), arguments, groups, exists=True)
-
-
-def _check_parameters(existing: list[PlannedOptimizer], model: nn.Module) -> None:
-    held = {id(param) for one in existing for _, params in one.groups for param in params}
-    named = dict(model.named_parameters())
-    if foreign := len(held - {id(param) for param in named.values()}):
-        raise ValueError(
-            f"the optimizer holds {foreign} parameter(s) that are not in the model. Make it from "
-            "the parameters of the model that is planned."
-        )
-    left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
-    if left_out:
-        raise ValueError(
-            f"{len(left_out)} parameter(s) of the model are in no optimizer: "
-            f"{', '.join(left_out[:4])}{', ...' if len(left_out) > 4 else ''}. Give plan() a list "
-            "of all optimizers, or freeze them with requires_grad_(False)."
-        )
 
 
 # -- sizes -------------------------------------------------------------------------------------
@@ -209,7 +90,7 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
 def _param_size(
     param: Tensor,
     states: OptimizerStateSizes | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     elementwise: bool = True,
 ) -> ParamSize:
     fixed, per_element = 0, 0
@@ -263,16 +144,119 @@ def pick_by_size(model: nn.Module, least: int) -> list[nn.Module]:
     return pick_modules(model, policy, ())
 
 
+# -- optimizer state ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A state tensor: `constant` elements for each index into the parameter's `dims`."""
+
+    constant: int
+    dims: tuple[int, ...]
+    itemsize: int
+
+    def bytes(self, shape: Sequence[int]) -> int:
+        return self.constant * prod(shape[dim] for dim in self.dims) * self.itemsize
+
+
+class OptimizerStateSizes:
+    """The size of one optimizer class's state, for parameters of any shape.
+
+    Each combination of dimensions, dtype and options is tried once.
+    """
+
+    def __init__(self, kind: type[Optimizer], arguments: Mapping[str, object]) -> None:
+        self._kind = kind
+        self._arguments: dict[str, Any] = dict(arguments)
+        self._known: dict[tuple[int, torch.dtype, str], list[StateTensor]] = {}
+
+    def bytes(self, shape: Sequence[int], dtype: torch.dtype, options: Mapping[str, object]) -> int:
+        """Return the bytes of state of a parameter that is not cut."""
+        return sum(tensor.bytes(shape) for tensor in self._tensors(len(shape), dtype, options))
+
+    def by_element(self, dtype: torch.dtype, options: Mapping[str, object]) -> tuple[int, int]:
+        """Return the bytes for each flat shard, and for each element of it."""
+        tensors = self._tensors(1, dtype, options)
+        fixed = sum(tensor.bytes(()) for tensor in tensors if not tensor.dims)
+        return fixed, sum(tensor.bytes((1,)) for tensor in tensors if tensor.dims)
+
+    def _tensors(
+        self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
+    ) -> list[StateTensor]:
+        # Options may hold lists or tensors, which cannot be keys; their text can.
+        key = (dims, dtype, repr(sorted(options.items(), key=lambda option: option[0])))
+        if key not in self._known:
+            self._known[key] = self._try(dims, dtype, options)
+        return self._known[key]
+
+    def _try(
+        self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
+    ) -> list[StateTensor]:
+        """Step the optimizer on a small parameter, and read the shapes of its state."""
+        if dims > len(PRIMES):
+            raise ValueError(
+                f"a parameter has {dims} dimensions; the planner supports up to {len(PRIMES)}."
+            )
+        shape = PRIMES[:dims]
+        # With a generator of its own, and so without a change of the user's random numbers.
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        random = torch.randn(shape, generator=generator, device="cpu")
+        param = torch.nn.Parameter(random.to(dtype))
+        # capturable=True raises for a parameter on the CPU, and changes no size.
+        options = {**options, **({"capturable": False} if "capturable" in options else {})}
+        try:
+            optimizer = self._kind([{**options, "params": [param]}], **self._arguments)
+            for _ in range(TRIAL_STEPS):
+                param.grad = random.to(dtype)
+                optimizer.step()
+        except Exception as error:  # any class may be planned, and may raise anything
+            raise ValueError(
+                f"{self._kind.__name__} failed on a {dtype} parameter with {dims} dimension(s), "
+                f"such as the model has: {error} If it needs other options, give them to plan(). "
+                "If it is for some of the parameters only, make the optimizers as for training "
+                "and give plan() a list of them."
+            ) from error
+        state = optimizer.state.get(param, {})
+        return [_describe_state(value, shape) for value in _state_tensors(state)]
+
+
+def _state_tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _state_tensors(each)]
+    return []
+
+
+def _describe_state(tensor: Tensor, shape: Sequence[int]) -> StateTensor:
+    """Find the parameter's dimensions in the tensor's; any other length is a constant."""
+    # Every product of different primes is unique, so a flattened dimension is recognised, too.
+    products = {
+        prod(shape[dim] for dim in chosen): chosen
+        for count in range(1, len(shape) + 1)
+        for chosen in combinations(range(len(shape)), count)
+    }
+    constant, dims = 1, list[int]()
+    for length in tensor.shape:
+        if length in products:
+            dims += products[length]
+        else:
+            constant *= length
+    return StateTensor(constant, tuple(dims), tensor.element_size())
+
+
 # -- activations -------------------------------------------------------------------------------
 
 
-def saved_bytes(model: nn.Module, input: Any) -> int:
+def saved_bytes(model: nn.Module, input: object) -> int:
     """Return the bytes that live between forward and backward, for one worker's `input`."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
     args, kwargs = _forward_arguments(input)
     # The storages themselves are kept, or a freed one's address could be counted for another.
-    storages: dict[int, Any] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -303,8 +287,8 @@ def saved_bytes(model: nn.Module, input: Any) -> int:
     return sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
 
 
-def _forward_arguments(input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args = tuple(input) if isinstance(input, list | tuple) else ()
+def _forward_arguments(input: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    args: tuple[object, ...] = tuple(input) if isinstance(input, list | tuple) else ()
     kwargs = dict(input) if isinstance(input, Mapping) else {}
     if isinstance(input, Tensor):
         args = (input,)
@@ -316,7 +300,7 @@ def _forward_arguments(input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-def _fake_tensor(value: Any) -> Any:
+def _fake_tensor(value: T) -> T | Tensor:
     """Return a tensor of the same kind without memory. Call this inside FakeTensorMode."""
     if not isinstance(value, Tensor):
         return value

@@ -1,39 +1,44 @@
 """Plan the training of a model: the four ways to do it on N workers, and the cheapest that fits.
 
 Each way is a row: its bytes and collectives (`_costs.py`), the reason why it cannot be used, if
-there is one, and the lines of code to paste.
+there is one, and the lines of code to paste (`_table.py`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from manyhands.planning._costs import Cost, costs
-from manyhands.planning._model import (
-    PlannedOptimizer,
-    build_module,
-    measure,
-    parse_optimizers,
-    pick_by_size,
-    saved_bytes,
-    wrap_params,
+from manyhands._core.state_parts import ShardedOptimizer, options_of
+from manyhands._core.wrappers import unwrap
+from manyhands.planning._costs import Cost, ModelSizes, costs
+from manyhands.planning._model import PlannedOptimizer, measure, saved_bytes, wrap_params
+from manyhands.planning._table import (
+    Plan,
+    Row,
+    explain_layouts,
+    explain_wraps,
+    most_sharded,
+    names_and_code,
+    parse_bytes,
+    wrap_code,
 )
-from manyhands.planning._sizes import ModelSizes
-from manyhands.planning._table import Plan, Row, most_sharded, parse_bytes
 from manyhands.sharding.fsdp._optimizer_guard import NEED_WHOLE
+from manyhands.sharding.zero._ddp import ShardedDataParallel
 
 LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of its elements
 MOST_WORKERS = 2**13  # the search for a number of workers that would do ends here
 BACKENDS = ("nccl", "gloo")
-
-FSDP_NAME = "FullyShardedDataParallel"
-DDP_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)"
 
 
 def plan(
@@ -84,15 +89,15 @@ def plan(
     if bucket_size is not None and bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}.")
     budget = None if memory is None else parse_bytes(memory)
-    module = build_module(model)
-    optimizers = parse_optimizers(optimizer, options, module)
+    module = _build_module(model)
+    optimizers = _parse_optimizers(optimizer, options, module)
     elements = sum(param.numel() for param in module.parameters())
     # A wrap of a 50th keeps the whole tensors of a backward pass small beside the shards.
     wrap_size = _round_down(min(LARGEST_WRAP, max(1, elements // 50)))
     sizes = measure(module, optimizers, wrap_size)
     activations = None if input is None else saved_bytes(module, input)
-    names, codes = _names_and_code(
-        optimizers, isinstance(optimizer, list | tuple), bucket_size, _wrap_code(module, wrap_size)
+    names, codes = names_and_code(
+        optimizers, isinstance(optimizer, list | tuple), bucket_size, wrap_code(module, wrap_size)
     )
     obstacles = (None, None, None, _fsdp_obstacle(optimizers, module, wrap_size))
 
@@ -109,8 +114,8 @@ def plan(
     return Plan(
         rows=here,
         optimizer=" and ".join(dict.fromkeys(one.kind.__name__ for one in optimizers)),
-        layout=_explain_layouts(optimizers),
-        wraps=_explain_wraps(sizes, wrap_size),
+        layout=explain_layouts(optimizers),
+        wraps=explain_wraps(sizes, wrap_size),
         elements=elements,
         workers=workers,
         memory=budget,
@@ -190,98 +195,128 @@ def _fewest_workers(
     return high
 
 
-# -- lines of code to paste, and explanations --------------------------------------------------
-
-
-def _names_and_code(
-    optimizers: Sequence[PlannedOptimizer], several: bool, bucket_size: int | None, wrap_code: str
-) -> tuple[list[str], list[str]]:
-    """Return the names of the four ways, and the lines to paste for each."""
-    size_option = "" if bucket_size is None else f", bucket_size={bucket_size}"
-    if not optimizers[0].exists:
-        oss = f"optimizer = {_oss_code(optimizers[0], size_option)}"
-    elif several:
-        again = f"mh.OSS(one.param_groups, optim=type(one){size_option})"
-        oss = f"optimizers = [{again} for one in optimizers]"
-    else:
-        oss = f"optimizer = mh.OSS(optimizer.param_groups, optim=type(optimizer){size_option})"
-    sharded = f"model = mh.ShardedDataParallel(model, optimizer{'s' * several})"
-    fully = _fsdp_code(optimizers, several, wrap_code)
-    return (
-        ["DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME],
-        [DDP_CODE, f"{oss}\n{DDP_CODE}", f"{oss}\n{sharded}", fully],
-    )
-
-
-def _fsdp_code(optimizers: Sequence[PlannedOptimizer], several: bool, wrap_code: str) -> str:
-    """Return FSDP's lines. Wrapping replaces the parameters, so optimizers are made anew."""
-    if not optimizers[0].exists:
-        one = optimizers[0]
-        return (
-            f"{wrap_code}\noptimizer = {_class_text(one)}(model.parameters(){_options_text(one)})"
-        )
-    again = (
-        '[{**group, "params": [params[names[param]] for param in group["params"]]}\n'
-        "     for group in one.param_groups]"
-    )
-    if several:
-        made = f"optimizers = [\n    type(one)({again})\n    for one in optimizers\n]"
-    else:
-        groups = again.replace("one.", "optimizer.").replace("     for", "    for")
-        made = f"optimizer = {_class_text(optimizers[0])}(\n    {groups}\n)"
-    return (
-        "names = {param: name for name, param in model.named_parameters()}\n"
-        f"{wrap_code}\n"
-        "params = dict(model.named_parameters())\n"
-        f"{made}"
-    )
-
-
-def _wrap_code(model: nn.Module, wrap_size: int) -> str:
-    if model not in pick_by_size(model, wrap_size):  # such as attention, which is left whole
-        return f"model = mh.{FSDP_NAME}(model)"
-    return (
-        f"with mh.enable_wrap(wrapper_cls=mh.{FSDP_NAME}, skip_params_check_for_root=True):\n"
-        f"    model = mh.auto_wrap(model, min_num_params={wrap_size:_})"
-    )
-
-
-def _oss_code(one: PlannedOptimizer, size_option: str) -> str:
-    return f"mh.OSS(model.parameters(), optim={_class_text(one)}{_options_text(one)}{size_option})"
-
-
-def _class_text(one: PlannedOptimizer) -> str:
-    name = one.kind.__name__
-    return f"torch.optim.{name}" if getattr(torch.optim, name, None) is one.kind else name
-
-
-def _options_text(one: PlannedOptimizer) -> str:
-    """Return an optimizer's options as they are written after its parameters."""
-    # The user's learning rate is not known here, so the code names it.
-    rate = {} if "lr" not in inspect.signature(one.kind).parameters else {"lr": "lr"}
-    texts = {**rate, **{key: repr(value) for key, value in one.arguments.items()}}
-    return "".join(f", {key}={value}" for key, value in texts.items())
-
-
-def _explain_layouts(optimizers: Sequence[PlannedOptimizer]) -> str:
-    sentences = []
-    for elementwise, text in (
-        (True, "updates each element by itself: every worker owns an equal shard."),
-        (False, "needs whole tensors: each parameter has one owner, assigned by size."),
-    ):
-        kinds = dict.fromkeys(one.kind for one in optimizers if one.elementwise is elementwise)
-        sentences += [f"{kind.__name__} {text}" for kind in kinds]
-    return " ".join(sentences)
-
-
-def _explain_wraps(sizes: ModelSizes, wrap_size: int) -> str:
-    number = sum(bool(wrap.params) for wrap in sizes.wraps)
-    if number == 1:
-        return f"{FSDP_NAME}: one wrap, around the model."
-    return f"{FSDP_NAME}: {number:,} wraps, by auto_wrap(min_num_params={wrap_size:_})."
-
-
 def _round_down(number: int) -> int:
     """Return the number with all digits but the first set to zero: easier to read in code."""
     power = 10 ** (len(str(number)) - 1)
     return number // power * power
+
+
+# -- the model and the optimizers that were given ------------------------------------------------
+
+
+def _build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the bare module, without a wrapper of DDP's or of ours around it.
+
+    A function is called on the meta device. If it fails there, because it reads values out of
+    tensors, it is called again for a real module.
+    """
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise TypeError(
+                "model must be a torch.nn.Module or a function that builds one, "
+                f"got {type(model).__name__}."
+            )
+        try:
+            with torch.device("meta"):
+                made = model()
+        except (RuntimeError, NotImplementedError):
+            made = model()
+        if not isinstance(made, nn.Module):
+            name = getattr(model, "__name__", "the function")
+            raise TypeError(f"{name}() must return a torch.nn.Module, got {type(made).__name__}.")
+        model = made
+    while isinstance(model, DistributedDataParallel | ShardedDataParallel):
+        model = model.module
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise ValueError(f"{name} has no shape yet. Run the model once, then plan.")
+    if not any(param.requires_grad and param.numel() for param in model.parameters()):
+        raise ValueError("the model has no parameter that requires a gradient: nothing to plan.")
+    return model
+
+
+def _parse_optimizers(
+    optimizer: object, options: Mapping[str, object], model: nn.Module
+) -> list[PlannedOptimizer]:
+    """Accept a name, a class, a partial, an optimizer, or a list of optimizers."""
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    made = [one for one in several if isinstance(one, Optimizer)]
+    if made and len(made) == len(several):
+        if options:
+            raise TypeError(
+                f"an existing optimizer already has its options: leave out {sorted(options)}."
+            )
+        existing = [_describe_optimizer(one) for one in made]
+        _check_all_planned(existing, model)
+        return existing
+    options = dict(options)
+    if isinstance(optimizer, partial):
+        if optimizer.args:
+            raise TypeError("give the partial's arguments by name, and leave out the parameters.")
+        options = {**optimizer.keywords, **options}
+        optimizer = optimizer.func
+    if isinstance(optimizer, str):
+        optimizer = _find_class(optimizer)
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise TypeError(
+            'optimizer must be a name such as "adamw", a class, a functools.partial of one, an '
+            f"optimizer, or a list of optimizers, got {optimizer!r}."
+        )
+    _check_options(optimizer, options)
+    return [PlannedOptimizer(optimizer, options, [({}, list(model.parameters()))])]
+
+
+def _find_class(name: str) -> type[Optimizer]:
+    known = {
+        key.lower(): kind
+        for key, kind in vars(optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    if name.lower() not in known:
+        near = get_close_matches(name.lower(), known, n=1) or ["adamw"]
+        raise ValueError(
+            f"torch.optim has no optimizer called {name!r}. Did you mean {near[0]!r}? "
+            "For an optimizer from elsewhere, give the class."
+        )
+    return known[name.lower()]
+
+
+def _check_options(kind: type[Optimizer], options: Mapping[str, object]) -> None:
+    accepted = inspect.signature(kind).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        return  # any name may be right
+    if unknown := [name for name in options if name not in accepted]:
+        raise TypeError(
+            f"{kind.__name__} has no option {', '.join(unknown)}; it has "
+            f"{', '.join(list(accepted)[1:])}."
+        )
+
+
+def _describe_optimizer(optimizer: Optimizer) -> PlannedOptimizer:
+    """Read an existing optimizer: a plain one, an OSS, or one inside a scaling rule or blocks."""
+    groups = [(options_of(group), group["params"]) for group in optimizer.param_groups]
+    optimizer = unwrap(optimizer)[-1]
+    if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
+        arguments = dict(optimizer.optimizer_arguments)
+        return PlannedOptimizer(optimizer.optimizer_class, arguments, groups, exists=True)
+    # Defaults also hold options that a class sets for itself and its constructor refuses.
+    accepted = inspect.signature(type(optimizer)).parameters
+    arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    return PlannedOptimizer(type(optimizer), arguments, groups, exists=True)
+
+
+def _check_all_planned(existing: list[PlannedOptimizer], model: nn.Module) -> None:
+    held = {id(param) for one in existing for _, params in one.groups for param in params}
+    named = dict(model.named_parameters())
+    if foreign := len(held - {id(param) for param in named.values()}):
+        raise ValueError(
+            f"the optimizer holds {foreign} parameter(s) that are not in the model. Make it from "
+            "the parameters of the model that is planned."
+        )
+    left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
+    if left_out:
+        raise ValueError(
+            f"{len(left_out)} parameter(s) of the model are in no optimizer: "
+            f"{', '.join(left_out[:4])}{', ...' if len(left_out) > 4 else ''}. Give plan() a list "
+            "of all optimizers, or freeze them with requires_grad_(False)."
+        )

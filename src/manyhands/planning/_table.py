@@ -1,15 +1,25 @@
-"""A plan: the four ways as rows, as a table, and in words. And sizes as people write them.
+"""A plan as a reader sees it: rows, a table, sentences, and lines of code to paste.
 
 `_plan.py` fills these in; the command `manyhands plan` and `print` show them. Nothing is computed
-here beyond sums and comparisons.
+here beyond sums and comparisons. Sizes are written and read as people write them: "24GiB".
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from manyhands.planning._costs import ModelSizes
+from manyhands.planning._model import PlannedOptimizer, pick_by_size
+
+FSDP_NAME = "FullyShardedDataParallel"
+DDP_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)"
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,97 @@ def _align(cells: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in cells
     ]
+
+
+# -- lines of code to paste, and explanations --------------------------------------------------
+
+
+def names_and_code(
+    optimizers: Sequence[PlannedOptimizer], several: bool, bucket_size: int | None, wrap_code: str
+) -> tuple[list[str], list[str]]:
+    """Return the names of the four ways, and the lines to paste for each."""
+    size_option = "" if bucket_size is None else f", bucket_size={bucket_size}"
+    if not optimizers[0].exists:
+        oss = f"optimizer = {_oss_code(optimizers[0], size_option)}"
+    elif several:
+        again = f"mh.OSS(one.param_groups, optim=type(one){size_option})"
+        oss = f"optimizers = [{again} for one in optimizers]"
+    else:
+        oss = f"optimizer = mh.OSS(optimizer.param_groups, optim=type(optimizer){size_option})"
+    sharded = f"model = mh.ShardedDataParallel(model, optimizer{'s' * several})"
+    fully = _fsdp_code(optimizers, several, wrap_code)
+    return (
+        ["DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME],
+        [DDP_CODE, f"{oss}\n{DDP_CODE}", f"{oss}\n{sharded}", fully],
+    )
+
+
+def _fsdp_code(optimizers: Sequence[PlannedOptimizer], several: bool, wrap_code: str) -> str:
+    """Return FSDP's lines. Wrapping replaces the parameters, so optimizers are made anew."""
+    if not optimizers[0].exists:
+        one = optimizers[0]
+        return (
+            f"{wrap_code}\noptimizer = {_class_text(one)}(model.parameters(){_options_text(one)})"
+        )
+    again = (
+        '[{**group, "params": [params[names[param]] for param in group["params"]]}\n'
+        "     for group in one.param_groups]"
+    )
+    if several:
+        made = f"optimizers = [\n    type(one)({again})\n    for one in optimizers\n]"
+    else:
+        groups = again.replace("one.", "optimizer.").replace("     for", "    for")
+        made = f"optimizer = {_class_text(optimizers[0])}(\n    {groups}\n)"
+    return (
+        "names = {param: name for name, param in model.named_parameters()}\n"
+        f"{wrap_code}\n"
+        "params = dict(model.named_parameters())\n"
+        f"{made}"
+    )
+
+
+def wrap_code(model: nn.Module, wrap_size: int) -> str:
+    if model not in pick_by_size(model, wrap_size):  # such as attention, which is left whole
+        return f"model = mh.{FSDP_NAME}(model)"
+    return (
+        f"with mh.enable_wrap(wrapper_cls=mh.{FSDP_NAME}, skip_params_check_for_root=True):\n"
+        f"    model = mh.auto_wrap(model, min_num_params={wrap_size:_})"
+    )
+
+
+def _oss_code(one: PlannedOptimizer, size_option: str) -> str:
+    return f"mh.OSS(model.parameters(), optim={_class_text(one)}{_options_text(one)}{size_option})"
+
+
+def _class_text(one: PlannedOptimizer) -> str:
+    name = one.kind.__name__
+    return f"torch.optim.{name}" if getattr(torch.optim, name, None) is one.kind else name
+
+
+def _options_text(one: PlannedOptimizer) -> str:
+    """Return an optimizer's options as they are written after its parameters."""
+    # The user's learning rate is not known here, so the code names it.
+    rate = {} if "lr" not in inspect.signature(one.kind).parameters else {"lr": "lr"}
+    texts = {**rate, **{key: repr(value) for key, value in one.arguments.items()}}
+    return "".join(f", {key}={value}" for key, value in texts.items())
+
+
+def explain_layouts(optimizers: Sequence[PlannedOptimizer]) -> str:
+    sentences = []
+    for elementwise, text in (
+        (True, "updates each element by itself: every worker owns an equal shard."),
+        (False, "needs whole tensors: each parameter has one owner, assigned by size."),
+    ):
+        kinds = dict.fromkeys(one.kind for one in optimizers if one.elementwise is elementwise)
+        sentences += [f"{kind.__name__} {text}" for kind in kinds]
+    return " ".join(sentences)
+
+
+def explain_wraps(sizes: ModelSizes, wrap_size: int) -> str:
+    number = sum(bool(wrap.params) for wrap in sizes.wraps)
+    if number == 1:
+        return f"{FSDP_NAME}: one wrap, around the model."
+    return f"{FSDP_NAME}: {number:,} wraps, by auto_wrap(min_num_params={wrap_size:_})."
 
 
 # -- sizes in bytes: "24GiB", "24 GB", "512MiB", or a plain number -----------------------------

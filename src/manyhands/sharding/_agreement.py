@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,16 @@ from manyhands._core.ranks import RankGroup
 
 Made = TypeVar("Made")
 Facts = dict[str, Any]
+
+
+class GroupLike(Protocol):
+    """A process group, or a stand-in for one of a single rank."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
 PATIENCE = 120.0  # seconds that a rank waits for a call that all ranks have to make
 SOON = 2.0  # seconds after which it warns that it waits
 ADVICE = "Build the same model and optimizer on every rank."
@@ -68,7 +78,7 @@ def facts_of_options(
     }
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: object) -> object:
     """Return a value in JSON's types, numbers as floats; None if it cannot be compared."""
     if value is None or isinstance(value, bool | str | torch.dtype):
         return str(value)

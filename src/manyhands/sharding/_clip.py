@@ -28,13 +28,13 @@ def clip_grad_norm(
     chosen = {id(param) for param in params}
     clipped = [i for i, param in enumerate(shards.params) if id(param) in chosen]
     lengths = [
-        norm_of_shard(grad, norm_type)
+        _norm_of_shard(grad, norm_type)
         for i in clipped
         for owned in shards.slices[i]
         if (grad := shards.gradient(owned)) is not None and grad.numel()
     ]
-    total = combine_norms(lengths, norm_type, shards.workers, shards.params[0].device)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    total = _combine_norms(lengths, norm_type, shards.workers, shards.params[0].device)
+    factor = _clip_factor(max_norm, total)
     for i in clipped:
         grad = shards.params[i].grad
         if grad is not None:
@@ -42,7 +42,29 @@ def clip_grad_norm(
     return total
 
 
-def combine_norms(
+@torch.no_grad()
+def clip_slices(
+    grads: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    ranks: RankGroup,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients, of which these are this rank's slices, likewise; return their norm."""
+    # A rank's slice of a small parameter may be empty, and has no maximum norm.
+    norms = [_norm_of_shard(grad, norm_type) for grad in grads if grad.numel()]
+    total = _combine_norms(norms, norm_type, ranks, device)
+    factor = _clip_factor(max_norm, total)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device))
+    return total
+
+
+def _clip_factor(max_norm: float, total: Tensor) -> Tensor:
+    return (max_norm / (total + 1e-6)).clamp(max=1.0)  # a tensor: no wait for the device
+
+
+def _combine_norms(
     lengths: Sequence[Tensor], norm_type: float, workers: RankGroup, device: torch.device
 ) -> Tensor:
     """Return the norm of gradients, given the norms of this rank's slices of them."""
@@ -58,7 +80,7 @@ def combine_norms(
     return workers.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
 
 
-def norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
+def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
     """Return the norm of one slice."""
     if norm_type == 2.0:
         return norm(grad)

@@ -17,6 +17,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_parts
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import find_layer
+from manyhands.sharding._agreement import GroupLike
 
 Device: TypeAlias = str | torch.device | None
 
@@ -25,7 +26,7 @@ def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor that also takes torch's order of arguments, with the device first."""
 
     @functools.wraps(init)
-    def with_device(self: Any, *args: Any, **options: Any) -> None:
+    def with_device(self: object, *args: object, **options: object) -> None:
         if args and (args[0] is None or isinstance(args[0], str | torch.device)):
             if "device" in options:
                 raise TypeError("ShardedGradScaler got two values for device.")
@@ -76,7 +77,7 @@ class ShardedGradScaler(GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: Any = None,
+        process_group: GroupLike | None = None,
         *,
         device: Device = None,
     ) -> None: ...
@@ -89,7 +90,7 @@ class ShardedGradScaler(GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: Any = None,
+        process_group: GroupLike | None = None,
     ) -> None: ...
     @_device_may_come_first
     def __init__(
@@ -99,7 +100,7 @@ class ShardedGradScaler(GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: Any = None,
+        process_group: GroupLike | None = None,
         *,
         device: Device = None,
     ) -> None:
@@ -122,7 +123,7 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     @property
-    def group(self) -> Any:
+    def group(self) -> GroupLike | None:
         """fairscale's name of `process_group`; None stands for the optimizer's."""
         return self.process_group
 

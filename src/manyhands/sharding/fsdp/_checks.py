@@ -17,7 +17,9 @@ from manyhands.sharding.fsdp._optimizer_guard import REPLACED
 from manyhands.sharding.fsdp._places import Places, named_params
 
 
-def check_module(module: Any, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()) -> None:
+def check_module(
+    module: object, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()
+) -> None:
     """Raise a TypeError if a module cannot be wrapped. `wrapped` are modules in a wrap already."""
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -109,7 +111,7 @@ def check_root(ranks: RankGroup, were_roots: Sequence[bool | None]) -> None:
 
 def check_same_model(
     ranks: RankGroup,
-    wraps: Sequence[tuple[Places, Mapping[str, Any]]],
+    wraps: Sequence[tuple[Places, Mapping[str, object]]],
     device: torch.device,
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> None:

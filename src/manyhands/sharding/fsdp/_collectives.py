@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,7 @@ class AllGather(_Allocator):
         self._ranks = ranks
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
     ) -> dist.Work:
         size = input_tensor.numel()
         # A range needs a step, so a wrap whose slices are empty gets one empty slice.
@@ -59,7 +58,7 @@ class _Works(dist.Work):
         super().__init__()
         self._works = works
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         for work in self._works:
             work.wait()
         return True
@@ -173,8 +172,8 @@ class ReduceScatter(_Allocator):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: Any,
-        op: Any,
+        group: object,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
         self._queue.enter()

@@ -3,13 +3,22 @@
 The engine has few public switches, so some methods here read or set its private state. Each of
 them says for which versions of torch. They are kept in this file, so that a new torch means
 changes in one place.
+
+The engine casts input tensors and puts a node of autograd on each, and a hook on each output
+tensor. It looks into the containers that it knows, and rebuilds some of them as others: a
+`defaultdict` fails, a `UserDict` is not looked into, a `ModelOutput` of transformers loses what is
+not a field. So the engine gets a list of the tensors, and our hooks rebuild the containers:
+
+    call ── _flatten_inputs ── the engine's hook ── _nest_inputs ── the module's hooks and forward
+         ── _flatten_output ── the engine's hook ── _nest_output ── result
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,30 +26,65 @@ from torch import Tensor, nn
 
 from manyhands._core.backward import current_task
 from manyhands._core.ranks import RankGroup
+from manyhands._core.trees import tensors_in, tree_map_tensors
 from manyhands.sharding.fsdp._checks import check_same_model
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._optimizer_guard import guard_optimizers
-from manyhands.sharding.fsdp._options import Precision
-from manyhands.sharding.fsdp._outputs import (
-    flatten_inputs,
-    flatten_output,
-    nest_inputs,
-    nest_output,
-)
+from manyhands.sharding.fsdp._options import FSDPOptions, Precision
 from manyhands.sharding.fsdp._places import (
     Place,
+    Places,
     copy_from_rank_0,
     make_contiguous,
     named_params,
 )
-from manyhands.sharding.fsdp._used_params import UsedParameters
 
-# For functions that send, which torch.compile must leave alone.
-eager: Any = torch._compile._disable_dynamo
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def eager(fn: F) -> F:
+    """Keep torch.compile away from a function, such as one that sends."""
+    uncompiled: Any = torch._compile._disable_dynamo(fn)
+    return uncompiled
+
 
 # One mesh for each group and kind of device, shared by all wraps. Weak, so that a group is freed
 # with its last user.
-_meshes: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class TrainingState(Enum):
+    """The state of a `FullyShardedDataParallel`, in its attribute `training_state`.
+
+    >>> import torch, manyhands as mh
+    >>> model = mh.FSDP(torch.nn.Linear(2, 2))
+    >>> model.assert_state(mh.TrainingState.IDLE)
+    >>> with model.summon_full_params():
+    ...     print(model.training_state.name)
+    SUMMON_FULL_PARAMS
+
+    On one rank, where nothing is sent, a backward is `BACKWARD_PRE` throughout.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()  # its parameters are being gathered, or are used, in a backward
+    BACKWARD_POST = auto()  # its gradients are being sent
+    SUMMON_FULL_PARAMS = auto()
+
+
+# The engine's names are private to torch; these are the only ones that users see.
+STATES = {
+    "IDLE": TrainingState.IDLE,
+    "FORWARD": TrainingState.FORWARD,
+    "PRE_BACKWARD": TrainingState.BACKWARD_PRE,
+    "POST_BACKWARD": TrainingState.BACKWARD_POST,
+}
 
 
 class Engine:
@@ -74,8 +118,8 @@ class Engine:
 
         # The order of registration matters: fully_shard puts its pre-hook before those that are
         # there and its forward hook after them, so the engine's hooks come between ours.
-        module.register_forward_pre_hook(eager(nest_inputs), prepend=True, with_kwargs=True)
-        module.register_forward_hook(eager(flatten_output))
+        module.register_forward_pre_hook(eager(_nest_inputs), prepend=True, with_kwargs=True)
+        module.register_forward_hook(eager(_flatten_output))
         # Copies to a GPU overlap with computing only from pinned memory, which needs a GPU.
         pinned = offload and torch.accelerator.is_available()
         self.module: Any = fully_shard(
@@ -86,9 +130,9 @@ class Engine:
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
             ignored_params=ignored or None,
         )
-        module.register_forward_pre_hook(eager(flatten_inputs), prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(eager(_flatten_inputs), prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
-        module.register_forward_hook(eager(nest_output))
+        module.register_forward_hook(eager(_nest_output))
         self.overlap = overlap
         if not overlap:
             # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
@@ -106,9 +150,9 @@ class Engine:
 
     def find_params(self) -> None:
         """Look up the sharded parameters, after they were made or replaced."""
-        self.params: list[Tensor] = [_param_at(place) for place in self.places]
+        self.params: list[nn.Parameter] = [_param_at(place) for place in self.places]
 
-    def sharded_by_full(self) -> dict[int, Tensor]:
+    def sharded_by_full(self) -> dict[int, nn.Parameter]:
         """Return the sharded parameter of each full one that a module has now, by the id of that.
 
         Empty while the modules have the sharded ones.
@@ -120,11 +164,15 @@ class Engine:
         return {id(full): sharded for full, sharded in zip(now, self.params, strict=True)}
 
     def connect(
-        self, queue: ReduceQueue, used: UsedParameters, first: int, run: Callable[[], None]
+        self,
+        queue: ReduceQueue,
+        watch: Callable[[Sequence[Place]], None],
+        run: Callable[[], None],
     ) -> None:
-        """Send through `queue`, and report used parameters, numbered from `first`, to `used`.
+        """Send gradients through `queue`. The others are called when parameters are gathered.
 
-        `run` is called in each forward, when the parameters are gathered.
+        `watch` gets their places in each forward that a backward may follow. `run` is called in
+        each forward outside of a backward.
         """
         # The engine keeps what is registered here, so a strong reference would be a cycle.
         reference = weakref.ref(self)
@@ -141,15 +189,15 @@ class Engine:
         places = self.places
 
         @eager
-        def watch(_: nn.Module, __: Any) -> None:
+        def gathered(_: nn.Module, __: object) -> None:
             if torch.is_grad_enabled():
-                used.watch(first, places)
+                watch(places)
             # A recomputation in a backward says nothing about the order of the next forward.
             if current_task() == -1:
                 run()
 
         # Registered last, so that it runs after the engine's own hook has gathered.
-        self.module.register_forward_pre_hook(watch)
+        self.module.register_forward_pre_hook(gathered)
 
     def set_gradient_sync(self, on: bool) -> None:
         """Set whether backward passes average gradients."""
@@ -194,11 +242,10 @@ class Engine:
             yield from group.fsdp_params
 
     @property
-    def state(self) -> str:
-        """The engine's name for what it is doing with this wrap."""
+    def state(self) -> TrainingState:
+        """What the engine is doing with this wrap."""
         groups = _groups(self.module) or [self.module._get_fsdp_state()]
-        name: str = groups[0]._training_state.name
-        return name
+        return STATES[groups[0]._training_state.name]
 
     @property
     def in_backward(self) -> bool:
@@ -211,44 +258,52 @@ class Engine:
             self.module.reset_iter_state()
 
 
-def shard_wrap(wrap: Any, module: nn.Module, inner_wraps: Sequence[Any], offload: bool) -> Engine:
-    """Shard the parameters of a wrap around `module`, in place, and return its engine.
+def shard_wrap(
+    module: nn.Module,
+    places: Places,
+    ranks: RankGroup,
+    device: torch.device,
+    precision: Precision,
+    options: FSDPOptions,
+    *,
+    compared: Mapping[str, object],
+    private: Collection[nn.Module],
+    offload: bool,
+) -> Engine:
+    """Shard the parameters at these places in `module`, and return the engine of the wrap.
 
-    `wrap` is a FullyShardedDataParallel whose options are set and which has several ranks.
+    `options` are those in effect, and ranks must agree on the `compared` ones. `private` modules
+    are in inner wraps in a group of one. Their parameters are each rank's own: they are not
+    compared, not copied from rank 0, and not sharded.
     """
-    make_contiguous(wrap._places)
-    # Inner wraps in a group of one hold parameters that are private to each rank: those are not
-    # compared, not copied from rank 0, and not sharded.
-    private = {each for inner in inner_wraps if inner.world_size == 1 for each in inner.modules()}
+    make_contiguous(places)
     # Each parameter once: the engine finds the other places of a tied one by itself.
-    distinct = {id(m._parameters[name]): (m, name) for m, name in wrap._places.values()}
-    plain = [param for _, param in named_params(wrap._places)]
+    distinct = {id(m._parameters[name]): (m, name) for m, name in places.values()}
+    plain = [param for _, param in named_params(places)]
     shared = {name: each for name, each in module.named_modules() if each not in private}
-    facts = [(wrap._places, wrap._compared_options())]
-    check_same_model(wrap._ranks, facts, wrap.compute_device, shared)
+    check_same_model(ranks, [(places, compared)], device, shared)
     # After the check, because a broadcast between different models would hang or crash.
-    if wrap.sync_module_states:
-        copy_from_rank_0(shared.values(), wrap._ranks, wrap.compute_device)
+    if options.sync_module_states:
+        copy_from_rank_0(shared.values(), ranks, device)
     # The engine's None means "free after forward, except on the root".
-    root_keeps = wrap.disable_reshard_on_root and wrap.reshard_after_forward
+    root_keeps = options.disable_reshard_on_root and options.reshard_after_forward
     engine = Engine(
         module,
         list(distinct.values()),
-        wrap._ranks,
-        wrap.compute_device,
-        wrap._precision,
-        reshard_after_forward=None if root_keeps else wrap.reshard_after_forward,
+        ranks,
+        device,
+        precision,
+        reshard_after_forward=None if root_keeps else options.reshard_after_forward,
         offload=offload,
-        overlap=wrap.overlap,
+        overlap=options.overlap,
         ignored={param for each in private for param in each.parameters(recurse=False)},
     )
     guard_optimizers(plain, engine.params)
-    engine.divide = wrap._divide
     return engine
 
 
 @eager
-def _begin_another_run(module: Any, _: Any) -> None:
+def _begin_another_run(module: Any, _: object) -> None:
     """Let a wrap that runs again in a backward be gathered and reduced again.
 
     A wrap that runs in a backward is being recomputed by a checkpoint. The engine assumes that
@@ -282,14 +337,14 @@ def dereference(reference: Callable[[], Engine | None]) -> Engine:
     return engine
 
 
-def _param_at(place: Place) -> Tensor:
+def _param_at(place: Place) -> nn.Parameter:
     module, name = place
     param = module._parameters[name]
     assert param is not None
     return param
 
 
-def _find_mesh(ranks: RankGroup, device: torch.device) -> Any:
+def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
     """Return the ranks as a DeviceMesh, made once for each group and kind of device."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -299,3 +354,82 @@ def _find_mesh(ranks: RankGroup, device: torch.device) -> Any:
     if device.type not in known:
         known[device.type] = DeviceMesh.from_group(group, device.type)
     return known[device.type]
+
+
+# -- inputs and outputs ----------------------------------------------------------------------------
+
+
+class _Nest:
+    """A nested structure and its tensors, to be rebuilt with other tensors."""
+
+    def __init__(self, tree: object, tensors: Sequence[Tensor]) -> None:
+        self._tree = tree
+        self._tensors = tensors
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        # By id, as a structure may contain a tensor several times.
+        others = {id(old): new for old, new in zip(self._tensors, tensors, strict=True)}
+        return tree_map_tensors(lambda tensor: others[id(tensor)], self._tree)
+
+
+def _flatten_inputs(
+    _: nn.Module, args: object, kwargs: object
+) -> tuple[tuple[list[Tensor], _Nest], dict[str, object]]:
+    """Before the engine's hook: replace the inputs by a list of tensors and a nest."""
+    tensors = tensors_in((args, kwargs))
+    return (tensors, _Nest((args, kwargs), tensors)), {}
+
+
+def _nest_inputs(_: nn.Module, args: tuple[Sequence[Tensor], _Nest], kwargs: object) -> Any:
+    """After the engine's hook: restore the inputs, with the engine's tensors in them."""
+    tensors, nest = args
+    return nest.rebuild(tensors)
+
+
+def _flatten_output(module: nn.Module, _: object, output: object) -> tuple[list[Tensor], _Nest]:
+    """Before the engine's hook: replace the output by a list of tensors and a nest."""
+    tensors = tensors_in(output, _check_output(module))
+    # The engine gathers parameters for backward in a hook on the output. An in-place operation on a
+    # view would remove that hook (torch warns), so a view becomes a tensor of its own.
+    own = [_NotAView.apply(t) if t.requires_grad and t._is_view() else t for t in tensors]
+    return own, _Nest(output, tensors)
+
+
+def _nest_output(_: nn.Module, __: object, output: tuple[Sequence[Tensor], _Nest]) -> object:
+    """After the engine's hook: restore the output, with the hooked tensors in it."""
+    tensors, nest = output
+    return nest.rebuild(tensors)
+
+
+class _NotAView(torch.autograd.Function):
+    """Returns a tensor of its own with the same memory, for autograd no view."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _check_output(module: nn.Module) -> Callable[[object], None]:
+    """Return a check of leaves of an output, which raises a TypeError if one hides a tensor.
+
+    The engine would put no hook on a hidden tensor, and miss the backward through it.
+    """
+
+    def check(leaf: object) -> None:
+        if not torch.is_grad_enabled():
+            return  # there will be no backward
+        inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+        for name, value in inside.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise TypeError(
+                    f"the output of a wrapped {type(module).__name__} is a "
+                    f"{type(leaf).__name__}, and its tensor {name!r} would not be seen. Return "
+                    "tensors, or tuples, lists, dicts and dataclasses of them, or register the "
+                    "class with torch.utils._pytree.register_pytree_node."
+                )
+
+    return check

@@ -19,14 +19,16 @@ Names are relative to the wrap's module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
+from manyhands._core.modules import plain_name
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.trees import tree_map_tensors
 from manyhands.sharding.fsdp._places import Place
@@ -93,34 +95,22 @@ def hold_full_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[Non
                     param.copy_(shard_like(now.detach(), param))
 
 
-# -- state dicts of models --------------------------------------------------------------------
+# -- every rank's slices of a model, put together --------------------------------------------------
 
 
-def replace_by_full(
-    state: dict[str, Any], tied: Mapping[str, int], device: torch.device, *, keep: bool
-) -> None:
-    """Replace sharded tensors by full ones on the device, or by None if not `keep`.
-
-    Keys with the same number in `tied` belong to one parameter, and get one tensor.
-    """
-    done: dict[Any, Any] = {}
-    for key, value in list(state.items()):
-        if is_dtensor(value):
-            parameter = tied.get(key, key)
-            if parameter not in done:
-                full = to_full(value.detach())  # a collective, also on ranks that drop the result
-                done[parameter] = full.to(device) if keep else None
-            state[key] = done[parameter]
-
-
-def rename_keys(state: dict[str, Any], prefix: str, *, remove: str = "", insert: str = "") -> None:
-    """Remove or insert a name after the prefix of all keys that have it, and keep their order."""
-    items = list(state.items())
-    state.clear()
-    for key, value in items:
-        if key.startswith(prefix + remove):
-            key = prefix + insert + key[len(prefix + remove) :]
-        state[key] = value
+def describe_slices(
+    params: Iterable[tuple[str, nn.Parameter]], buffers: Iterable[str]
+) -> dict[str, Any]:
+    """Return what `consolidate_shard_weights` needs to know about this rank's slices."""
+    first_names: dict[int, str] = {}
+    facts = {}
+    for name, param in params:
+        facts[name] = {
+            "shape": list(param.shape),
+            "same_as": first_names.setdefault(id(param), name),  # the first name of a tied one
+            "sharded": is_dtensor(param),
+        }
+    return {"param_metadata": facts, "buffer_names": [plain_name(name) for name in buffers]}
 
 
 def consolidate_slices(
@@ -169,7 +159,7 @@ def consolidate_slices(
 
 def full_optimizer_state(
     optimizer: Optimizer, names: Mapping[int, str], private: set[int], *, keep: bool
-) -> dict[str, Any] | None:
+) -> StateDict | None:
     """Return the plain optimizer's state dict on the CPU, or None on ranks that do not `keep` it.
 
     `names` are the parameters' by id; `private` are ids of parameters that each rank has for
@@ -196,7 +186,7 @@ def _to_cpu(tensor: Tensor, *, keep: bool) -> Tensor | None:
 
 def sharded_optimizer_state(
     state: Mapping[str, Any], params: Mapping[str, Tensor], left_out: set[int]
-) -> dict[str, Any]:
+) -> StateDict:
     """Return this rank's slices of the state, for `optimizer.load_state_dict`.
 
     `params` are the model's by name and in its order; `left_out` are ids of parameters whose state
@@ -220,7 +210,7 @@ def sharded_optimizer_state(
     return result
 
 
-def _shard_state(index: int, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+def _shard_state(index: int, state: Mapping[str, object], param: Tensor) -> dict[str, object]:
     def change(tensor: Tensor) -> Tensor:
         if tensor.shape == param.shape:
             return shard_like(tensor, param)

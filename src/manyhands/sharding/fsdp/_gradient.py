@@ -10,7 +10,8 @@ one small all_reduce, and a plain tensor. All other functions treat the gradient
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, SupportsIndex, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,12 @@ class DTensorGradient(DTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         # With further arguments (dim, dtype) these are other functions, left to DTensor.
         if func is torch.linalg.vector_norm and len(args) <= 2 and not kwargs:
@@ -45,12 +50,12 @@ class DTensorGradient(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Tensor]) -> Tensor:
         copied = self.detach().clone()  # a DTensor: detach() loses the subclass
         copied.__class__ = DTensorGradient
         return memo.setdefault(id(self), copied)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         return self.detach().__reduce_ex__(protocol)  # as torch's class, which torch.load knows
 
 
@@ -58,12 +63,16 @@ class LocalNorm(Tensor):
     """Norms of this rank's slices of some gradients, not yet reduced over the ranks."""
 
     power: float
-    group: Any
+    group: dist.ProcessGroup
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         norms = list(args[0]) if func is torch.stack else [args[0]] if args else []
         if _can_combine(norms):
@@ -104,8 +113,8 @@ def use_our_class(param: Tensor) -> None:
         param.grad.__class__ = DTensorGradient
 
 
-def _norm_of_slice(grad: Any, power: Any = 2) -> Any:
-    local, number = _local(grad), _power(power)
+def _norm_of_slice(grad: DTensor, power: float = 2) -> LocalNorm:
+    local, number = _local(grad), float(power)
     if number == 2:
         here = norm(local)  # one read of the memory
     else:
@@ -122,7 +131,7 @@ def _as_local_norm(result: Tensor, like: LocalNorm) -> LocalNorm:
     return local_norm
 
 
-def _can_combine(norms: list[Any]) -> bool:
+def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
     """Return whether all are norms of one kind, of slices among the same ranks."""
     return all(
         isinstance(each, LocalNorm) and (each.power, each.group) == (norms[0].power, norms[0].group)
@@ -140,16 +149,16 @@ def _reduce_all(value: Any) -> Any:
     return value
 
 
-def _power(power: Any = 2) -> float:
+def _power(power: float = 2) -> float:
     return float(power)
 
 
-def _local(grad: Any) -> Tensor:
+def _local(grad: Tensor) -> Tensor:
     tensor: Tensor = grad._local_tensor if isinstance(grad, DTensor) else grad
     return tensor
 
 
-def _is_number(value: Any = None) -> bool:
+def _is_number(value: object = None) -> bool:
     """Return whether the value is one number for all elements, and no tensor of their shape."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not isinstance(value, DTensor)

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Optimizer, Rprop, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.sharded import is_dtensor
 from manyhands.sharding.fsdp._full_tensors import to_full
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 REPLACED, SHARDED = "_manyhands_replaced", "_manyhands_sharded"
 NEED_WHOLE = (Adafactor, Rprop, SparseAdam)
@@ -29,7 +33,7 @@ NEED_WHOLE = (Adafactor, Rprop, SparseAdam)
 # The number of parameters with which an optimizer was checked; add_param_group() changes it.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _problems: dict[type, str | None] = {}  # by class; None: it works
-_hook: list[Any] = []  # the handle of the hook, once there is one
+_hook: list[RemovableHandle] = []  # the handle of the hook, once there is one
 
 
 def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
@@ -46,7 +50,7 @@ def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
         _hook.append(register_optimizer_step_pre_hook(_check_at_step))
 
 
-def _check_at_step(optimizer: Optimizer, *_: Any) -> None:
+def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _checked.get(optimizer) == len(params):
         return
@@ -61,7 +65,7 @@ def _check_at_step(optimizer: Optimizer, *_: Any) -> None:
     _checked[optimizer] = len(params)
 
 
-def _check_class(optimizer: Optimizer, like: Any) -> None:
+def _check_class(optimizer: Optimizer, like: DTensor) -> None:
     kind = type(optimizer)
     if isinstance(optimizer, LBFGS):
         raise TypeError(
@@ -82,7 +86,7 @@ def _check_class(optimizer: Optimizer, like: Any) -> None:
         )
 
 
-def _problem_with(optimizer: Optimizer, like: Any) -> str | None:
+def _problem_with(optimizer: Optimizer, like: DTensor) -> str | None:
     """Return why a class cannot work on DTensors, or None.
 
     The example sends, so every rank must call this at the same step.
@@ -103,7 +107,7 @@ def _problem_with(optimizer: Optimizer, like: Any) -> str | None:
     return None if same else "on a small example its steps differ from those with full tensors"
 
 
-def _run_example(optimizer: Optimizer, like: Any, *, sharded: bool) -> Tensor:
+def _run_example(optimizer: Optimizer, like: DTensor, *, sharded: bool) -> Tensor:
     """Run two steps of such an optimizer on a small matrix, and return the matrix in full."""
     # Two rows of three for each rank, so that no slice is empty.
     elements = 6 * like.device_mesh.size()

@@ -11,6 +11,8 @@ and have no effect here:
     flatten_parameters, bucket_cap_mb      the engine always sends a wrap's parameters together
     process_group_reduce_scatter           gradients travel apart from parameters anyway
     no_broadcast_optim_state               every rank takes part in gathering the state
+
+The option `process_group` may be a `DummyProcessGroup`, which stands for one rank.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.wrapping._dummy_group import DummyProcessGroup
+from manyhands.sharding._agreement import GroupLike
 
 P = ParamSpec("P")
 W = TypeVar("W", bound=nn.Module)
@@ -75,8 +77,8 @@ class FSDPOptions:
             one wrap computes. False needs about two wraps' memory less, and is slower.
     """
 
-    process_group: Any = None
-    process_group_reduce_scatter: Any = None
+    process_group: GroupLike | None = None
+    process_group_reduce_scatter: GroupLike | None = None
     reshard_after_forward: bool = True
     disable_reshard_on_root: bool = True
     mixed_precision: bool = False
@@ -187,7 +189,42 @@ def add_options_to(text: str | None) -> str | None:
     return f"{inspect.cleandoc(text)}\n\nArgs:\n{module}\n{args}"
 
 
-def find_ranks(process_group: Any) -> RankGroup:
+class DummyProcessGroup:
+    """Stands in for a process group where only its rank and size are needed.
+
+    >>> import manyhands as mh
+    >>> group = mh.DummyProcessGroup(rank=0, size=1)
+    >>> group.rank(), group.size()
+    (0, 1)
+
+    Use it in tests and experiments with one rank, without a launcher or `init_process_group`.
+    Nothing can be sent through it, so with a larger size only code that sends nothing works.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"rank must be from 0 to size - 1, got rank {rank} and size {size}. "
+                "For one rank use DummyProcessGroup(rank=0, size=1)."
+            )
+        self._rank = rank
+        self._size = size
+
+    # Methods, not attributes, as on torch's ProcessGroup.
+
+    def rank(self) -> int:
+        """Return the rank given to the constructor."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks given to the constructor."""
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"DummyProcessGroup(rank={self._rank}, size={self._size})"
+
+
+def find_ranks(process_group: GroupLike | None) -> RankGroup:
     """Return the ranks among which parameters are sharded.
 
     A stand-in for a process group, with only `rank()` and `size()`, may stand for one rank.
@@ -207,7 +244,7 @@ def find_ranks(process_group: Any) -> RankGroup:
     return RankGroup()
 
 
-def find_group(process_group: Any) -> Any:
+def find_group(process_group: GroupLike | None) -> GroupLike | None:
     """Return the group that a wrap shows: its own, else that of all ranks, else a stand-in."""
     if process_group is not None:
         return process_group

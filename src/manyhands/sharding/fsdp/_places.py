@@ -2,12 +2,18 @@
 
 A place is a (module, name) pair. Hooks and state dicts hold places, not parameters, because the
 engine replaces a module's parameter by its sharded or its full form as it goes.
+
+With one rank there is no engine, and mixed precision is a cast around each forward. Every module of
+a wrap gets hooks. The module that runs first hides the parameters inside it behind casts, and
+removes the casts when it is done. Autograd carries the gradients back to the parameters in their
+own type. Because each module has the hooks, a checkpointed module that is recomputed long after the
+wrap's forward sees the casts again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +21,7 @@ from torch import Tensor, nn
 from manyhands._core.modules import plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
+from manyhands._core.trees import as_type
 
 Place: TypeAlias = tuple[nn.Module, str]
 Places: TypeAlias = Mapping[str, Place]
@@ -100,3 +107,68 @@ def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: tor
         for tensor, on_device in sent:
             if on_device.device != tensor.device:
                 tensor.copy_(on_device)
+
+
+# -- mixed precision on one rank ------------------------------------------------------------------
+
+
+def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:
+    """Let `module` compute with casts of the parameters at these places, and of its inputs."""
+    swapped: set[Place] = set()  # places whose parameter is hidden by a cast now
+    module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
+    names: dict[nn.Module, list[str]] = {}
+    for holder, name in places:
+        names.setdefault(holder, []).append(name)
+    for each in module.modules():
+        inside = [(m, name) for m in each.modules() for name in names.get(m, ())]
+        if inside:
+            own: list[Place] = []  # places that this module has swapped, and so must restore
+            each.register_forward_pre_hook(_swap(inside, swapped, own, dtype))
+            # always_call: an error in forward must not leave the casts behind.
+            each.register_forward_hook(_restore(swapped, own), always_call=True)
+
+
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
+    def cast(_: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
+        return as_type(dtype, args), as_type(dtype, kwargs)
+
+    return cast
+
+
+def _swap(
+    places: list[Place], swapped: set[Place], own: list[Place], dtype: torch.dtype
+) -> Callable[..., None]:
+    def swap(_: nn.Module, __: object) -> None:
+        casts: dict[int, Tensor] = {}  # a tied parameter is cast once
+        for module, name in places:
+            param = module._parameters.get(name)
+            if param is None or (module, name) in swapped:
+                continue
+            if id(param) not in casts:
+                casts[id(param)] = param.to(dtype)
+            # Python looks in the instance's dict before it calls Module.__getattr__, which would
+            # find the parameter.
+            object.__setattr__(module, name, casts[id(param)])
+            swapped.add((module, name))
+            own.append((module, name))
+        _refresh_rnns(own)
+
+    return swap
+
+
+def _restore(swapped: set[Place], own: list[Place]) -> Callable[..., None]:
+    def restore(*_: object) -> None:
+        for module, name in own:
+            object.__delattr__(module, name)
+            swapped.discard((module, name))
+        _refresh_rnns(own)
+        own.clear()
+
+    return restore
+
+
+def _refresh_rnns(places: list[Place]) -> None:
+    """Renew the list of parameters that recurrent modules keep."""
+    for module in {id(m): m for m, _ in places}.values():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

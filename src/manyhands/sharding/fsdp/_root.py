@@ -1,30 +1,44 @@
 """What the wraps of a root do together, around its forward and in its backward.
 
-`PrefetchOrder` decides which wrap is gathered while which other computes. It works on the numbers
-of wraps only. The order in which wraps run is taken to be that of the last forward. torch's engine
-is given this order, and begins to gather a wrap as soon as the one before has its parameters. (In
-a backward the engine does so by itself.) A wrap that runs several times in a forward has no certain
-successor.
+**Which wrap is gathered while which other computes?** `PrefetchOrder` works on the numbers of wraps
+only. The order in which wraps run is taken to be that of the last forward. torch's engine is given
+this order, and begins to gather a wrap as soon as the one before has its parameters. (In a backward
+the engine does so by itself.) A wrap that runs several times in a forward has no certain successor.
 
 If a forward takes another way than the last one, a wrap may be gathered and not run. Its parameters
 have to be freed when the forward is over: they would be older than the optimizer's next step.
+
+**Which parameters got a gradient, on this rank and on any?** If ranks use different parameters,
+torch's engine can average zeros for a parameter that a rank did not use. It then averages zeros for
+parameters that no rank used, too. An optimizer with momentum or weight decay would move those,
+which it does not do on one rank. So `UsedParameters` notes which full parameters get a gradient.
+After each averaged pass one small all_reduce finds the parameters that any rank used, and all
+others are left without a gradient.
+
+The all_reduce also carries a checksum of the wraps that ran. If ranks ran different wraps, they
+have averaged the gradients of one wrap with those of another, and every rank raises an error.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._checks import check_inner_groups, check_root, check_same_model
 from manyhands.sharding.fsdp._collectives import ReduceQueue
 from manyhands.sharding.fsdp._engine import Engine, dereference, eager
-from manyhands.sharding.fsdp._used_params import UsedParameters
+from manyhands.sharding.fsdp._places import Place
+from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
 
 
 class PrefetchOrder:
@@ -61,6 +75,87 @@ class PrefetchOrder:
         self._ran.clear()
 
 
+class UsedParameters:
+    """The parameters of all wraps of a root that got a gradient, by number in their order."""
+
+    def __init__(self, ranks: RankGroup, params: Callable[[], Sequence[Tensor]]) -> None:
+        self._ranks = ranks
+        self._params = params
+        self._used_here: set[int] = set()
+        self._order = 0  # a checksum of the wraps that ran, in their order
+        self._had_gradient: list[bool] = []  # before the pass, from earlier passes
+        # The full parameter, its node and the hook's handle. Autograd alone would free the node.
+        self._watched: dict[int, tuple[Tensor, Node, RemovableHandle]] = {}
+
+    def watch(self, first: int, places: Sequence[Place]) -> None:
+        """Note the gradients of the full parameters at these places, numbered from `first`.
+
+        Call it in a forward, when they are gathered. The engine keeps a full parameter's tensor
+        object, and changes only its memory, so each gets a hook once.
+        """
+        self._order = zlib.crc32(first.to_bytes(4, "little"), self._order)
+        reference = weakref.ref(self)
+        for number, (module, name) in enumerate(places, first):
+            param = getattr(module, name)
+            known = self._watched.get(number)
+            if param.requires_grad and (known is None or known[0] is not param):
+                node = get_gradient_edge(param).node
+                handle = node.register_prehook(partial(_note, reference, number))
+                self._watched[number] = param, node, handle
+
+    def forget(self) -> None:
+        """Forget the gradients noted so far, because they were dropped."""
+        self._used_here.clear()
+        self._order = 0
+
+    def begin(self) -> None:
+        """Prepare for the first averaged gradients of a pass."""
+        self._had_gradient = [param.grad is not None for param in self._params()]
+
+    def end(self) -> None:
+        """Remove the gradients of parameters that no rank used, when all means have arrived."""
+        # Not at the top: it imports torch's DTensor, which `import manyhands` must not do.
+        from manyhands.sharding.fsdp._gradient import use_our_class
+
+        params = self._params()
+        trained = [n for n, param in enumerate(params) if param.requires_grad]
+        flags = torch.zeros(len(params), dtype=torch.uint8)
+        flags[list(self._used_here) if len(self._used_here) < len(params) else slice(None)] = 1
+        # After the flags, the checksum's bytes b and 255 - b. The all_reduce yields the largest b,
+        # and 255 minus the smallest b. They agree only if all ranks have the same b.
+        order = torch.frombuffer(bytearray(self._order.to_bytes(4, "little")), dtype=torch.uint8)
+        flags = torch.cat([flags, order, 255 - order]).to(params[0].device)
+        self._ranks.start_all_reduce_max(flags).wait()
+        self._order = 0
+        some_unused = len(self._used_here) < len(trained)
+        # Reading flags on a GPU would make the host wait for it, so only if they are needed anyway.
+        readable = some_unused or flags.device.type == "cpu"
+        if readable and not torch.equal(255 - flags[-4:], flags[-8:-4]):
+            self.forget()
+            raise RuntimeError(
+                "ranks have run different wraps, or in another order, since the last averaged "
+                "backward, so their gradients are wrong. Every rank must run the same wraps; "
+                "within one wrap ranks may use different parameters."
+            )
+        if some_unused:
+            for number, used in zip(trained, flags[trained].tolist(), strict=True):
+                # A gradient from an earlier pass is kept: only zeros were added to it.
+                if not used and not self._had_gradient[number]:
+                    params[number].grad = None
+        self._used_here.clear()
+        for number in trained:
+            use_our_class(params[number])
+
+
+def _note(
+    reference: weakref.ref[UsedParameters], number: int, grads: Sequence[Tensor | None]
+) -> None:
+    used = reference()
+    # Autograd passes None if the parameter took part in the forward and got no gradient.
+    if used is not None and grads[0] is not None:
+        used._used_here.add(number)
+
+
 class RootState:
     """Coordinates the wraps of a root: their gradients, used parameters and prefetching."""
 
@@ -86,7 +181,11 @@ class RootState:
         self._prefetches = all(engine.on_gloo and engine.overlap for engine in engines)
         first = 0
         for number, engine in enumerate(engines):
-            engine.connect(self.reduce_queue, self.used, first, partial(self._order.run, number))
+            engine.connect(
+                self.reduce_queue,
+                watch=partial(self.used.watch, first),
+                run=partial(self._order.run, number),
+            )
             first += len(engine.places)
 
     @eager
@@ -134,30 +233,28 @@ class RootState:
         self._engines[0].recover()
 
 
-def become_root(wrap: Any) -> None:
-    """Make a wrap the root of all wraps inside. The first wrap that runs is the root.
-
-    `wrap` is a FullyShardedDataParallel.
-    """
+def become_root(wrap: Wrap) -> RootState | None:
+    """Make a wrap the root of all wraps inside. The first wrap that runs is the root."""
     # torch.compile must not trace it. On one rank there is little to trace, and `eager` would
     # import dynamo, and with it torch's engine, which one rank does not need.
     mark_root = _mark_root if wrap._engine is None else _mark_root_eagerly
-    mark_root(wrap)
+    return mark_root(wrap)
 
 
-def _mark_root(wrap: Any) -> None:
+def _mark_root(wrap: Wrap) -> RootState | None:
     # Inner wraps in a group of one send nothing, and take no part.
-    members = [each for each in wrap._wraps() if each.world_size > 1 or each is wrap]
+    members = [each for each in wraps_in(wrap, Wrap) if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])
     check_root(wrap._ranks, [each._is_root for each in members])
     wrap._is_root = True
-    for each in wrap._wraps():
+    for each in wraps_in(wrap, Wrap):
         if each is not wrap:
             each._is_root = False
-    if wrap._engine is not None:
-        facts = [(each._places, each._compared_options()) for each in members]
-        check_same_model(wrap._ranks, facts, wrap.compute_device)
-        wrap._root_state = RootState([e._engine for e in members if e._engine is not None])
+    if wrap._engine is None:
+        return None
+    facts = [(each._places, each._compared_options()) for each in members]
+    check_same_model(wrap._ranks, facts, wrap.compute_device)
+    return RootState([each._engine for each in members if each._engine is not None])
 
 
 _mark_root_eagerly = eager(_mark_root)

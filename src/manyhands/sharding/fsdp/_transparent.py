@@ -1,20 +1,66 @@
-"""A module around another that can be used in its place: its names, attributes and members."""
+"""A wrap in place of the module inside: its attributes, its parameters' names, its state dict.
+
+Names are the plain model's, and a state dict has the plain model's full tensors. torch calls these
+hooks for every wrap, inner ones first, so each converts only its own entries:
+
+    _show_plain    hook after state_dict(): plain names, full tensors (or slices, if asked for)
+    _take_plain    hook before load_state_dict(): our names, and this rank's slices
+    _after_load    hook after load_state_dict(): look the parameters up again
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from manyhands._core.modules import INNER, ModuleWrapper, plain_name
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import is_dtensor, local_shard
 from manyhands._core.wrappers import wrapped_attribute
+from manyhands.sharding._agreement import wait_for_all_ranks
+from manyhands.sharding.fsdp._engine import Engine
+from manyhands.sharding.fsdp._full_tensors import describe_slices, from_local, shard_like, to_full
+from manyhands.sharding.fsdp._options import COMPARED
+from manyhands.sharding.fsdp._places import Places, named_params
+
+W = TypeVar("W", bound="Wrap")
+V = TypeVar("V")
 
 
-class TransparentWrapper(ModuleWrapper):
-    """Looks up attributes that it lacks in the module registered as `INNER`."""
+class Wrap(ModuleWrapper):
+    """Base class of `FullyShardedDataParallel`. It is used in place of the module inside.
+
+    Attributes that a wrap lacks are looked up in the module registered as `INNER`.
+    """
 
     inner_name = INNER
+
+    rank: int
+    world_size: int
+    compute_device: torch.device
+    state_dict_device: torch.device
+    state_dict_on_rank_0_only: bool
+    _ranks: RankGroup
+    _places: Places  # of its own parameters, without those of wraps inside
+    _engine: Engine | None  # None on one rank
+    _is_root: bool | None  # None until a forward has decided
+    _holds_full: bool  # while summon_full_params is open
+    _in_local_state = False  # while local_state_dict or load_local_state_dict run
+    _in_state_dict = False  # while state_dict of a wrap around this one runs
+    _former_buffer_dtypes: dict[str, torch.dtype]  # of buffers that were cast, by name
+
+    def _hold(self, module: nn.Module) -> None:
+        """Take the place of this module."""
+        self.register_module(INNER, module)
+        self._register_state_dict_hook(_show_plain)
+        self._register_load_state_dict_pre_hook(_take_plain, with_module=True)
+        self.register_load_state_dict_post_hook(_after_load)
 
     @property
     def module(self) -> nn.Module:
@@ -23,10 +69,45 @@ class TransparentWrapper(ModuleWrapper):
         assert inner is not None
         return inner
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters by the plain model's names, always the sharded ones."""
+        # Between a forward and its backward, a root's module may hold full parameters. An
+        # optimizer made then must get the sharded ones.
+        sharded: dict[int, nn.Parameter] = {}
+        for wrap in wraps_in(self, Wrap):
+            if wrap._engine is not None and not wrap._holds_full:
+                sharded.update(wrap._engine.sharded_by_full())
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield plain_name(name), sharded.get(id(param), param)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield buffers, by the plain model's names."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield plain_name(name), buffer
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Wrap:
+        # to(), half() and others may replace parameters.
+        super()._apply(fn, recurse)
+        for wrap in wraps_in(self, Wrap):
+            wrap._find_params_again()
+        return self
+
+    def _find_params_again(self) -> None:
+        """Look up the sharded parameters after they may have been replaced."""
+        if self._engine is not None and not self._holds_full:
+            self._engine.find_params()
+
+    def _reshard(self) -> None:
+        for wrap in wraps_in(self, Wrap):
+            if wrap._engine is not None:
+                wrap._engine.reshard()
+
+    def _compared_options(self) -> Mapping[str, object]:
+        return {name: getattr(self, name) for name in COMPARED}
 
     def __getattr__(self, name: str) -> Any:
         """Return the wrapped module's attribute."""
@@ -52,14 +133,173 @@ class TransparentWrapper(ModuleWrapper):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} is not copied: a copy would have no process group. Copy the "
             "plain model before wrapping, or load state_dict() into one."
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} is not pickled: a file cannot hold its process group. Save "
             "state_dict(), or use manyhands.save."
         )
+
+    # -- state dicts ---------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the plain model's state dict, with full tensors. Call it on every rank."""
+        if self._in_state_dict:
+            return super().state_dict(*args, **kwargs)
+        self._reshard()
+        if not self._in_local_state and self._engine is not None:
+            # An error, not a hang, if a rank is missing.
+            wait_for_all_ranks(self._ranks, "state_dict()")
+        with _set_flag(wraps_in(self, Wrap), "_in_state_dict"):
+            return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load the plain model's state dict: every rank takes its slices. Nothing is sent."""
+        return super().load_state_dict(_add_our_versions(self, state_dict), strict, assign)
+
+    # The next two name the class: a subclass may define state_dict() by way of them.
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's slices, by the plain model's names. Nothing is sent."""
+        with _set_flag(wraps_in(self, Wrap), "_in_local_state"):
+            return Wrap.state_dict(self, *args, **kwargs)
+
+    def load_local_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> _IncompatibleKeys:
+        """Load the `local_state_dict()` of this rank, from a run of as many ranks."""
+        with _set_flag(wraps_in(self, Wrap), "_in_local_state"):
+            return Wrap.load_state_dict(self, state_dict, strict=strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """Return what `consolidate_shard_weights` needs to know about this rank's slices."""
+        self._reshard()
+        params = self.named_parameters(remove_duplicate=False)
+        return describe_slices(params, (name for name, _ in self.named_buffers()))
+
+
+def wraps_in(module: nn.Module, kind: type[W]) -> list[W]:
+    """Return the wraps of this class among a module and those inside, each once."""
+    return [each for each in module.modules() if isinstance(each, kind)]
+
+
+# -- state dicts -----------------------------------------------------------------------------------
+
+
+def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) -> None:
+    """Convert this wrap's entries of a state dict to plain names and full tensors."""
+    own = _pop_last(state, prefix)
+    _rename_keys(own, prefix, remove=f"{INNER}.")
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        for key, version in _pop_last(versions, prefix[:-1]).items():
+            versions[key] = version  # for loading a wrap inside a plain container
+            # The wrapped module comes after its wrap, so its version replaces the wrap's.
+            versions[plain_name(key + ".")[:-1]] = version
+    if wrap._in_local_state:
+        for key, value in own.items():
+            state[key] = local_shard(value) if isinstance(value, Tensor) else value
+        return
+    keep = not wrap.state_dict_on_rank_0_only or wrap.rank == 0
+    tied = {prefix + name: id(param) for name, param in named_params(wrap._places)}
+    # Every rank takes part in gathering, also those that keep nothing.
+    _replace_by_full(own, tied, wrap.state_dict_device, keep=keep)
+    if keep:
+        dtypes = wrap._former_buffer_dtypes
+        for key, value in own.items():
+            dtype = dtypes.get(key[len(prefix) :])
+            if dtype is not None and isinstance(value, Tensor):
+                value = value.to(dtype)
+            state[key] = value
+
+
+def _pop_last(entries: dict[str, V], prefix: str) -> dict[str, V]:
+    """Take out the last entries, as far as their keys have the prefix, and keep their order."""
+    # A wrap's entries were added last. Popping from the end avoids a scan of the whole dict for
+    # each wrap.
+    popped = []
+    while entries:
+        key, value = entries.popitem()
+        if not key.startswith(prefix):
+            entries[key] = value
+            break
+        popped.append((key, value))
+    return dict(reversed(popped))
+
+
+def _take_plain(wrap: Wrap, state: dict[str, object], prefix: str, *_: object) -> None:
+    """Convert this wrap's entries of a state dict to our names and this rank's slices."""
+    wrap._reshard()
+    convert = from_local if wrap._in_local_state else shard_like
+    for name, param in named_params(wrap._places):
+        value = state.get(prefix + name)
+        # A tensor of another shape is left as it is: torch's error names the parameter.
+        if isinstance(value, Tensor) and (wrap._in_local_state or value.shape == param.shape):
+            state[prefix + name] = convert(value, param)
+    _rename_keys(state, prefix, insert=f"{INNER}.")
+
+
+def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V]:
+    """Return a state dict that has the modules' versions, if any, under our names as well."""
+    # torch looks a module's version up by its path, and ours contain `INNER`.
+    versions = getattr(state, "_metadata", None)
+    if versions is None:
+        return state
+    copied = OrderedDict(state)
+    ours = {name: versions.get(plain_name(name + ".")[:-1]) for name, _ in wrap.named_modules()}
+    copied._metadata = {**versions, **{name: v for name, v in ours.items() if v is not None}}  # type: ignore[attr-defined]
+    return copied
+
+
+def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
+    """Look up parameters that loading may have assigned, and report keys by plain names."""
+    wrap._find_params_again()
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [plain_name(name) for name in names]
+
+
+def _replace_by_full(
+    state: dict[str, object], tied: Mapping[str, int], device: torch.device, *, keep: bool
+) -> None:
+    """Replace sharded tensors by full ones on the device, or by None if not `keep`.
+
+    Keys with the same number in `tied` belong to one parameter, and get one tensor.
+    """
+    done: dict[int | str, Tensor | None] = {}
+    for key, value in list(state.items()):
+        if isinstance(value, Tensor) and is_dtensor(value):
+            parameter = tied.get(key, key)
+            if parameter not in done:
+                full = to_full(value.detach())  # a collective, also on ranks that drop the result
+                done[parameter] = full.to(device) if keep else None
+            state[key] = done[parameter]
+
+
+def _rename_keys(state: dict[str, V], prefix: str, *, remove: str = "", insert: str = "") -> None:
+    """Remove or insert a name after the prefix of all keys that have it, and keep their order."""
+    items = list(state.items())
+    state.clear()
+    for key, value in items:
+        if key.startswith(prefix + remove):
+            key = prefix + insert + key[len(prefix + remove) :]
+        state[key] = value
+
+
+@contextmanager
+def _set_flag(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
+    """Set this attribute of all wraps to True inside, and restore it afterwards."""
+    former = [(wrap, getattr(wrap, flag)) for wrap in wraps]
+    try:
+        for wrap, _ in former:
+            setattr(wrap, flag, True)
+        yield
+    finally:
+        for wrap, value in former:
+            setattr(wrap, flag, value)

@@ -7,8 +7,8 @@
 `fully_shard` does this for the module inside (`.module`), whose parameters become DTensors. The
 wrapper adds what the engine lacks: the documented names and options (`_options.py`), cheaper
 collectives on gloo (`_collectives.py`), gradients of parameters that only some ranks use
-(`_used_params.py`), full parameters and state dicts of the plain model (`_full_tensors.py`), and
-one rank without an engine or a process group (`_single_rank.py`).
+(`_root.py`), names and state dicts of the plain model (`_transparent.py`), and one rank without an
+engine or a process group.
 
 Words used here
     wrap      one FullyShardedDataParallel, with the parameters outside its inner wraps
@@ -19,23 +19,23 @@ Words used here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.backward import current_task
-from manyhands._core.modules import INNER, plain_name
 from manyhands._core.sharded import local_shard
 from manyhands._core.trees import as_type
-from manyhands.sharding._agreement import wait_for_all_ranks
-from manyhands.sharding._clip import combine_norms, norm_of_shard
+from manyhands.sharding._clip import clip_slices
 from manyhands.sharding.fsdp._checks import check_inner_groups, check_module, check_parameters
-from manyhands.sharding.fsdp._engine import Engine, shard_wrap
+from manyhands.sharding.fsdp._engine import TrainingState, shard_wrap
 from manyhands.sharding.fsdp._full_tensors import (
     consolidate_slices,
     full_optimizer_state,
@@ -43,7 +43,6 @@ from manyhands.sharding.fsdp._full_tensors import (
     sharded_optimizer_state,
 )
 from manyhands.sharding.fsdp._options import (
-    COMPARED,
     FSDPOptions,
     add_options_to,
     check_offload,
@@ -51,26 +50,21 @@ from manyhands.sharding.fsdp._options import (
     find_ranks,
     takes_options,
 )
-from manyhands.sharding.fsdp._places import cast_buffers, distinct_params, find_places
-from manyhands.sharding.fsdp._root import RootState, become_root
-from manyhands.sharding.fsdp._single_rank import GradientDivision, cast_in_forward
-from manyhands.sharding.fsdp._state_dicts import (
-    add_our_versions,
-    after_load,
-    describe_slices,
-    from_plain,
-    set_flag,
-    to_plain,
+from manyhands.sharding.fsdp._places import (
+    cast_buffers,
+    cast_in_forward,
+    distinct_params,
+    find_places,
 )
-from manyhands.sharding.fsdp._training_state import OF_ENGINE, TrainingState, check_state
-from manyhands.sharding.fsdp._transparent import TransparentWrapper
+from manyhands.sharding.fsdp._root import RootState, become_root
+from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
 
 # Modules inside a wrap. A second wrap around one would find its parameters sharded already. Weak,
 # so that a module is freed with the last user of its model.
 _wrapped: WeakSet[nn.Module] = WeakSet()
 
 
-class FullyShardedDataParallel(TransparentWrapper):
+class FullyShardedDataParallel(Wrap):
     """Each of N ranks holds 1/N of the parameters, of their gradients and optimizer state.
 
     Make the optimizer after wrapping, from the wrapped module's parameters. Everything else in a
@@ -101,40 +95,48 @@ class FullyShardedDataParallel(TransparentWrapper):
         # Everything that can be a mistake is checked before anything is changed or sent.
         check_module(module, FullyShardedDataParallel, _wrapped)
         self._ranks = find_ranks(options.process_group)
-        check_inner_groups(self._ranks, [wrap._ranks for wrap in wraps_in(module)])
-        self._precision = options.precision()
+        inside = wraps_in(module, FullyShardedDataParallel)
+        check_inner_groups(self._ranks, [wrap._ranks for wrap in inside])
+        self._precision = precision = options.precision()
         device = find_device(module, self._ranks, options.compute_device)
         moved = options.move_params_to_cpu or options.cpu_offload
         offload = check_offload(device, moved, options.move_grads_to_cpu)
         options.check_divide_factor()
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
-        self._show(options.resolve(self._precision, device))
+        in_effect = options.resolve(precision, device)
+        self._show(in_effect)
         self._divide: tuple[float, float] | None = None  # None: by the world size, after the sum
         if options.gradient_predivide_factor is not None:
             before = options.gradient_predivide_factor
             self._divide = before, self.world_size / before
         self.require_backward_grad_sync = True
-        self._holds_full = False  # while summon_full_params is open
-        self._in_local_state = False  # while local_state_dict or load_local_state_dict run
-        self._in_state_dict = False  # while state_dict of a wrap around this one runs
+        self._holds_full = False
         self._forwards = 0  # forwards in progress
-        self._is_root: bool | None = None  # None until a forward has decided
+        self._is_root = None
         self._root_state: RootState | None = None
         self._places = find_places(module, FullyShardedDataParallel)
         check_parameters(self._places, self._ranks)
-        buffers = self._precision.buffers
+        buffers = precision.buffers
         self._former_buffer_dtypes = cast_buffers(module, FullyShardedDataParallel, buffers)
-        self._division = GradientDivision(distinct_params(self._places))
-        self._engine: Engine | None = None
+        self._divisor: list[float] = []  # a list, which the hooks of `_divide_by` share
+        self._engine = None
         if self.world_size > 1:
-            self._engine = shard_wrap(self, module, wraps_in(module), offload)
-        elif self._precision.compute is not None:
-            cast_in_forward(module, list(self._places.values()), self._precision.compute)
+            self._engine = shard_wrap(
+                module,
+                self._places,
+                self._ranks,
+                device,
+                precision,
+                in_effect,
+                compared=self._compared_options(),
+                private={m for wrap in inside if wrap.world_size == 1 for m in wrap.modules()},
+                offload=offload,
+            )
+            self._engine.divide = self._divide
+        elif precision.compute is not None:
+            cast_in_forward(module, list(self._places.values()), precision.compute)
         _wrapped.add(module)
-        self.register_module(INNER, module)  # last, as attributes are looked up in it from now on
-        self._register_state_dict_hook(to_plain)
-        self._register_load_state_dict_pre_hook(from_plain, with_module=True)
-        self.register_load_state_dict_post_hook(after_load)
+        self._hold(module)  # last, as attributes are looked up in it from now on
 
     def _show(self, options: FSDPOptions) -> None:
         """Show the options in attributes of the same names."""
@@ -153,7 +155,7 @@ class FullyShardedDataParallel(TransparentWrapper):
                 "reading and writing only. Leave it first."
             )
         if self._is_root is None:
-            become_root(self)
+            self._root_state = become_root(self)
         # A forward inside a backward recomputes a checkpoint: the root's own forward is over.
         root = self._root_state if current_task() == -1 else None
         if root is not None:
@@ -192,12 +194,7 @@ class FullyShardedDataParallel(TransparentWrapper):
 
     def _wraps(self) -> list[FullyShardedDataParallel]:
         """Return this wrap and those inside, each once."""
-        return wraps_in(self)
-
-    def _reshard(self) -> None:
-        for wrap in self._wraps():
-            if wrap._engine is not None:
-                wrap._engine.reshard()
+        return wraps_in(self, FullyShardedDataParallel)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,7 +234,17 @@ class FullyShardedDataParallel(TransparentWrapper):
             if wrap._engine is not None:
                 wrap._engine.divide = pre, post
             else:
-                wrap._division.set_divisor(pre * post)
+                wrap._divide_by(pre * post)
+
+    def _divide_by(self, divisor: float) -> None:
+        """Divide gradients that are not sharded by this number from now on."""
+        # No hooks before a divisor is set: they would cost time in every backward. They live as
+        # long as the parameters, and must not keep this object alive.
+        if not self._divisor and divisor != 1:
+            for param in distinct_params(self._places):
+                if param.requires_grad:
+                    param.register_hook(partial(_divide, self._divisor))
+        self._divisor[:] = [divisor] if self._divisor or divisor != 1 else []
 
     @property
     def gradient_predivide_factor(self) -> float:
@@ -263,20 +270,31 @@ class FullyShardedDataParallel(TransparentWrapper):
         if self._holds_full:
             return TrainingState.SUMMON_FULL_PARAMS
         if self._engine is not None:
-            return OF_ENGINE[self._engine.state]
+            return self._engine.state
         if self._forwards:
             return TrainingState.FORWARD
         return TrainingState.IDLE if current_task() == -1 else TrainingState.BACKWARD_PRE
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
         """Raise a ValueError unless this wrap is in the state, or in one of several."""
-        check_state(self.training_state, state)
+        states = list(state) if isinstance(state, Iterable) else [state]
+        # By name, so that members of fairscale's enum are accepted.
+        names: list[object] = [getattr(each, "name", each) for each in states]
+        if unknown := [name for name in names if name not in TrainingState.__members__]:
+            raise ValueError(
+                f"a state must be one of {', '.join(TrainingState.__members__)}, got {unknown}."
+            )
+        if self.training_state.name not in names:
+            raise ValueError(
+                f"this FullyShardedDataParallel is in state {self.training_state.name}, and "
+                f"{' or '.join(map(str, names))} was asserted."
+            )
 
     @property
     def params(self) -> list[nn.Parameter]:
         """This wrap's own parameters, without those of wraps inside; each once."""
         if self._engine is not None and not self._holds_full:
-            return list(self._engine.params)  # type: ignore[arg-type]
+            return list(self._engine.params)
         return distinct_params(self._places)
 
     @property
@@ -298,13 +316,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         if self.world_size == 1:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         grads = [local_shard(p.grad) for p in self.parameters() if p.grad is not None]
-        # A rank's slice of a small parameter may be empty, and has no maximum norm.
-        norms = [norm_of_shard(grad, float(norm_type)) for grad in grads if grad.numel()]
-        total = combine_norms(norms, float(norm_type), self._ranks, self.compute_device)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # a tensor: no wait for the device
-        for grad in grads:
-            grad.mul_(factor.to(grad.device))
-        return total
+        return clip_slices(grads, max_norm, float(norm_type), self._ranks, self.compute_device)
 
     # -- full parameters -----------------------------------------------------------------------
 
@@ -345,42 +357,6 @@ class FullyShardedDataParallel(TransparentWrapper):
 
     # -- state ---------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the plain model's state dict, with full tensors. Call it on every rank."""
-        if self._in_state_dict:
-            return super().state_dict(*args, **kwargs)
-        self._reshard()
-        if not self._in_local_state and self._engine is not None:
-            wait_for_all_ranks(
-                self._ranks, "state_dict()"
-            )  # an error, not a hang, if a rank is missing
-        with set_flag(self._wraps(), "_in_state_dict"):
-            return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the plain model's state dict: every rank takes its slices. Nothing is sent."""
-        return super().load_state_dict(add_our_versions(self, state_dict), strict, assign)
-
-    # The next two name the class, because a subclass may define state_dict() by way of them.
-
-    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's slices, by the plain model's names. Nothing is sent."""
-        with set_flag(self._wraps(), "_in_local_state"):
-            return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
-
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load the `local_state_dict()` of this rank, from a run of as many ranks."""
-        with set_flag(self._wraps(), "_in_local_state"):
-            return FullyShardedDataParallel.load_state_dict(self, state_dict, strict=strict)
-
-    def local_metadata_dict(self) -> dict[str, Any]:
-        """Return what `consolidate_shard_weights` needs to know about this rank's slices."""
-        self._reshard()
-        params = self.named_parameters(remove_duplicate=False)
-        return describe_slices(params, (name for name, _ in self.named_buffers()))
-
     @staticmethod
     def consolidate_shard_weights(
         shard_weights: Sequence[Mapping[str, Tensor]],
@@ -395,9 +371,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         """
         return consolidate_slices(shard_weights, shard_metadata, with_module_buffers, strict)
 
-    def gather_full_optim_state_dict(
-        self, optim: Optimizer, **ignored: Any
-    ) -> dict[str, Any] | None:
+    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
         """Return the plain optimizer's state dict on rank 0, and None on other ranks.
 
         Call it on every rank. Parameters in a group of one, listed as `uncollected_local_ids`, get
@@ -407,8 +381,10 @@ class FullyShardedDataParallel(TransparentWrapper):
         names = {id(param): name for name, param in self.named_parameters()}
         return full_optimizer_state(optim, names, self._private_params(), keep=self.rank == 0)
 
-    def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> Any:
-        """Return this rank's slices of the plain optimizer's state, for `optim.load_state_dict`.
+    def get_shard_from_optim_state_dict(
+        self, full_optim_state_dict: Mapping[str, Any]
+    ) -> StateDict:
+        """Return this rank's slices of the plain optimizer's state, for `load_state_dict`.
 
         Rank 0's own state of parameters in a group of one is left out on other ranks.
         """
@@ -419,7 +395,11 @@ class FullyShardedDataParallel(TransparentWrapper):
 
     def check_can_save(self, model: nn.Module) -> None:
         """Raise a ValueError if ranks train different parameters: a checkpoint has room for one."""
-        if self.world_size == 1 and self.params and any(w.world_size > 1 for w in wraps_in(model)):
+        if (
+            self.world_size == 1
+            and self.params
+            and any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
+        ):
             raise ValueError(
                 f"a wrap of {type(self.module).__name__} is in a process group of one, inside "
                 "one of several ranks. Each rank has its own parameters there, and a "
@@ -433,31 +413,6 @@ class FullyShardedDataParallel(TransparentWrapper):
             return set()
         return {id(p) for wrap in self._wraps() if wrap.world_size == 1 for p in wrap.params}
 
-    # -- as the wrapped module -----------------------------------------------------------------
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters by the plain model's names, always the sharded ones."""
-        # Between a forward and its backward, a root's module may hold full parameters. An
-        # optimizer made then must get the sharded ones.
-        sharded: dict[int, Any] = {}
-        for wrap in self._wraps():
-            if wrap._engine is not None and not wrap._holds_full:
-                sharded.update(wrap._engine.sharded_by_full())
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield plain_name(name), sharded.get(id(param), param)
-
-    def _find_params_again(self) -> None:
-        """Look up the sharded parameters after they may have been replaced."""
-        if self._engine is not None and not self._holds_full:
-            self._engine.find_params()
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        # to(), half() and others may replace parameters.
-        result = super()._apply(fn, recurse)
-        for wrap in self._wraps():
-            wrap._find_params_again()
-        return result
-
     def extra_repr(self) -> str:
         """Return the options, for `print(model)`."""
         if not self.verbose:
@@ -465,14 +420,10 @@ class FullyShardedDataParallel(TransparentWrapper):
         options = ", ".join(f"{name}={value}" for name, value in self._compared_options().items())
         return f"rank={self.rank}, world_size={self.world_size}, {options}"
 
-    def _compared_options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in COMPARED}
-
 
 # The options are described once, in FSDPOptions.
 FullyShardedDataParallel.__doc__ = add_options_to(FullyShardedDataParallel.__doc__)
 
 
-def wraps_in(module: nn.Module) -> list[FullyShardedDataParallel]:
-    """Return the wraps among a module and those inside, each once."""
-    return [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+def _divide(divisor: Sequence[float], grad: Tensor) -> Tensor:
+    return grad / divisor[0]

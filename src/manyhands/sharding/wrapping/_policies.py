@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
@@ -88,7 +88,7 @@ def config_auto_wrap_policy(
     return recurse or hasattr(module, "wrapper_config")
 
 
-def as_policy(policy: Any) -> Policy:
+def as_policy(policy: Policy | Classes) -> Policy:
     """Return a policy function for a function or a set of classes, or raise a TypeError."""
     if isinstance(policy, set | frozenset | tuple | list):
         classes = tuple(policy)
@@ -116,7 +116,7 @@ def as_policy(policy: Any) -> Policy:
     return policy
 
 
-def keywords_of(function: Any) -> tuple[set[str], bool]:
+def keywords_of(function: Callable[..., object]) -> tuple[set[str], bool]:
     """Return a function's keyword arguments, and whether it takes any other."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -129,7 +129,7 @@ def keywords_of(function: Any) -> tuple[set[str], bool]:
     )
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Return a function's name for an error message; a partial has the name of its function."""
     while isinstance(function, partial):
         function = function.func

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands.sharding._agreement import GroupLike
+from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.wrapping._pick import children, pick_modules
 from manyhands.sharding.wrapping._policies import (
     POLICY_KEYWORDS,
@@ -36,6 +38,7 @@ from manyhands.sharding.wrapping._policies import (
 )
 
 Wrapper: TypeAlias = Callable[..., nn.Module]
+Options: TypeAlias = Mapping[str, object]  # keyword arguments of a wrapper
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class _Scope:
 
     wrapper_cls: Wrapper
     policy: Policy
-    options: Mapping[str, Any]
+    options: Options
 
 
 # A context variable, so that threads and asyncio tasks do not see each other's settings.
@@ -53,7 +56,7 @@ _SCOPE: ContextVar[_Scope | None] = ContextVar("enable_wrap", default=None)
 
 @contextmanager
 def enable_wrap(
-    auto_wrap_policy: Policy | Classes | None = None, **wrapper_kwargs: Any
+    auto_wrap_policy: Policy | Classes | None = None, **wrapper_kwargs: object
 ) -> Iterator[None]:
     """Let `wrap` and `auto_wrap` wrap inside; outside they return the module unchanged.
 
@@ -78,7 +81,7 @@ def enable_wrap(
     outer = _SCOPE.get()
     wrapper_cls = _pop_wrapper_cls(wrapper_kwargs)
     if wrapper_cls is None:
-        wrapper_cls = _default_wrapper() if outer is None else outer.wrapper_cls
+        wrapper_cls = FullyShardedDataParallel if outer is None else outer.wrapper_cls
     if auto_wrap_policy is not None:
         policy = as_policy(auto_wrap_policy)
     else:
@@ -93,7 +96,7 @@ def enable_wrap(
         _SCOPE.reset(token)
 
 
-def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+def wrap(module: nn.Module, **wrap_overrides: object) -> nn.Module:
     """Wrap a module inside `enable_wrap`; outside return it unchanged.
 
     >>> import torch.nn as nn, manyhands as mh
@@ -117,7 +120,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 def auto_wrap(
-    module: nn.Module, auto_wrap_policy: Policy | Classes | None = None, **kwargs: Any
+    module: nn.Module, auto_wrap_policy: Policy | Classes | None = None, **kwargs: object
 ) -> nn.Module:
     """Wrap the modules that a policy picks among a module and those inside it.
 
@@ -161,8 +164,8 @@ def auto_wrap(
 def auto_wrap_bn(
     module: nn.Module,
     single_rank_pg: bool = False,
-    process_group: Any = None,
-    fsdp_config: Mapping[str, Any] | None = None,
+    process_group: GroupLike | None = None,
+    fsdp_config: Options | None = None,
     wrap_it: bool = True,
     assert_on_collision: bool = True,
 ) -> nn.Module:
@@ -219,7 +222,7 @@ def auto_wrap_bn(
         return auto_wrap(module, (_BatchNorm,))
 
 
-def _pop_wrapper_cls(options: dict[str, Any]) -> Wrapper | None:
+def _pop_wrapper_cls(options: dict[str, object]) -> Wrapper | None:
     """Remove `wrapper_cls` from the options and return it, or None."""
     wrapper_cls = options.pop("wrapper_cls", None)
     if wrapper_cls is not None and not callable(wrapper_cls):
@@ -233,20 +236,13 @@ def _pop_wrapper_cls(options: dict[str, Any]) -> Wrapper | None:
 
 def _is_instance(module: nn.Module, wrapper_cls: Wrapper) -> bool:
     # A wrapper that is a plain function has no instances, so nothing counts as wrapped by it.
-    cls: Any = wrapper_cls
+    cls: object = wrapper_cls
     while isinstance(cls, partial):
         cls = cls.func
     return isinstance(cls, type) and isinstance(module, cls)
 
 
-def _default_wrapper() -> Wrapper:
-    # Not at the top: FSDP's options import this package.
-    from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-
-    return FullyShardedDataParallel
-
-
-def _bind_policy(policy: Policy, options: dict[str, Any]) -> tuple[Policy, dict[str, Any]]:
+def _bind_policy(policy: Policy, options: Options) -> tuple[Policy, dict[str, object]]:
     """Return the policy with its options bound, and the options left for the wrapper."""
     names = keywords_of(policy)[0] - set(POLICY_KEYWORDS)
     bound = {name: value for name, value in options.items() if name in names}
@@ -254,9 +250,7 @@ def _bind_policy(policy: Policy, options: dict[str, Any]) -> tuple[Policy, dict[
     return (partial(policy, **bound) if bound else policy), rest
 
 
-def _check_known(
-    wrapper_cls: Wrapper, options: Mapping[str, Any], policy: Policy | None = None
-) -> None:
+def _check_known(wrapper_cls: Wrapper, options: Options, policy: Policy | None = None) -> None:
     """Raise a TypeError if the wrapper does not take one of the options."""
     names, any_other = keywords_of(wrapper_cls)
     unknown = [name for name in options if name not in names]
@@ -272,9 +266,7 @@ def _check_known(
         )
 
 
-def _find_call(
-    module: nn.Module, scope: _Scope, overrides: Mapping[str, Any]
-) -> tuple[Wrapper, dict[str, Any]]:
+def _find_call(module: nn.Module, scope: _Scope, overrides: Options) -> tuple[Wrapper, Options]:
     """Return the wrapper of a module, and its options."""
     config = getattr(module, "wrapper_config", {})
     if not isinstance(config, dict):
@@ -291,7 +283,7 @@ def _find_call(
     return wrapper_cls, {**context, **own}
 
 
-def _make_wrapper(module: nn.Module, wrapper_cls: Wrapper, options: dict[str, Any]) -> nn.Module:
+def _make_wrapper(module: nn.Module, wrapper_cls: Wrapper, options: Options) -> nn.Module:
     wrapper = wrapper_cls(module, **options)
     if not isinstance(wrapper, nn.Module):
         raise TypeError(
@@ -303,7 +295,7 @@ def _make_wrapper(module: nn.Module, wrapper_cls: Wrapper, options: dict[str, An
 
 def _replace(
     module: nn.Module,
-    calls: Mapping[nn.Module, tuple[Wrapper, dict[str, Any]]],
+    calls: Mapping[nn.Module, tuple[Wrapper, Options]],
     done: dict[nn.Module, nn.Module],
 ) -> nn.Module:
     """Wrap a module and those inside it as `calls` say, and return its replacement.

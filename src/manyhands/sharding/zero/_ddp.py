@@ -6,11 +6,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SparseAdam
 
@@ -19,7 +19,7 @@ from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import ShardedGradient
 from manyhands._core.wrappers import find_layer, wrapped_attribute
-from manyhands.sharding._agreement import ADVICE, Facts, facts_of_groups
+from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_groups
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
 from manyhands.sharding.zero._oss import OSS
 from manyhands.sharding.zero._reducer import Reducer
@@ -65,7 +65,7 @@ class ShardedDataParallel(ModuleWrapper):
         self,
         module: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer] = (),
-        process_group: Any = None,
+        process_group: GroupLike | None = None,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int | None = None,
@@ -97,19 +97,18 @@ class ShardedDataParallel(ModuleWrapper):
                 "overlap_gather=True has nothing to overlap with shared_memory=True: nothing "
                 "travels. Leave one of them out."
             )
-        if reduce_buffer_size is not None:
-            _check_size(reduce_buffer_size)
+        _check_size(reduce_buffer_size)
         if self._workers.size == 1:
             return
-        facts = {
+        facts: Facts = {
             "values of reduce_dtype": str(wire),
             "values of reduce_buffer_size": reduce_buffer_size,
             "values of broadcast_buffers": broadcast_buffers,
             "values of sync_models_at_startup": sync_models_at_startup,
         }
-        sent = broadcast_buffers or sync_models_at_startup
-        of_model = _facts_of_model(module, self._optimizers, with_buffers=sent)
-        agree(self._workers, {**facts, **of_model}, ADVICE)
+        with_buffers = broadcast_buffers or sync_models_at_startup
+        facts.update(_facts_of_model(module, self._optimizers, with_buffers))
+        agree(self._workers, facts, ADVICE)
         if reduce_buffer_size is not None:
             for one in self._optimizers:
                 one._resize_buckets(reduce_buffer_size)
@@ -160,12 +159,12 @@ class ShardedDataParallel(ModuleWrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward, with its parameters and buffers up to date."""
         if self._reducer is not None:
-            self._prepare()
+            self._prepare(self._reducer)
         result = self.module(*inputs, **kwargs)
         self.settle()
         return result
 
-    def _prepare(self) -> None:
+    def _prepare(self, reducer: Reducer) -> None:
         if _inside_ddp(self):
             raise RuntimeError(
                 "ShardedDataParallel is inside DistributedDataParallel, so gradients would be "
@@ -175,8 +174,7 @@ class ShardedDataParallel(ModuleWrapper):
             one._follow_moved()
         if not (self.training and torch.is_grad_enabled()):
             return
-        assert self._reducer is not None
-        if self.auto_refresh_trainable and self._reducer.trained_changed:
+        if self.auto_refresh_trainable and reducer.trained_changed:
             if self.warn_on_trainable_params_changed:
                 warnings.warn(
                     "parameters were frozen or have thawed; their gradients' buckets are laid "
@@ -241,7 +239,7 @@ class ShardedDataParallel(ModuleWrapper):
                 raise
             return wrapped_attribute(self, self.module, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             "a ShardedDataParallel is not copied: it is tied to its optimizer. Copy the model "
             "inside: copy.deepcopy(model.module)."
@@ -260,7 +258,7 @@ class ShardedDataParallel(ModuleWrapper):
         self.settle()
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
         """Convert or move the module (`to`, `half`), and its sharded gradients."""
         self.settle()
         sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
@@ -279,7 +277,7 @@ class ShardedDataParallel(ModuleWrapper):
             one.wait()
 
 
-def _find_oss(optimizer: Any) -> OSS:
+def _find_oss(optimizer: Optimizer) -> OSS:
     """Return the OSS inside scaling rules and proxies; raise a TypeError if there is none."""
     inner = find_layer(optimizer, OSS)
     if inner is None:
@@ -291,7 +289,7 @@ def _find_oss(optimizer: Any) -> OSS:
     return inner
 
 
-def _check(module: nn.Module, optimizers: Sequence[OSS], group: Any) -> None:
+def _check(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
@@ -345,8 +343,8 @@ def _facts_of_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: 
     return facts
 
 
-def _check_size(elements: int) -> None:
-    if elements < 0:
+def _check_size(elements: int | None) -> None:
+    if elements is not None and elements < 0:
         raise ValueError(
             f"reduce_buffer_size must not be negative, got {elements}. It is the number of "
             "elements that travel together; 0 sends each parameter alone."
@@ -377,7 +375,7 @@ def _make_wait_hook(shards: Sequence[Shards]) -> Callable[..., None]:
     version = -1
     buckets: list[FlatBucket] = []
 
-    def wait(used: nn.Module, _: Any) -> None:
+    def wait(used: nn.Module, _: object) -> None:
         nonlocal version, buckets
         if version != sum(each.version for each in shards):
             version = sum(each.version for each in shards)
@@ -390,7 +388,7 @@ def _make_wait_hook(shards: Sequence[Shards]) -> Callable[..., None]:
     return wait
 
 
-def _put_prefix(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+def _put_prefix(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     """Rename the plain module's entries as this module has them inside a larger one."""
     assert isinstance(module, ShardedDataParallel)
     module.settle()

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.flat import flatten, unflatten
@@ -28,6 +29,8 @@ from manyhands._core.sharded import ShardedGradient
 from manyhands._core.shared_memory import check_on_cpu
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._layout import ParamRange
+
+Kind: TypeAlias = tuple[torch.dtype, torch.device]  # parameters of one kind share buffers
 
 
 @dataclass(eq=False)
@@ -53,7 +56,7 @@ class PendingGather:
 
     data: Tensor
     sent: Tensor
-    works: list[Any]
+    works: list[dist.Work]
 
     def wait(self) -> None:
         for work in self.works:
@@ -68,7 +71,7 @@ class SharedMemoryGather:
 
     bucket: FlatBucket
     rank: int
-    barrier: Any  # until it is over, an owner may still be writing its slice
+    barrier: dist.Work  # until it is over, an owner may still be writing its slice
 
     def wait(self) -> None:
         self.barrier.wait()
@@ -84,9 +87,8 @@ class FlatBucket:
     layout: _layout.BucketLayout
     data: Tensor
     on_ranks: list[Tensor]  # every rank's `data`, if the ranks share memory; otherwise empty
-    slices: list[tuple[ParamSlice, ParamRange]] = field(
-        default_factory=list
-    )  # this rank's, and their place in its slice
+    # This rank's, and their places in its slice of the bucket.
+    slices: list[tuple[ParamSlice, ParamRange]] = field(default_factory=list)
     gather: PendingGather | SharedMemoryGather | None = None  # of the last step
 
     def wait(self) -> None:
@@ -133,7 +135,7 @@ class Shards:
         self.params: list[Tensor] = []
         self.slices: list[list[ParamSlice]] = []
         self.buffers: list[FlatBuffer] = []
-        self._load: dict[Any, list[int]] = {}  # (dtype, device) -> elements per rank
+        self._load: dict[Kind, list[int]] = {}  # elements per rank
         self._where: dict[int, tuple[Tensor, int]] = {}  # param -> its buffer and start in it
 
     def extend(self, params: Sequence[Tensor]) -> None:
@@ -168,7 +170,7 @@ class Shards:
                 param = self.params[i]
                 self.slices[i] = [ParamSlice(i, 0, param.numel(), param, whole=True)]
             return [owned for i in new for owned in self.slices[i]]
-        kinds: dict[Any, list[int]] = {}
+        kinds: dict[Kind, list[int]] = {}
         for i in reversed(new):  # about the order in which backward finishes them
             kinds.setdefault((self.params[i].dtype, self.params[i].device), []).append(i)
         for kind, indices in kinds.items():
@@ -176,7 +178,7 @@ class Shards:
                 self._build(layout, kind)
         return [owned for i in new for owned in self.slices[i]]
 
-    def _plan(self, kind: Any, indices: list[int]) -> list[_layout.BufferLayout]:
+    def _plan(self, kind: Kind, indices: list[int]) -> list[_layout.BufferLayout]:
         sizes = [(i, self.params[i].numel()) for i in indices]
         largest = self.largest
         if largest is None:
@@ -187,7 +189,7 @@ class Shards:
         return _layout.whole_layout(sizes, self.workers.size, largest, load)
 
     @torch.no_grad()
-    def _build(self, layout: _layout.BufferLayout, kind: Any) -> None:
+    def _build(self, layout: _layout.BufferLayout, kind: Kind) -> None:
         dtype, device = kind
         data, on_ranks = self._allocate(layout.size, dtype, device)
         self._move_into(data, layout)
@@ -362,12 +364,13 @@ class Shards:
                 if owned.rounded is not None:
                     owned.rounded.copy_(owned.data)
         memory = self.workers.shared_memory
-        barrier = None if memory is None else memory.barrier()  # one for all of the buckets
-        for bucket in buckets:
-            if memory is not None:
+        if memory is not None:
+            barrier = memory.barrier()  # one for all of the buckets
+            for bucket in buckets:
                 self._unread = True
                 bucket.gather = SharedMemoryGather(bucket, self.workers.rank, barrier)
-                continue
+            return
+        for bucket in buckets:
             sent = bucket.data
             if _narrows(self.wire, sent):
                 sent = sent.to(self.wire)

@@ -40,7 +40,7 @@ class ParamRange:
     stop: int
     offset: int
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.stop - self.start
 
@@ -53,7 +53,7 @@ class BucketLayout:
     cuts: tuple[int, ...]
     start: int = 0  # in its buffer
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.cuts[-1]
 

@@ -12,14 +12,14 @@ Saving and loading are in `_state.py`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree
 from manyhands._core.ranks import RankGroup
@@ -28,15 +28,16 @@ from manyhands._core.state_parts import OptimizerStatePart, ShardedOptimizer, op
 from manyhands._core.wrappers import SharedAttribute, YieldingProperty
 from manyhands.sharding._agreement import (
     ADVICE,
+    GroupLike,
     check_same_frozen,
     facts_of_groups,
     facts_of_options,
 )
 from manyhands.sharding._clip import clip_grad_norm
 from manyhands.sharding.zero import _state
-from manyhands.sharding.zero._elementwise import choose_layout
 from manyhands.sharding.zero._flat_params import Shards
-from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, copy_options, param_indices
+from manyhands.sharding.zero._reducer import Reducer
+from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout
 
 
 class OSS(ShardedOptimizer):
@@ -87,16 +88,17 @@ class OSS(ShardedOptimizer):
 
     _overlap = SharedAttribute[bool]()
     _begun = SharedAttribute[bool]()  # whether there is optimizer state, which is tied to slices
-    _consolidated = SharedAttribute[dict[int, dict[str, Any]] | None]()
+    _consolidated = SharedAttribute[dict[int, _state.ParamState] | None]()
     # Loaded state of frozen parameters, by index.
-    _pending_state = SharedAttribute[dict[int, dict[str, Any]]]()
-    _reducer_ref = SharedAttribute[Callable[[], Any]]()  # a weak reference to the module's Reducer
+    _pending_state = SharedAttribute[dict[int, _state.ParamState]]()
+    # A weak reference to that of our ShardedDataParallel.
+    _reducer_ref = SharedAttribute[Callable[[], Reducer | None]]()
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         optim: type[Optimizer] = SGD,
-        group: Any = None,
+        group: GroupLike | None = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
         force_broadcast_object: bool = False,
@@ -170,12 +172,12 @@ class OSS(ShardedOptimizer):
         return None if self._sliced is None else self._sliced.optim
 
     @YieldingProperty
-    def group(self) -> Any:
+    def group(self) -> GroupLike | None:
         """The process group of the workers; None for one worker without."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
     @YieldingProperty
-    def _reducer(self) -> Any:
+    def _reducer(self) -> Reducer | None:
         """The reducer of our ShardedDataParallel, while there is one."""
         return self._reducer_ref()
 
@@ -241,7 +243,9 @@ class OSS(ShardedOptimizer):
             [
                 {
                     **options_of(group),
-                    "params": self._shards.held_by(rank, param_indices(self.param_groups, index)),
+                    "params": self._shards.held_by(
+                        rank, _state.param_indices(self.param_groups, index)
+                    ),
                 }
                 for index, group in enumerate(self.param_groups)
             ]
@@ -344,21 +348,11 @@ class OSS(ShardedOptimizer):
 
         Call it on every worker. The collected tensors are on the CPU.
         """
-        size = self._workers.size
-        if not -1 <= recipient_rank < size:
-            raise ValueError(
-                f"recipient_rank must be a rank of the {size} worker(s), or -1 for all of them, "
-                f"got {recipient_rank}."
-            )
-        if size > 1:
-            self.wait()
-            state = _state.collect_state(
-                self._shards, self.optim, self._pending_state, recipient_rank
-            )
-            here = recipient_rank in (-1, self._workers.rank)
-            self._consolidated = state if here else None
+        self._consolidated = _state.collect_state(
+            self._shards, self.optim, self._pending_state, recipient_rank
+        )
 
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+    def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the plain optimizer's state dict, after `consolidate_state_dict` on this worker.
 
         With `all_ranks`, collect it on all workers first; then call this on every worker.
@@ -367,13 +361,7 @@ class OSS(ShardedOptimizer):
             return super().state_dict()
         if all_ranks:
             self.consolidate_state_dict(recipient_rank=-1)
-        if self._consolidated is None:
-            raise RuntimeError(
-                f"worker {self._workers.rank} has only its shard of the optimizer's state, as of "
-                "the last step. Call consolidate_state_dict() on every worker before "
-                "state_dict() on the recipient (rank 0, unless you name another)."
-            )
-        return _state.plain_state_dict(self._consolidated, self.param_groups)
+        return _state.plain_state_dict(self._consolidated, self.param_groups, self._workers.rank)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain optimizer's state dict, or a consolidated one; call it on every worker.
@@ -381,37 +369,28 @@ class OSS(ShardedOptimizer):
         Each worker copies its shard. The dict itself is not changed.
         """
         self.prepare()
-        _state.check_plain_state_dict(state_dict, self.param_groups, self._shards)
-        for_later = _state.state_without_slices(state_dict, self._shards)
-        if self.shards_state:
-            shard = _state.shard_state_dict(state_dict, self.param_groups, self._shards)
-        else:
-            shard = copy.deepcopy(dict(state_dict))
+        shard, for_later = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
         self.load_parts(shard, for_later, state_dict["param_groups"])
 
     # The next three are for checkpoints and scaling: `_core/state_parts.py` says what they do.
 
-    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], dict[str, Any]]:
+    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
         """Return this worker's state by parameter, and the state dict of `optim` it is in."""
         packed = self.optim.state_dict()
-        groups = [param_indices(self.param_groups, i) for i in range(len(self.param_groups))]
-        parts = _state.slice_parts(packed, groups, self._shards, self._pending_state)
+        parts = _state.slice_parts(packed, self.param_groups, self._shards, self._pending_state)
         return [part for part in parts if include_empty or not part.empty], packed
 
     def load_parts(
         self,
-        packed: dict[str, Any],
-        for_later: dict[int, dict[str, Any]],
+        packed: StateDict,
+        for_later: dict[int, _state.ParamState],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
         """Load this worker's shard of a state, in the form of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
         self._consolidated, self._begun = None, True
         self._pending_state = for_later
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            copy_options(copy.deepcopy(options_of(loaded)), group)
-            if "param_names" in loaded:
-                group["param_names"] = list(loaded["param_names"])
+        _state.restore_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:
         """Return a replica of these entries of the state, for all parameters."""
@@ -423,15 +402,15 @@ class OSS(ShardedOptimizer):
         return {} if self._sliced is None else self._sliced.optim.state
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: object) -> None:
         """Ignore the empty state that torch's constructor sets."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
 
 def _check_oss_arguments(
-    optim: Any, group: Any, broadcast_buffer_size: Any, flags: Mapping[str, Any]
+    optim: object, group: object, broadcast_buffer_size: object, flags: Mapping[str, object]
 ) -> None:
     """Raise a TypeError for an argument of a wrong type, such as one in another's position."""
     if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
@@ -455,7 +434,7 @@ def _check_oss_arguments(
         )
 
 
-def _global_rank(group: Any, rank: int) -> tuple[int, str | None]:
+def _global_rank(group: GroupLike | None, rank: int) -> tuple[int, str | None]:
     """Return the rank among all processes, and the name of the group's backend, if any."""
     if not (dist.is_available() and dist.is_initialized()):
         return rank, None

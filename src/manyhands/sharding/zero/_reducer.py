@@ -22,10 +22,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.flat import flatten
@@ -122,7 +122,7 @@ class Reducer:
         self._synchronised = synchronised
         self._wire = wire
         self._after_pass = after_pass
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._hooks)
         me = weakref.proxy(self)  # no reference cycle: dropping the module drops the hooks at once
         # `early`: gradients are averaged before a scaling rule measures their mean.
@@ -375,7 +375,7 @@ def _make_hook(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor]
     return arrived
 
 
-def _remove(hooks: list[Any]) -> None:
+def _remove(hooks: list[RemovableHandle]) -> None:
     for handle in hooks:
         handle.remove()
     hooks.clear()

@@ -1,39 +1,58 @@
-"""The optimizer that the user asked for, made for this rank's slices.
+"""The optimizer that the user asked for, and what it makes of slices of parameters.
 
-Its parameter groups are those of the `OSS` around it, with slices in place of parameters. Its state
-is tied to the slices, and follows them when they get other memory.
+May parameters be cut anywhere? They may if the optimizer treats each element by itself. If it looks
+at a whole tensor (LAMB's and LARS's norms, Adafactor's rows and columns, Muon's matrices), each
+parameter has to stay whole. torch's own classes are known. Parameters of any other class are left
+whole, which is right for all classes that look at one parameter at a time. If the user asks for cut
+parameters, a few steps on toy parameters must come out the same whole and cut.
+
+`SliceOptimizer` makes the optimizer for this rank's slices. Its parameter groups are those of the
+`OSS` around it, with slices in place of parameters. Its state is tied to the slices, and follows
+them when they get other memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
+import torch
+from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from manyhands._core.state_parts import options_of
 from manyhands.sharding._agreement import make_on_all_ranks
-from manyhands.sharding.zero import _state
-from manyhands.sharding.zero._elementwise import ELEMENTWISE
 from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
+from manyhands.sharding.zero._state import (
+    Groups,
+    ParamState,
+    move_state,
+    param_indices,
+    slice_state,
+)
 
 TURNS = 4  # of a step: the first buckets are in flight while the others are computed
 
-Groups: TypeAlias = Sequence[dict[str, Any]]
+ELEMENTWISE: tuple[type, ...] = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+)
+STEPS = 12  # on toy parameters
+SHAPES = (160, 144), (96,)  # some optimizers change their method above a size
 
 
 class SliceOptimizer:
     """Makes and steps `optim`, an optimizer of slices. `groups` are those of the OSS around it."""
 
     def __init__(
-        self, shards: Shards, kind: type[Optimizer], arguments: Mapping[str, Any], groups: Groups
+        self, shards: Shards, kind: type[Optimizer], arguments: Mapping[str, object], groups: Groups
     ) -> None:
         self._shards = shards
         self._kind = kind
-        self._arguments = arguments
+        self._arguments: dict[str, Any] = dict(arguments)
         self.optim = self._make(groups)
 
     def _make(self, groups: Groups) -> Optimizer:
@@ -65,15 +84,15 @@ class SliceOptimizer:
             inner["params"] = self._own_group(groups, index)["params"]
 
     def begin_state_of(
-        self, slices: Sequence[ParamSlice], groups: Groups, pending: dict[int, dict[str, Any]]
+        self, slices: Sequence[ParamSlice], groups: Groups, pending: dict[int, ParamState]
     ) -> None:
         """Give thawed parameters their state: the loaded one, or the optimizer's initial one."""
         begun = self._make(groups).state  # Adagrad makes its state when it is made
         for owned in slices:
             loaded = pending.get(owned.param)
             if loaded is not None:
-                part = _state.slice_state(loaded, owned, self._shards.params[owned.param])
-                self.optim.state[owned.data] = _state.move_state(part, owned.data)
+                part = slice_state(loaded, owned, self._shards.params[owned.param])
+                self.optim.state[owned.data] = move_state(part, owned.data)
             elif owned.data in begun:
                 self.optim.state[owned.data] = begun[owned.data]
         for owned in slices:
@@ -87,7 +106,7 @@ class SliceOptimizer:
         state = self.optim.state
         for old, new in zip(before, after, strict=True):
             if old in state:
-                state[new] = _state.move_state(state.pop(old), new, old)
+                state[new] = move_state(state.pop(old), new, old)
         self.replace_slices(groups)
 
     # -- options and steps ---------------------------------------------------------------------
@@ -134,12 +153,105 @@ class SliceOptimizer:
                 owned.data.grad = None
 
 
-def param_indices(groups: Groups, index: int) -> range:
-    """Return the indices of a group's parameters, counted through all groups."""
-    first = sum(len(group["params"]) for group in groups[:index])
-    return range(first, first + len(groups[index]["params"]))
-
-
-def copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
+def copy_options(source: Mapping[str, object], target: dict[str, Any]) -> None:
     """Set the options of one parameter group to those of another."""
     target.update(options_of(source))
+
+
+# -- may parameters be cut? -----------------------------------------------------------------------
+
+
+def choose_layout(
+    kind: type[Optimizer], asked: str | None, options: Sequence[Mapping[str, object]]
+) -> str:
+    """Return the layout: the one that was asked for, or else the one that the optimizer needs.
+
+    Raise a ValueError if its numbers would be wrong. `options` are those of each parameter group.
+    """
+    if asked not in (None, "even", "whole"):
+        raise ValueError(
+            f'layout must be "even", "whole" or None (what {kind.__name__} needs), got {asked!r}.'
+        )
+    if asked == "even" and not may_be_cut(kind, options):
+        raise ValueError(
+            f'layout="even" cuts parameters anywhere, and {kind.__name__} looks at whole ones: '
+            'its numbers would be wrong. Use layout="whole".'
+        )
+    if asked is None and kind not in ELEMENTWISE:
+        _check_can_be_divided(kind, options)
+    return asked or ("even" if kind in ELEMENTWISE else "whole")
+
+
+def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
+    """Return whether toy parameters come out the same whole and cut, with any of these options."""
+    return kind in ELEMENTWISE or all(
+        _trains_alike(kind, each, _in_halves, if_it_fails=False) for each in options
+    )
+
+
+def _check_can_be_divided(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> None:
+    """Raise a ValueError if the optimizer cannot step some of the parameters without the others."""
+    if kind is optim.LBFGS or not all(
+        _trains_alike(kind, each, _one_by_one, if_it_fails=True) for each in options
+    ):
+        raise ValueError(
+            f"{kind.__name__} looks at all parameters together, so its state cannot be divided "
+            "among workers. Use it as it is, on every worker. (If it only adds noise of its own, "
+            'layout="whole" will do.)'
+        )
+
+
+def _trains_alike(
+    kind: type[Optimizer],
+    options: Mapping[str, object],
+    divide: Callable[[list[Tensor]], list[Tensor]],
+    *,
+    if_it_fails: bool,
+) -> bool:
+    """Return whether toy parameters come out the same together and divided.
+
+    `if_it_fails` is the answer for an optimizer that cannot train such toys.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    steps = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(STEPS)]
+    moving = dict(options)
+    if "lr" in options and not options["lr"]:
+        moving["lr"] = 0.05
+    together = [tensor.clone() for tensor in start]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _train_toys([together], [steps], kind, moving)
+            parts = divide([tensor.clone() for tensor in start])
+            grads = [divide(step) for step in steps]
+            each = [[[step[i]] for step in grads] for i in range(len(parts))]
+            _train_toys([[part] for part in parts], each, kind, moving)
+    except Exception:
+        return if_it_fails
+    flat = torch.cat([part.flatten() for part in parts])
+    return torch.equal(flat, torch.cat([tensor.flatten() for tensor in together]))
+
+
+def _train_toys(
+    optimized: list[list[Tensor]],
+    gradients: list[list[list[Tensor]]],
+    kind: type[Optimizer],
+    defaults: dict[str, Any],
+) -> None:
+    """Train each list of parameters with an optimizer of its own, along the given gradients."""
+    for params, steps in zip(optimized, gradients, strict=True):
+        torch.manual_seed(0)  # the same noise for an optimizer that adds some
+        leaves = [torch.nn.Parameter(param) for param in params]
+        optimizer = kind(leaves, **defaults)
+        for step in steps:
+            for leaf, grad in zip(leaves, step, strict=True):
+                leaf.grad = grad.clone()
+            optimizer.step()
+
+
+def _one_by_one(tensors: list[Tensor]) -> list[Tensor]:
+    return tensors
+
+
+def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
+    return [half for tensor in tensors for half in tensor.view(-1).tensor_split(2)]

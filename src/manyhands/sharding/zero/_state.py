@@ -16,27 +16,57 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.flat import flatten, unflatten
-from manyhands._core.state_parts import OptimizerStatePart
+from manyhands._core.state_parts import OptimizerStatePart, options_of
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
 
+# An optimizer's entries for one parameter, by name: tensors and others.
+ParamState: TypeAlias = dict[str, object]
+Groups: TypeAlias = Sequence[dict[str, Any]]
+
+
+class _Entry(TypedDict, total=False):
+    """An entry of a slice's state, in JSON's types: as a value, a small tensor, or to be sent."""
+
+    value: bool | int | float | str | None
+    small: Any  # nested lists of numbers
+    dtype: str
+    shape: list[int]
+    like: bool
+    unknown: str  # the class of what cannot travel
+
+
+# The parameter, start, stop, and entries by name.
+_SliceEntries: TypeAlias = tuple[int, int, int, dict[str, _Entry]]
+
 
 def collect_state(
-    shards: Shards, optim: Optimizer, frozen: Mapping[int, dict[str, Any]], recipient: int
-) -> dict[int, dict[str, Any]] | None:
+    shards: Shards, optim: Optimizer, frozen: Mapping[int, ParamState], recipient: int
+) -> dict[int, ParamState] | None:
     """Return the state of every parameter, by index, on the recipient (-1: on every rank).
 
-    `frozen` parameters have no slices: their state is on every rank already.
+    With one rank there is nothing to collect, and the result is None. `frozen` parameters have no
+    slices: their state is on every rank already.
     """
     workers = shards.workers
+    if not -1 <= recipient < workers.size:
+        raise ValueError(
+            f"recipient_rank must be a rank of the {workers.size} worker(s), or -1 for all of "
+            f"them, got {recipient}."
+        )
+    if workers.size == 1:
+        return None
+    shards.wait()
     here = recipient in (-1, workers.rank)
     if not shards.params:  # the same on every rank, so that none waits in a collective
         return {} if here else None
@@ -50,7 +80,7 @@ def collect_state(
     texts = workers.all_gather_text(
         json.dumps([_describe_slice(*entry) for entry in own_entries]), device
     )
-    result: dict[int, dict[str, Any]] = {i: copy.deepcopy(s) for i, s in frozen.items()}
+    result: dict[int, ParamState] = {i: copy.deepcopy(s) for i, s in frozen.items()}
     _check_can_travel(texts, type(optim).__name__)
     for rank, text in enumerate(texts):
         for number, (index, start, stop, entries) in enumerate(json.loads(text)):
@@ -71,11 +101,12 @@ def collect_state(
                 param = shards.params[index]
                 if name not in state:
                     state[name] = torch.empty_like(param, dtype=tensor.dtype, device="cpu")
-                whole = unflatten(tensor, param) if stop - start == param.numel() else None
-                if whole is not None:
-                    state[name].copy_(whole)
+                full = state[name]
+                assert isinstance(full, Tensor)
+                if stop - start == param.numel():
+                    full.copy_(unflatten(tensor, param))
                 else:
-                    flatten(state[name], param)[start:stop] = tensor.view(-1)
+                    flatten(full, param)[start:stop] = tensor.view(-1)
     ordered = {index: result[index] for index in sorted(result)}
     return ordered if here else None
 
@@ -83,7 +114,7 @@ def collect_state(
 def _send_tensor(
     shards: Shards,
     own: Tensor | None,
-    entry: Mapping[str, Any],
+    entry: _Entry,
     rank: int,
     recipient: int,
     device: torch.device,
@@ -109,13 +140,15 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return flatten(tensor, tensor).contiguous()
 
 
-def _describe_slice(owned: ParamSlice, state: Mapping[str, Any]) -> list[Any]:
-    """Return [parameter, start, stop, entries] of a slice, in JSON's types."""
-    entries: dict[str, Any] = {}
+def _describe_slice(owned: ParamSlice, state: Mapping[str, object]) -> _SliceEntries:
+    """Return a slice's state in JSON's types."""
+    entries: dict[str, _Entry] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            plain = value is None or isinstance(value, bool | int | float | str)
-            entries[name] = {"value": value} if plain else {"unknown": type(value).__name__}
+            if value is None or isinstance(value, bool | int | float | str):
+                entries[name] = {"value": value}
+            else:
+                entries[name] = {"unknown": type(value).__name__}
             continue
         dtype = str(value.dtype).removeprefix("torch.")
         like = value.shape == owned.data.shape and value.dim() > 0
@@ -125,7 +158,7 @@ def _describe_slice(owned: ParamSlice, state: Mapping[str, Any]) -> list[Any]:
             entries[name] = {"dtype": dtype, "small": value.tolist()}
         else:
             entries[name] = {"dtype": dtype, "shape": list(value.shape), "like": False}
-    return [owned.param, owned.start, owned.stop, entries]
+    return owned.param, owned.start, owned.stop, entries
 
 
 def _check_can_travel(texts: Sequence[str], optim: str) -> None:
@@ -140,18 +173,39 @@ def _check_can_travel(texts: Sequence[str], optim: str) -> None:
                 )
 
 
-def _from_text(entry: Mapping[str, Any]) -> Any:
+def _from_text(entry: _Entry) -> object:
     if "value" in entry:
         return entry["value"]
     return torch.tensor(entry["small"], dtype=getattr(torch, entry["dtype"]))
 
 
-def shard_state_dict(
-    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
-) -> dict[str, Any]:
+def restore_options(saved: Sequence[Mapping[str, Any]], groups: Groups) -> None:
+    """Set the options of these parameter groups to the saved ones, and the parameters' names."""
+    for group, loaded in zip(groups, saved, strict=True):
+        group.update(copy.deepcopy(options_of(loaded)))
+        if "param_names" in loaded:
+            group["param_names"] = list(loaded["param_names"])
+
+
+def cut_state_dict(
+    state_dict: Mapping[str, Any], groups: Groups, shards: Shards
+) -> tuple[StateDict, dict[int, ParamState]]:
+    """Return this rank's shard of a plain state dict, and the state of parameters without slices.
+
+    Raise a ValueError, the same on every rank, if the dict is not of these parameters.
+    """
+    _check_plain_state_dict(state_dict, groups, shards)
+    if shards.workers.size > 1:
+        shard = _shard_state_dict(state_dict, groups, shards)
+    else:
+        shard = copy.deepcopy(dict(state_dict))
+    return shard, _state_without_slices(state_dict, shards)
+
+
+def _shard_state_dict(state_dict: Mapping[str, Any], groups: Groups, shards: Shards) -> StateDict:
     """Cut this rank's shard out of a plain optimizer's state dict, for the inner optimizer."""
     saved = state_dict["state"]
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, ParamState] = {}
     # The inner optimizer counts slices, the saved dict parameters: `count` and `first + number`.
     inner_groups, count, first = [], 0, 0
     for group, given in zip(groups, state_dict["param_groups"], strict=True):
@@ -170,9 +224,15 @@ def shard_state_dict(
 
 
 def plain_state_dict(
-    collected: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+    collected: Mapping[int, ParamState] | None, groups: Groups, rank: int
+) -> StateDict:
     """Return the plain optimizer's state dict, from the state of every parameter, by index."""
+    if collected is None:
+        raise RuntimeError(
+            f"worker {rank} has only its shard of the optimizer's state, as of the last step. Call "
+            "consolidate_state_dict() on every worker before state_dict() on the recipient (rank "
+            "0, unless you name another)."
+        )
     packed, first = [], 0
     for group in groups:
         numbers = range(first, first + len(group["params"]))
@@ -184,9 +244,7 @@ def plain_state_dict(
     }
 
 
-def state_without_slices(
-    state_dict: Mapping[str, Any], shards: Shards
-) -> dict[int, dict[str, Any]]:
+def _state_without_slices(state_dict: Mapping[str, Any], shards: Shards) -> dict[int, ParamState]:
     """Return a copy of the state of parameters that have no place yet, by index."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     saved, waiting = state_dict["state"], set(shards.without_slices)
@@ -195,12 +253,12 @@ def state_without_slices(
     }
 
 
-def slice_state(entries: Mapping[str, Any], owned: ParamSlice, param: Tensor) -> dict[str, Any]:
+def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor) -> ParamState:
     """Cut a slice's state out of its parameter's state."""
     return {name: _slice_entry(name, value, owned, param) for name, value in entries.items()}
 
 
-def _slice_entry(name: str, value: Any, owned: ParamSlice, param: Tensor) -> Any:
+def _slice_entry(name: str, value: object, owned: ParamSlice, param: Tensor) -> object:
     if not isinstance(value, Tensor):
         return value
     # A scalar "step" belongs to the whole parameter, even to one without dimensions.
@@ -210,9 +268,7 @@ def _slice_entry(name: str, value: Any, owned: ParamSlice, param: Tensor) -> Any
     return value.clone()
 
 
-def check_plain_state_dict(
-    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], shards: Shards
-) -> None:
+def _check_plain_state_dict(state_dict: Mapping[str, Any], groups: Groups, shards: Shards) -> None:
     """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError(
@@ -238,7 +294,7 @@ def check_plain_state_dict(
             _check_shape(name, value, number, param, shards.even and shards.workers.size > 1)
 
 
-def _check_shape(name: str, value: Any, number: Any, param: Tensor, cut: bool) -> None:
+def _check_shape(name: str, value: object, number: object, param: Tensor, cut: bool) -> None:
     if not isinstance(value, Tensor) or value.shape == param.shape:
         return
     if value.numel() == param.numel() > SMALL or (cut and value.numel() > SMALL):
@@ -249,8 +305,8 @@ def _check_shape(name: str, value: Any, number: Any, param: Tensor, cut: bool) -
 
 
 def move_state(
-    entries: Mapping[str, Any], after: Tensor, before: Tensor | None = None
-) -> dict[str, Any]:
+    entries: Mapping[str, object], after: Tensor, before: Tensor | None = None
+) -> ParamState:
     """Return a slice's state on the device of the moved slice, and in its dtype.
 
     `before` is the slice that the state was of: as in torch, only entries of its dtype get the new
@@ -265,21 +321,27 @@ def move_state(
     return moved
 
 
+def param_indices(groups: Groups, index: int) -> range:
+    """Return the indices of a group's parameters, counted through all groups."""
+    first = sum(len(group["params"]) for group in groups[:index])
+    return range(first, first + len(groups[index]["params"]))
+
+
 # -- for the parts that do not know slices ---------------------------------------------------------
 
 
 def slice_parts(
     packed: Mapping[str, Any],
-    groups: Sequence[Sequence[int]],
+    groups: Groups,
     shards: Shards,
-    frozen: Mapping[int, Mapping[str, Any]],
+    frozen: Mapping[int, ParamState],
 ) -> Iterator[OptimizerStatePart]:
     """Yield the state of this rank's slices, and that of parameters without slices.
 
-    `packed` is the inner optimizer's state dict, `groups` are the indices of the parameters.
+    `packed` is the inner optimizer's state dict, `groups` are those of the OSS.
     """
-    for members, packed_group in zip(groups, packed["param_groups"], strict=True):
-        slices = [owned for i in members for owned in shards.slices[i]]
+    for index, packed_group in enumerate(packed["param_groups"]):
+        slices = [owned for i in param_indices(groups, index) for owned in shards.slices[i]]
         for owned, number in zip(slices, packed_group["params"], strict=True):
             yield OptimizerStatePart(
                 shards.params[owned.param],
@@ -303,7 +365,10 @@ class ReplicatedOSSState:
     """
 
     def __init__(
-        self, shards: Shards, inner_state: Callable[[], Any], names: Sequence[str]
+        self,
+        shards: Shards,
+        inner_state: Callable[[], Mapping[Tensor, Mapping[str, Any]]],
+        names: Sequence[str],
     ) -> None:
         self._shards = shards
         self._inner_state = inner_state
@@ -340,10 +405,10 @@ class ReplicatedOSSState:
         for work in works:
             work.wait()
 
-    def _collect(self, number: int, buffer: FlatBuffer, name: str) -> list[Any]:
+    def _collect(self, number: int, buffer: FlatBuffer, name: str) -> list[dist.Work]:
         """Start to gather one entry of the state for the parameters of a buffer."""
         shards, state = self._shards, self._inner_state()
-        rank, like, works = shards.workers.rank, buffer.data, list[Any]()
+        rank, like, works = shards.workers.rank, buffer.data, list[dist.Work]()
         data = self._memory.get((number, name))
         if data is None or (data.device, data.dtype) != (like.device, like.dtype):
             data = self._memory[number, name] = torch.zeros_like(like)
