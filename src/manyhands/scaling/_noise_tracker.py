@@ -39,6 +39,16 @@ class StepCounts:
     steps: int = 0
     skipped: int = 0
 
+    def add(self, outcome: StepOutcome | None, *, late: bool) -> None:
+        """Count a skipped step, or, if its statistics came late, its progress.
+
+        If they did not come late, the progress is added when the optimizer has stepped.
+        """
+        if outcome is not None and outcome.skipped:
+            self.skipped += 1
+        elif outcome is not None and late:
+            self.progress += outcome.gain
+
     def to_state(self) -> dict[str, float]:
         """Return the counts for a state dict."""
         return asdict(self)

@@ -47,7 +47,7 @@ from manyhands.scaling._binding import (
 )
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage
-from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, StepOutcome
+from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
 from manyhands.scaling._settings import Batch, Options, check_scale, parse_factors
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import Averager, GradientTap
@@ -337,7 +337,7 @@ class ScaledOptimizer(OptimizerWrapper):
         outcome = tracker.finish_step(inner, signals, self.scale)
         self._decide_once()
         self._counts.steps += 1
-        self._count_outcome(outcome)
+        self._counts.add(outcome, late=self._delayed)
         if not (signals.present or self._loss_scale.known):
             tracker.check_not_stuck()  # a scaler skips steps that overflow, and they do no harm
         if self._delayed:
@@ -390,13 +390,6 @@ class ScaledOptimizer(OptimizerWrapper):
         average = self._tracker.average
         factors = sum(self._factors)
         return self._counts.progress + sum(average.raw_sqr) + sum(average.raw_var) + factors
-
-    def _count_outcome(self, outcome: StepOutcome | None) -> None:
-        """Count a skipped step, or, if delayed, the previous step's progress."""
-        if outcome is not None and outcome.skipped:
-            self._counts.skipped += 1
-        elif outcome is not None and self._delayed:
-            self._counts.progress += outcome.gain
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""

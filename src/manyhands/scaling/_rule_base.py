@@ -42,18 +42,6 @@ from manyhands.scaling._tap import TapState
 VERSION = 2  # of the entry's format
 
 
-@dataclass(frozen=True)
-class ScalingState:
-    """The scaling entry of a state dict, parsed and found to fit."""
-
-    batch: Batch
-    options: Options
-    mismatches: list[OptionMismatch]
-    tracker: TrackerState
-    tap: TapState
-    counts: StepCounts
-
-
 class ScalingRuleBase(ScaledOptimizer):
     """Base of the scaling rules, and of your own: define `scale_lr(scale)`.
 
@@ -296,8 +284,14 @@ class ScalingRuleBase(ScaledOptimizer):
         default scale becomes this run's workers x passes. A scale that was set in the saved run
         keeps its proportion to workers x passes, as the micro-batch stays the same.
         """
+        if KEY not in state_dict:
+            raise ValueError(
+                f"this state dict has no {KEY!r} entry: it is a bare optimizer's, or from another "
+                "library. To continue a bare run under a scaling rule, load it before wrapping: "
+                f"optimizer.load_state_dict(...), then mh.{type(self).__name__}(optimizer)."
+            )
         # parsed first: a state dict that does not fit changes nothing
-        state = self.check_scaling_state(_get_entry(state_dict, type(self).__name__))
+        state = self.check_scaling_state(state_dict[KEY])
         self._binding.load_state_dict(dict(state_dict))
         self.take_scaling_state(state)
 
@@ -308,7 +302,7 @@ class ScalingRuleBase(ScaledOptimizer):
         torch.distributed.checkpoint, which is given `.optimizer`.
         """
         # statistics still on their way to the host would be lost
-        self._count_outcome(self._tracker.finish_in_flight())
+        self._counts.add(self._tracker.finish_in_flight(), late=self._delayed)
         return {
             **_describe_origin(self._norm_kind, self._inner_optimizer),
             **self._counts.to_state(),
@@ -349,6 +343,18 @@ class ScalingRuleBase(ScaledOptimizer):
             warnings.warn(message, stacklevel=3)
 
 
+@dataclass(frozen=True)
+class ScalingState:
+    """The scaling entry of a state dict, parsed and found to fit."""
+
+    batch: Batch
+    options: Options
+    mismatches: list[OptionMismatch]
+    tracker: TrackerState
+    tap: TapState
+    counts: StepCounts
+
+
 def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
     """Return what a state dict records about the wrapper that it is from."""
     inner = unwrap(optimizer)[-1]  # the same name with and without blocks around it
@@ -358,17 +364,6 @@ def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
         "optimizer": type(plain_optimizer(inner)).__name__,  # with and without sharding
         "group_sizes": [len(group["params"]) for group in optimizer.param_groups],
     }
-
-
-def _get_entry(state_dict: Mapping[str, Any], rule: str) -> Mapping[str, Any]:
-    """Return the scaling entry of a wrapper's state dict."""
-    if KEY not in state_dict:
-        raise ValueError(
-            f"this state dict has no {KEY!r} entry: it is a bare optimizer's, or from another "
-            "library. To continue a bare run under a scaling rule, load it before wrapping: "
-            f"optimizer.load_state_dict(...), then mh.{rule}(optimizer)."
-        )
-    return state_dict[KEY]
 
 
 def _parse_entry(

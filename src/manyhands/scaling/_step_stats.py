@@ -13,9 +13,9 @@ error. No further collective is needed, in which one of them could be left waiti
 Is this rank the one that the others wait for? Under DDP a rank that ran no backward, ran it inside
 `no_sync()`, froze a parameter or left one out has not joined DDP's all-reduce. The other ranks wait
 there until the process group's timeout, and this rank would wait as long for their payload. But it
-can find out: something was odd about its own gradients. That is a `GradientAnomaly`. A rank with an
-anomaly waits for `PATIENCE` seconds, and then looks for a DDP module that cannot have averaged such
-gradients. If there is one, the rank raises an error.
+knows that something was odd about its own gradients: a `GradientAnomaly`. It waits for `PATIENCE`
+seconds, then looks for a DDP module that cannot have averaged such gradients, and raises an error
+if there is one.
 """
 
 from __future__ import annotations
@@ -98,12 +98,9 @@ class RankClaims:
         """Return every rank's claims, in rank order."""
         table = []
         for i in range(0, len(numbers), cls.SIZE):
-            *common, shared_square = numbers[i : i + cls.SIZE]
-            announced, passes, passes_seen, scale, checksum, *own = common
+            announced, passes, seen, scale, checksum, *own, square = numbers[i : i + cls.SIZE]
             report = RankReport(*own)
-            table.append(
-                cls(announced, passes, passes_seen, scale, checksum, report, shared_square)
-            )
+            table.append(cls(announced, passes, seen, scale, checksum, report, square))
         return table
 
     @staticmethod
@@ -240,15 +237,9 @@ class StepStats:
             self.reports = [claims.report for claims in table]
         if self.small_batches < 2:
             return None, numbers[end:]
-        sums = NormSums(
-            tuple(numbers[:groups]),
-            tuple(numbers[groups : 2 * groups]),
-            self.small_batches,
-            self.scale,
-            self.consecutive,
-            self.norm_kind,
-        )
-        return sums, numbers[end:]
+        small, mean = tuple(numbers[:groups]), tuple(numbers[groups : 2 * groups])
+        n, scale = self.small_batches, self.scale
+        return NormSums(small, mean, n, scale, self.consecutive, self.norm_kind), numbers[end:]
 
     @property
     def micro_batch(self) -> float:
