@@ -21,9 +21,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from manyhands.checkpoint import _files, _schema
+from manyhands.checkpoint import _folder, _schema
 
-NAME = "index.json"
 VERSION = 1
 MAX_BYTES = 2**30  # of an index that is read: a forged one must not fill the memory
 HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
@@ -120,8 +119,8 @@ class Index:
 
 def read(folder: Path) -> tuple[Index, int]:
     """Return a checkpoint's index, and the checksum of the whole index file."""
-    path = folder / NAME
-    with _files.open_to_read(path) as file:
+    path = folder / _folder.INDEX
+    with _folder.open_to_read(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_BYTES:
             raise ValueError(
                 f"{path} is larger than any index: {MAX_BYTES:,} bytes. Load another checkpoint."

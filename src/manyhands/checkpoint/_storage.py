@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from manyhands.checkpoint import _files, _index, _safetensors
+from manyhands.checkpoint import _folder, _index, _safetensors
 from manyhands.checkpoint._safetensors import TensorEntry
 
 SUFFIX = ".safetensors"
@@ -145,7 +145,7 @@ def build_tensor_table(
 
 def write_index(folder: Path, index: _index.Index) -> None:
     """Write the last file of a checkpoint, and return once it is on the disk."""
-    with _files.open_to_write(folder / _index.NAME) as file:
+    with _folder.open_to_write(folder / _folder.INDEX) as file:
         _safetensors.write_all(file, memoryview(index.to_text().encode()))
         os.fsync(file.fileno())
 

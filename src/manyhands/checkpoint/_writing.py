@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from manyhands._core.agreement import raise_if_different
-from manyhands.checkpoint import _files, _folder, _index, _lock, _storage
+from manyhands.checkpoint import _folder, _index, _storage
 from manyhands.checkpoint._blocks import Replica, find_replicas, merge_replicas
 from manyhands.checkpoint._contents import Contents, as_list, collect, prepare_optimizers
 from manyhands.checkpoint._planner import SavePlanner, merge_plans, plan_to_text
@@ -154,7 +154,7 @@ def _write_file(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[An
             needed = _storage.bytes_to_write(plan)
             raise OSError(_no_room_message(writer.folder, needed)) from error
         # Another process of our run may have taken over, and removed the folder under us.
-        _lock.check_lock(writer.folder.parent)
+        _folder.check_lock(writer.folder.parent)
         raise
     file = writer.file
     assert file is not None
@@ -219,7 +219,7 @@ def _publish(
     except OSError as error:
         if error.errno in NO_ROOM:
             raise OSError(_no_room_message(partial, len(index.to_text()))) from error
-        _lock.check_lock(partial.parent)
+        _folder.check_lock(partial.parent)
         raise
     # Last: the old checkpoints stay until the new one is complete.
     _folder.prune(partial.parent, keep)
@@ -227,4 +227,4 @@ def _publish(
 
 def _drop(partial: Path, ranks: CheckpointRanks) -> None:
     if ranks.rank == 0:
-        _files.remove(partial)
+        _folder.remove(partial)
