@@ -13,7 +13,7 @@ A save meets the files in this order; a load goes through the same stages, from 
       _undo.py                    undo what foreign `load_state_dict` did, if the load fails
     _parts.py  _planner.py    this rank's slices of tensors, and which rank writes and reads which
     _storage.py               what torch's planners write to and read from
-    _index.py  _schema.py         the index, and the check of everything it says
+    _index.py                 the index, and the check of everything it says
     _safetensors.py           the files of tensors
     _folder.py                complete checkpoints, who may write, and how files are opened safely
     _consolidate.py           a checkpoint as plain files, for `manyhands checkpoint`

@@ -3,8 +3,13 @@
     {"manyhands checkpoint": 1, "crc32": "....",
      "content": {...}}
 
-The checksum covers the text of the content. The index is the last file that is written; a folder
-without an index is not a checkpoint.
+The checksum covers the text of the content. It shows that a file is as it was written, but not who
+wrote it. So the whole content is checked before any of it is used: each number is an integer of a
+sensible size, each name belongs to a tensor of the checkpoint, each value can be decoded, and
+
+    the slices of a tensor cover each of its elements exactly once.
+
+The check imports, allocates and opens nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +17,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
-from manyhands.checkpoint import _folder, _schema
+from manyhands.checkpoint import _folder
+from manyhands.checkpoint._names import escape, state_key
+from manyhands.checkpoint._safetensors import DTYPE_NAMES
+from manyhands.checkpoint._values import decode
 
 VERSION = 1
 MAX_BYTES = 2**30  # of an index that is read: a forged one must not fill the memory
@@ -50,7 +59,7 @@ class StoredTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        # Safe with a name from a file: `_schema.py` allows the names of dtypes only.
+        # Safe with a name from a file: `_check_tensors` allows the names of dtypes only.
         return getattr(torch, self.dtype)
 
     @property
@@ -150,14 +159,14 @@ def parse(raw: bytes, path: Path) -> Index:
         )
     try:
         content = json.loads(text)
-        _schema.check(content)
+        _check_content(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} has invalid content: {error}. {advice}") from error
     return _from_content(content)
 
 
 def _from_content(content: Mapping[str, Any]) -> Index:
-    """Build the index from content that `_schema.check` has accepted."""
+    """Build the index from content that `_check_content` has accepted."""
     tensors = {
         key: StoredTensor(
             tuple(shape),
@@ -173,3 +182,266 @@ def _from_content(content: Mapping[str, Any]) -> Index:
     }
     files = [IndexedFile(**file) for file in content["files"]]
     return Index(**{**content, "tensors": tensors, "files": files})
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+FIELDS = {
+    "step", "workers", "versions", "time", "files", "tensors", "model", "optimizers", "schedulers",
+    "values",
+}  # fmt: skip
+# Letters, digits, - and _ only: no name can lead out of the checkpoint's folder.
+FILE_NAME = re.compile(r"[\w-]+\.safetensors", re.ASCII)
+LATEST_TIME = 253_402_300_799  # the end of the year 9999; Python's calendar prints nothing later
+MAX_NUMBER = 2**63 - 1
+PRIME = 2**61 - 1
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+
+
+def _check_content(content: Any) -> None:
+    """Raise ValueError that says what is wrong first."""
+    _check_mapping(content, "the content", FIELDS)
+    if set(content) != FIELDS:
+        raise ValueError(f"it has {sorted(set(content) - FIELDS)!r} as well")
+    if content["step"] is not None:
+        _check_integer(content["step"], "the step")
+    _check_integer(content["workers"], "the number of workers", least=1)
+    versions = _check_mapping(content["versions"], "versions", {"manyhands", "torch"})
+    for name, version in versions.items():
+        _check_printable(version, f"the version of {name!r}")
+    time = content["time"]
+    if type(time) not in (int, float) or not 0 <= time <= LATEST_TIME:
+        raise ValueError(f"the time is {time!r:.40}")
+    # Files before tensors, and tensors before the rest: each refers to the one before.
+    _check_files(content["files"])
+    _check_tensors(content["tensors"], len(content["files"]))
+    tensors = content["tensors"].keys()
+    if content["model"] is not None:
+        _check_model(content["model"], "model", tensors)
+    for number, meta in enumerate(_check_list(content["optimizers"], "optimizers")):
+        _check_optimizer(meta, f"optimizer.{number}", tensors)
+        others = _check_list(meta.get("replicas", []), f"the replicas of optimizer.{number}")
+        for replica, other in enumerate(others, start=1):
+            where = f"optimizer.{number}/replica.{replica}"
+            # A replica overrides parts of the first one: see `Replica.meta_to_load`.
+            _check_optimizer({**meta, **_check_mapping(other, where)}, where, tensors)
+    for number, meta in enumerate(_check_list(content["schedulers"], "schedulers")):
+        where = f"scheduler {number}"
+        _check_mapping(meta, where, {"class", "state"})
+        _check_printable(meta["class"], f"the class of {where}")
+        _check_dict(meta["state"], f"the state of {where}", tensors)
+    for name, meta in _check_mapping(content["values"], "values").items():
+        if name == "step":  # `load` returns the step under this name
+            raise ValueError("a value is called 'step'")
+        if isinstance(meta, dict) and meta.get("$") == "module":
+            _check_mapping(meta, f"the value {name!r}", {"value"})
+            _check_model(meta["value"], f"value/{escape(name)}", tensors)
+        else:
+            _check_value(meta, f"the value {name!r}", tensors)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _check_files(files: Any) -> None:
+    names = set()
+    for number, meta in enumerate(_check_list(files, "files")):
+        where = f"file {number}"
+        needed = {"name", "nbytes", "crc32"}
+        if set(_check_mapping(meta, where, needed)) != needed:
+            raise ValueError(f"{where} has other entries than name, nbytes and crc32")
+        if not isinstance(meta["name"], str) or not FILE_NAME.fullmatch(meta["name"]):
+            raise ValueError(f"{meta['name']!r:.80} is not the name of a file of tensors")
+        _check_integer(meta["nbytes"], f"the size of {where}", most=MAX_NUMBER)
+        _check_integer(meta["crc32"], f"the checksum of {where}", most=2**32 - 1)
+        names.add(meta["name"])
+    if len(names) != len(files):
+        raise ValueError("two files have one name")
+
+
+def _check_tensors(tensors: Any, files: int) -> None:
+    used = set()  # (file, name) of every slice: no two slices may have the same bytes
+    for key, meta in _check_mapping(tensors, "tensors").items():
+        where = f"tensor {key!r}"
+        shape, dtype, slices = _check_list(meta, where, 3)
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"{where} has the type {dtype!r:.40}, which is no type of a tensor")
+        _check_sizes(shape, f"the shape of {where}")
+        if math.prod(shape) * DTYPES[dtype].itemsize > MAX_NUMBER:
+            raise ValueError(f"{where} has more bytes than a tensor can have")
+        bounds = []
+        for stored in _check_list(slices, f"the slices of {where}"):
+            offsets, sizes, file, name, crc32 = _check_list(stored, f"a slice of {where}", 5)
+            _check_sizes(offsets, f"the offsets of a slice of {where}", len(shape))
+            _check_sizes(sizes, f"the sizes of a slice of {where}", len(shape))
+            _check_integer(file, f"the file of a slice of {where}", most=files - 1)
+            _check_integer(crc32, f"the checksum of a slice of {where}", most=2**32 - 1)
+            if not isinstance(name, str) or (file, name) in used:
+                raise ValueError(f"a slice of {where} is called {name!r:.80}, as another is")
+            used.add((file, name))
+            bounds.append((offsets, sizes))
+        if not covers_once(shape, bounds):
+            raise ValueError(f"the slices of {where} do not cover each element exactly once")
+
+
+def covers_once(
+    shape: Sequence[int], slices: Collection[tuple[Sequence[int], Sequence[int]]]
+) -> bool:
+    """Return whether slices (offsets and sizes) fill a shape without gap or overlap.
+
+    Take a slice's indicator function (1 inside, 0 outside). Its mixed difference over all
+    dimensions is +1 or -1 at each corner, and the difference of a sum is the sum of differences.
+    Two sums of indicators are equal exactly if their differences are. So
+
+        sum over slices of  prod_i (f_i[start] - f_i[stop])  =  prod_i (f_i[0] - f_i[size])
+
+    as polynomials in the unknowns f_i[x], one for each dimension and coordinate. Both sides are
+    compared at random values modulo a prime of 61 bits. That takes one step for each slice and
+    dimension; comparing slices in pairs takes the square. Sides that differ agree with probability
+    below dimensions / 2^61, and a forger cannot choose them so, because the values are secret.
+    """
+    # The identity says nothing of slices beyond the shape, so check the bounds first.
+    for offsets, sizes in slices:
+        ends = zip(offsets, sizes, shape, strict=True)
+        if any(start + size > whole for start, size, whole in ends):
+            return False
+    # SystemRandom: the program's own generators are saved and restored, and must not advance.
+    draw = random.SystemRandom().randrange
+    values: dict[tuple[int, int], int] = {}
+
+    def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        result = 1
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            for x in (start, start + size):
+                if (dim, x) not in values:
+                    values[dim, x] = draw(PRIME)
+            result = result * (values[dim, start] - values[dim, start + size]) % PRIME
+        return result
+
+    total = sum(product(offsets, sizes) for offsets, sizes in slices)
+    return total % PRIME == product([0] * len(shape), shape)
+
+
+# -- model, optimizers, values ---------------------------------------------------------------------
+
+
+def _check_model(meta: Any, prefix: str, tensors: Collection[str]) -> None:
+    _check_mapping(meta, prefix, {"params", "buffers", "aliases", "extras"})
+    names = [*_check_list(meta["params"], "params"), *_check_list(meta["buffers"], "buffers")]
+    for name in names:
+        if not isinstance(name, str) or f"{prefix}/{name}" not in tensors:
+            raise ValueError(f"{prefix} has {name!r:.80}, but the checkpoint has no such tensor")
+    known = set(names)
+    for other, first in _check_mapping(meta["aliases"], f"the aliases of {prefix}").items():
+        if not isinstance(first, str) or first not in known or other in known:
+            raise ValueError(f"{other!r} of {prefix} is tied to {first!r:.80}, which is missing")
+    if len(known) != len(names):
+        raise ValueError(f"{prefix} has a name twice")
+    for name, state in _check_mapping(meta["extras"], f"the extra states of {prefix}").items():
+        _check_value(state, f"the extra state {name!r}", tensors)
+
+
+def _check_optimizer(meta: Any, prefix: str, tensors: Collection[str]) -> None:
+    _check_mapping(meta, prefix, {"class", "groups", "state", "other", "rule"})
+    _check_printable(meta["class"], f"the class of {prefix}")
+    names: list[str] = []
+    for number, group in enumerate(_check_list(meta["groups"], f"the groups of {prefix}")):
+        where = f"group {number} of {prefix}"
+        _check_mapping(group, where, {"names", "options"})
+        for name in _check_list(group["names"], where):
+            names.append(_check_text(name, f"a name in {where}"))
+        _check_dict(group["options"], f"the options of {where}", tensors)
+    if len(set(names)) != len(names):
+        raise ValueError(f"{prefix} has a parameter twice")
+    for name, entries in _check_mapping(meta["state"], f"the state of {prefix}").items():
+        if name not in names:
+            raise ValueError(f"{prefix} has the state of {name!r}, which is in no group")
+        for entry, value in _check_mapping(entries, f"the state of {name!r}").items():
+            where = f"{entry!r} of {name!r}"
+            _check_value(value, where, tensors)
+            is_tensor = isinstance(value, dict) and value.get("$") == "tensor"
+            # Another entry's tensor would be filled into two places, and have the wrong shape.
+            if is_tensor and value["key"] != state_key(prefix, entry, name):
+                raise ValueError(f"{where} is the tensor {value['key']!r}")
+    _check_dict(meta["other"], f"the other state of {prefix}", tensors)
+    if meta["rule"] is not None:
+        where = f"the rule of {prefix}"
+        _check_mapping(meta["rule"], where, {"class", "state"})
+        _check_printable(meta["rule"]["class"], f"the class of {where}")
+        _check_dict(meta["rule"]["state"], f"the state of {where}", tensors)
+    _check_value(meta.get("blocks"), f"the blocks of {prefix}", tensors)
+
+
+def _check_dict(meta: Any, where: str, tensors: Collection[str]) -> None:
+    value = _check_value(meta, where, tensors)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{where} is not a dict with names for keys")
+
+
+def _check_value(meta: Any, where: str, tensors: Collection[str]) -> Any:
+    """Decode the value, with a placeholder for each tensor, to see whether that works."""
+
+    def get_placeholder(key: Any) -> torch.Tensor:
+        if not isinstance(key, str) or key not in tensors:
+            raise ValueError(f"there is no tensor {key!r:.80}")
+        return PLACEHOLDER
+
+    try:
+        return decode(meta, get_placeholder)
+    except DECODING_ERRORS as error:
+        raise ValueError(f"{where} cannot be decoded: {error!r:.200}") from error
+
+
+PLACEHOLDER = torch.zeros(())
+# `decode` calls constructors with whatever the file says: any of these may come out.
+DECODING_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
+
+
+# -- JSON ------------------------------------------------------------------------------------------
+# Messages show the first characters of a wrong value (`!r:.40`): it may be very long.
+
+
+def _check_mapping(meta: Any, where: str, needed: Collection[str] = ()) -> dict[str, Any]:
+    if not isinstance(meta, dict):
+        raise ValueError(f"{where} is {meta!r:.40} and should be an object")
+    missing = [name for name in needed if name not in meta]
+    if missing:
+        raise ValueError(f"{where} has no {sorted(missing)[0]!r}")
+    return meta
+
+
+def _check_list(meta: Any, where: str, length: int | None = None) -> list[Any]:
+    if not isinstance(meta, list) or (length is not None and len(meta) != length):
+        raise ValueError(f"{where} is {meta!r:.40} and should be a list")
+    return meta
+
+
+def _check_integer(meta: Any, where: str, least: int = 0, most: int = MAX_NUMBER) -> None:
+    # Not isinstance: True is an int to Python.
+    if type(meta) is not int or not least <= meta <= most:
+        raise ValueError(f"{where} is {meta!r:.40}")
+
+
+def _check_sizes(meta: Any, where: str, length: int | None = None) -> None:
+    for size in _check_list(meta, where, length):
+        _check_integer(size, where)
+
+
+def _check_text(meta: Any, where: str) -> str:
+    if not isinstance(meta, str):
+        raise ValueError(f"{where} is {meta!r:.40} and should be text")
+    return meta
+
+
+def _check_printable(meta: Any, where: str) -> None:
+    """Check text that is printed to a terminal: it must not hold commands to the terminal."""
+    if not _check_text(meta, where).isprintable():
+        raise ValueError(f"{where} is {meta!r:.80}, which cannot be printed")

@@ -143,7 +143,7 @@ def _check_covered(plan: LoadPlan, targets: Mapping[str, Any]) -> None:
         found[item.dest_index.fqn] += math.prod(item.lengths)
     for key, target in targets.items():
         needed = sum(math.prod(chunk.sizes) for chunk in target.__create_chunk_list__())
-        # Counting is enough: stored slices do not overlap (`_schema.covers_once`).
+        # Counting is enough: stored slices do not overlap (`_index.covers_once`).
         if found[key] != needed:
             raise ValueError(
                 f"the checkpoint has {found[key]:,} of the {needed:,} elements of {key!r} that are "

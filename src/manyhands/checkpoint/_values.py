@@ -114,7 +114,7 @@ def has_state(value: Any) -> bool:
 def decode(meta: Any, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
     """Return the value that `encode` turned into JSON; an object comes back as its state dict.
 
-    JSON that `encode` never writes raises an error of some kind. `_schema.py` decodes every value
+    JSON that `encode` never writes raises an error of some kind. `_index.py` decodes every value
     of an index once, before anything else looks at it.
     """
     if depth < 0:
