@@ -6,11 +6,11 @@ A save meets the files in this order; a load goes through the same stages, from 
     _writing.py  _reading.py  the steps of a save and of a load
     _ranks.py                 the ranks that save or load together
     _contents.py              everything that belongs to a run:
-      _names.py  _model.py        tensors under the names of the plain model
+      _model.py                   tensors under the names of the plain model
       _optimizer.py               the optimizer's state by parameter name
       _blocks.py                  in blocks: replicas, which have a state each, and the outer state
       _values.py  _random.py      values as JSON, random generators
-      _undo.py                    undo what foreign `load_state_dict` did, if the load fails
+      _foreign.py                 check what foreign code is to load, and undo what it did
     _parts.py  _planner.py    this rank's slices of tensors, and which rank writes and reads which
     _storage.py               what torch's planners write to and read from
     _index.py                 the index, and the check of everything it says

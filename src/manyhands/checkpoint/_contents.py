@@ -6,26 +6,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import unwrap
-from manyhands.checkpoint import _index, _values
+from manyhands.checkpoint import _foreign, _index
 from manyhands.checkpoint._blocks import Replica
-from manyhands.checkpoint._model import ModelLoader, collect_model, is_module, read_tensors
-from manyhands.checkpoint._names import ModelNames, escape, find_names, list_names, put_new
-from manyhands.checkpoint._optimizer import OptimizerLoader, collect_optimizer
-from manyhands.checkpoint._parts import to_parts
-from manyhands.checkpoint._random import random_state
-from manyhands.checkpoint._undo import (
+from manyhands.checkpoint._foreign import (
     ForeignState,
     ForeignStates,
     OptimizerSnapshot,
     has_foreign_loading,
 )
-from manyhands.checkpoint._values import GetTensor, decode, encode, has_state
+from manyhands.checkpoint._model import (
+    ModelLoader,
+    ModelNames,
+    collect_model,
+    find_names,
+    list_names,
+    read_tensors,
+)
+from manyhands.checkpoint._optimizer import OptimizerLoader, collect_optimizer
+from manyhands.checkpoint._parts import put_new, to_parts
+from manyhands.checkpoint._random import random_state
+from manyhands.checkpoint._values import GetTensor, decode, encode, escape, has_state
 
 RESERVED = ("step",)  # names with a meaning of their own in the result of `load`
 
@@ -87,7 +93,7 @@ def collect(
         contents.schedulers.append({"class": type(each).__name__, "state": state})
     for name, value in values.items():
         check_value(name, value)
-        if is_module(value):
+        if isinstance(value, nn.Module):
             meta, tensors = collect_model(find_names(value), f"value/{escape(name)}", rank)
             contents.values[name] = {"$": "module", "value": meta}
             contents.add(tensors)
@@ -199,8 +205,8 @@ class RunLoader:
                     f"a {type(each).__name__}. Build the one that was saved, or leave it out."
                 )
             state = decode(meta["state"], get)
-            if _values.is_from_torch(each):
-                _values.check_attributes(each, each.state_dict(), state)
+            if _foreign.is_from_torch(each):
+                _foreign.check_attributes(each, each.state_dict(), state)
             self._foreign_states.add(
                 ForeignState("the scheduler", each.state_dict, each.load_state_dict, state)
             )
@@ -230,8 +236,8 @@ class RunLoader:
         if target is None:
             self.result[name] = value
             return
-        if _values.is_from_torch(target):
-            _values.check_state_dict(target, target.state_dict(), value, f"{name}=")
+        if _foreign.is_from_torch(target):
+            _foreign.check_state_dict(target, target.state_dict(), value, f"{name}=")
         self._foreign_states.add(
             ForeignState(f"{name}=", target.state_dict, target.load_state_dict, value)
         )

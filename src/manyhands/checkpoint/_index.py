@@ -10,6 +10,18 @@ sensible size, each name belongs to a tensor of the checkpoint, each value can b
     the slices of a tensor cover each of its elements exactly once.
 
 The check imports, allocates and opens nothing.
+
+The keys of all tensors in a checkpoint, such that no two tensors have one key:
+
+    model/NAME                     a parameter or buffer
+    optimizer.0/ENTRY/NAME         an entry of a parameter's state
+    optimizer.0/options.1.lr       an option of its second parameter group
+    optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
+    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks.py`
+    scheduler.0.x                  a scheduler's state
+    value/NAME.x.0.y               in the user's value of that name: value["x"][0]["y"]
+    value/NAME/PARAMETER           in a module among the user's values
+    random/RANK/GENERATOR          a random generator of each rank
 """
 
 from __future__ import annotations
@@ -28,9 +40,8 @@ from typing import Any, TypedDict
 import torch
 
 from manyhands.checkpoint import _folder
-from manyhands.checkpoint._names import escape, state_key
 from manyhands.checkpoint._safetensors import DTYPE_NAMES
-from manyhands.checkpoint._values import decode
+from manyhands.checkpoint._values import decode, escape
 
 VERSION = 1
 MAX_BYTES = 2**30  # of an index that is read: a forged one must not fill the memory
@@ -124,6 +135,11 @@ class Index:
         # NaN is not JSON; `_values.py` has turned such numbers into text.
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
         return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"
+
+
+def state_key(prefix: str, entry: str, name: str) -> str:
+    """Return the key of one entry of a parameter's state."""
+    return f"{prefix}/{escape(entry)}/{name}"
 
 
 def read(folder: Path) -> tuple[Index, int]:

@@ -31,18 +31,19 @@ from manyhands._core.state_parts import (
     options_of,
     state_parts,
 )
-from manyhands.checkpoint import _index, _values
+from manyhands.checkpoint import _foreign, _index
 from manyhands.checkpoint._blocks import BlocksLoader, Replica, collect_blocks
-from manyhands.checkpoint._names import ModelNames, list_names, put_new, state_key
+from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._parts import (
     EXACT_ENTRY,
     allocate_target,
     entries_of,
     entry_parts,
     is_partial,
+    put_new,
     to_parts,
 )
-from manyhands.checkpoint._values import KEPT_OPTIONS, GetTensor, PutTensor, decode, encode
+from manyhands.checkpoint._values import GetTensor, PutTensor, decode, encode
 
 
 @dataclass
@@ -109,7 +110,7 @@ def collect_optimizer(
         name = flat_names[part.index]
         meta = saved.meta["state"].setdefault(name, {})
         for entry, value in entries_of(part).items():
-            key = state_key(prefix, entry, name)
+            key = _index.state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 meta[entry] = encode(value, key, put)
                 continue
@@ -276,7 +277,7 @@ class OptimizerLoader:
             for param, name in zip(group["params"], names, strict=True)
         }
         plain, find_dims = self._layers.plain, dims.__getitem__
-        _values.check_entries(
+        _foreign.check_entries(
             plain, self._groups, self._options, self._state, find_dims, skip=EXACT_ENTRY
         )
 
@@ -293,8 +294,8 @@ class OptimizerLoader:
         result = []
         for group, meta in zip(self.inner.param_groups, self._meta["groups"], strict=True):
             here, saved = options_of(group), decode(meta["options"], self._get)
-            _values.check_group_options(self._layers.plain, here, saved)
-            kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
+            _foreign.check_group_options(self._layers.plain, here, saved)
+            kept = {name: here[name] for name in _foreign.KEPT_OPTIONS if name in here}
             # Options of this release of torch that the saved run did not have stay as they are.
             result.append({**here, **saved, **kept})
         return result

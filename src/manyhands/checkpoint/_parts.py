@@ -236,3 +236,13 @@ def _has_same_layout(now: Tensor, like: Tensor) -> bool:
     if is_dtensor(now):
         return now.placements == like.placements  # type: ignore[attr-defined]
     return now.device == like.device and order_of_dims(now) == order_of_dims(like)
+
+
+def put_new(tensors: dict[str, Any], key: str, tensor: Any) -> None:
+    """Add a tensor. Raise ValueError if there is one with that key."""
+    if key in tensors:
+        raise ValueError(
+            f"two tensors of this checkpoint would be called {key!r}, and one of them would be "
+            "lost. Rename one of them, or leave it out."
+        )
+    tensors[key] = tensor
