@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 
 from manyhands._core.state_parts import BlocksParts, OptimizerLayers, StatePart
 from manyhands.checkpoint import _index
-from manyhands.checkpoint._parts import TensorParts
 from manyhands.checkpoint._ranks import CheckpointRanks
+from manyhands.checkpoint._slices import TensorParts
 from manyhands.checkpoint._values import GetTensor, decode, encode
 
 

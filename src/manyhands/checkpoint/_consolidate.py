@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint import _folder, _index, _safetensors
-from manyhands.checkpoint._parts import EXACT_ENTRY
 from manyhands.checkpoint._safetensors import TensorEntry
+from manyhands.checkpoint._slices import EXACT_ENTRY
 from manyhands.checkpoint._storage import Reader
 from manyhands.checkpoint._values import decode
 

@@ -18,7 +18,7 @@ from manyhands._core.sharded import is_dtensor
 from manyhands._core.wrappers import ModuleWrapper, plain_modules
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._foreign import ForeignState
-from manyhands.checkpoint._parts import put_new, to_parts
+from manyhands.checkpoint._slices import put_new, to_parts
 from manyhands.checkpoint._values import GetTensor, decode, encode
 
 # -- names -----------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class ModelNames:
         return [name, *(other for other, first in self.aliases.items() if first == name)]
 
 
-def find_names(model: nn.Module) -> ModelNames:
+def find_names(model: object) -> ModelNames:
     """Return the names in a model, after bringing its parameters into their state between steps."""
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -10,13 +10,13 @@ How the index describes an optimizer:
     blocks      blocks around it: the counters that all workers share
     replicas    in blocks, what each further replica has of its own: groups, state, other, rule
 
-An entry of the parameter's shape may lie in slices on several ranks (`_parts.py`). Any other entry
+An entry of the parameter's shape may lie in slices on several ranks (`_slices.py`). Any other entry
 is whole on each rank that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +31,11 @@ from manyhands._core.state_parts import (
     options_of,
     state_parts,
 )
+from manyhands._core.wrappers import unwrap
 from manyhands.checkpoint import _foreign, _index
 from manyhands.checkpoint._blocks import BlocksLoader, Replica, collect_blocks
 from manyhands.checkpoint._model import ModelNames, list_names
-from manyhands.checkpoint._parts import (
+from manyhands.checkpoint._slices import (
     EXACT_ENTRY,
     allocate_target,
     entries_of,
@@ -52,6 +53,16 @@ class SavedOptimizer:
 
     meta: dict[str, Any]
     tensors: dict[str, Any] = field(default_factory=dict)
+
+
+def prepare_optimizers(optimizers: Iterable[object], *, to_load: bool) -> None:
+    """Let sharded optimizers finish what is in flight. Every rank must call this."""
+    for each in optimizers:
+        inner = unwrap(each)[-1] if isinstance(each, Optimizer) else each
+        if isinstance(inner, ShardedOptimizer):
+            # `prepare` also places parameters that are trained again, which takes collectives. A
+            # save needs only to wait for parameters in flight.
+            inner.prepare() if to_load else inner.wait()
 
 
 def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str]]:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 PutTensor = Callable[[str, Tensor], str]  # stores a tensor under a path, and returns its key
 GetTensor = Callable[[str], Tensor]  # returns the tensor of a key
@@ -34,6 +35,7 @@ SEQUENCES: dict[str, Any] = {
     "torch.Size": torch.Size,
 }
 MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+RESERVED = ("step",)  # names with a meaning of their own in the result of `load`
 NOT_FINITE = ("nan", "inf", "-inf")
 MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's stack
 
@@ -100,11 +102,40 @@ def _encode_state(value: Any, path: str, put: PutTensor, depth: int) -> Any:
     return encode(state, path, put, depth - 1)
 
 
-def has_state(value: Any) -> bool:
-    """Return whether the value is an object whose state is saved, and loaded in place."""
+class HasState(Protocol):
+    """An object whose state is saved, and loaded in place."""
+
+    def state_dict(self) -> Any:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Continue from a state."""
+
+
+def has_state(value: object) -> TypeGuard[HasState]:
+    """Return whether the value is an object with a state of its own."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
+
+
+def check_has_state(what: str, value: object) -> HasState:
+    """Return the value, or raise TypeError if it has no state that could be loaded in place."""
+    if has_state(value):
+        return value
+    raise TypeError(
+        f"{what} must have state_dict() and load_state_dict(), got {type(value).__name__}."
+    )
+
+
+def check_value(name: str, value: object) -> None:
+    if name in RESERVED:
+        raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
+    if isinstance(value, Optimizer):
+        raise TypeError(
+            f"{name}= is an optimizer, whose state belongs to parameters. Give all of them as "
+            "optimizer=[first, second]."
+        )
 
 
 def decode(meta: Any, get: GetTensor, depth: int = MAX_DEPTH) -> Any:

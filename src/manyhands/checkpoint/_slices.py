@@ -1,4 +1,4 @@
-"""The slices of a tensor that this rank holds, as torch.distributed.checkpoint asks for them.
+"""The slices of tensors that this rank holds, and which rank writes and reads which slice.
 
 A model's tensor is a plain one or a DTensor. An entry of an optimizer's state is one of these too,
 or a flat range of its parameter's elements (`_core/state_parts.py`).
@@ -11,27 +11,41 @@ The elements `start` to `stop` of a tensor, in the order of memory, are the end 
 whole rows, and the beginning of another. The incomplete rows are again such ranges, with one
 dimension less. So there are at most 2 * dimensions - 1 slices. Each is contiguous in memory, and
 the next one begins where it ends.
+
+A slice that several ranks hold alike is written by one of them. A rank that needs a slice reads it
+from whichever stored slices overlap it. Both are planned by torch's planners. Ranks exchange their
+plans as JSON, because torch would exchange pickles.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from manyhands._core.flat import order_of_dims
 from manyhands._core.sharded import is_dtensor, local_shard
 from manyhands._core.state_parts import OptimizerStatePart
+from manyhands.checkpoint import _index
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice
 
@@ -246,3 +260,109 @@ def put_new(tensors: dict[str, Any], key: str, tensor: Any) -> None:
             "lost. Rename one of them, or leave it out."
         )
     tensors[key] = tensor
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+class SavePlanner(DefaultSavePlanner):
+    """torch's planner, which also finds slices in TensorParts."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        # No flattening: our keys are flat already.
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner(dict(tensors))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return find_slice(self.state_dict, index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """torch's planner, which also finds slices in TensorParts."""
+
+    def __init__(
+        self, tensors: Mapping[str, Any], stored: Mapping[str, _index.StoredTensor]
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Set here: torch's `set_up_planner` looks into the values, and expects tensors there.
+        self.state_dict = self.original_state_dict = dict(tensors)
+        self.metadata = to_torch_metadata(stored)
+        self.is_coordinator = False
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return find_slice(self.state_dict, index)
+
+
+def find_slice(tensors: Mapping[str, Any], index: MetadataIndex) -> Tensor:
+    """Return the slice of a tensor that this rank holds at an offset."""
+    found = tensors[index.fqn]
+    assert isinstance(found, TensorParts) or hasattr(found, "__get_tensor_shard__")
+    elements = found.__get_tensor_shard__(index)
+    # A DTensor's local tensor may be the result of a collective that is still under way.
+    wait = getattr(elements, "wait", None)
+    return wait() if wait is not None else elements
+
+
+def plan_to_text(plan: SavePlan) -> str:
+    """Return a rank's plan as JSON, to be sent to the others."""
+    return json.dumps([_item_to_list(item) for item in plan.items], separators=(",", ":"))
+
+
+def _item_to_list(item: WriteItem) -> list[Any]:
+    data = item.tensor_data
+    assert data is not None and item.index.offset is not None
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    shape, sizes = list(data.size), list(data.chunk.sizes)
+    return [item.index.fqn, dtype, shape, list(item.index.offset), sizes]
+
+
+def plan_from_text(text: str) -> SavePlan:
+    items = [
+        write_item(fqn, offsets, sizes, shape, getattr(torch, dtype))
+        for fqn, dtype, shape, offsets, sizes in json.loads(text)
+    ]
+    return SavePlan(items)
+
+
+def merge_plans(texts: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
+    """Return each rank's final plan, without duplicates, and the metadata of all tensors.
+
+    Every rank computes the same from the same texts, so nothing has to be sent back.
+    """
+    plans = [plan_from_text(text) for text in texts]
+    _check_same_tensors(plans)
+    return SavePlanner({}).create_global_plan(plans)
+
+
+def _check_same_tensors(plans: Sequence[SavePlan]) -> None:
+    """Raise ValueError if ranks have tensors of different shapes or types under one key."""
+    seen: dict[str, tuple[int, Any]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None
+            described = (tuple(data.size), str(data.properties.dtype))
+            first, expected = seen.setdefault(item.index.fqn, (rank, described))
+            if described != expected:
+                raise ValueError(
+                    f"ranks have different tensors for {item.index.fqn!r}: rank {first} one of "
+                    f"{expected[0]} {expected[1]}, rank {rank} one of {described[0]} "
+                    f"{described[1]}. Build the same model and optimizer on every rank."
+                )
+
+
+def to_torch_metadata(tensors: Mapping[str, _index.StoredTensor]) -> Metadata:
+    """Return the index's tensors as torch's planner expects them; torch calls slices chunks."""
+    return Metadata(
+        {
+            key: TensorStorageMetadata(
+                TensorProperties(tensor.torch_dtype),
+                torch.Size(tensor.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+                    for each in tensor.slices
+                ],
+            )
+            for key, tensor in tensors.items()
+        }
+    )
