@@ -49,6 +49,10 @@ HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
 
 
+# The entry for the exact parameters that an optimizer keeps beside the rounded ones.
+EXACT_ENTRY = "manyhands.exact"
+
+
 @dataclass(frozen=True)
 class StoredSlice:
     """A rectangular slice of a tensor, stored as the entry `name` of file number `file`."""

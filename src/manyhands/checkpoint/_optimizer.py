@@ -36,7 +36,6 @@ from manyhands.checkpoint import _foreign, _index
 from manyhands.checkpoint._blocks import BlocksLoader, Replica, collect_blocks
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._slices import (
-    EXACT_ENTRY,
     allocate_target,
     entries_of,
     entry_parts,
@@ -289,7 +288,7 @@ class OptimizerLoader:
         }
         plain, find_dims = self._layers.plain, dims.__getitem__
         _foreign.check_entries(
-            plain, self._groups, self._options, self._state, find_dims, skip=EXACT_ENTRY
+            plain, self._groups, self._options, self._state, find_dims, skip=_index.EXACT_ENTRY
         )
 
     def _saved_names(self) -> dict[int, str]:
@@ -341,10 +340,10 @@ class OptimizerLoader:
                 result[entry] = decode(meta, self._get)
                 continue
             key, stored = meta["key"], self._tensors[meta["key"]]
-            if entry == EXACT_ENTRY:
+            if entry == _index.EXACT_ENTRY:
                 # An optimizer without rounded parameters has no use for the exact ones.
                 if part.exact is not None:
-                    self._add_target(key, entry_parts(part, EXACT_ENTRY, part.exact))
+                    self._add_target(key, entry_parts(part, _index.EXACT_ENTRY, part.exact))
                 continue
             dtype = stored.torch_dtype
             tensor, target = allocate_target(part, name, entry, stored.shape, dtype)

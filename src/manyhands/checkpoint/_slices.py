@@ -173,13 +173,10 @@ def write_item(
 
 # -- entries of an optimizer's state ---------------------------------------------------------------
 
-# The entry for the exact parameters that an optimizer keeps beside the rounded ones.
-EXACT_ENTRY = "manyhands.exact"
-
 
 def entries_of(part: OptimizerStatePart) -> dict[str, Any]:
     """Return the entries to save: the optimizer's, and the exact parameters."""
-    return {**part.entries, **({} if part.exact is None else {EXACT_ENTRY: part.exact})}
+    return {**part.entries, **({} if part.exact is None else {_index.EXACT_ENTRY: part.exact})}
 
 
 def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Any:
