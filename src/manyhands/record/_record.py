@@ -14,10 +14,11 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, SupportsFloat
 
 import torch
 
@@ -25,6 +26,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands.record._run import (
     FORMAT_VERSION,
     HEADER,
+    Header,
     Line,
     flatten,
     not_a_record,
@@ -40,11 +42,18 @@ _MOST_WAITING = 4  # lines that may wait for a GPU's numbers; with more, we wait
 class Source(Protocol):
     """A source of values: an optimizer of this library, or any object with a method `snapshot`."""
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Mapping[str, object]:
         """Return plain Python values for one line, always under the same keys.
 
         The record also calls this once when it is made, to learn the keys.
         """
+
+
+class ScalarWriter(Protocol):
+    """TensorBoard's `SummaryWriter`, or any object with this method."""
+
+    def add_scalar(self, tag: str, value: SupportsFloat, step: int, /) -> object:
+        """Take one value of one step."""
 
 
 class Record:
@@ -76,7 +85,7 @@ class Record:
         path: str | os.PathLike[str],
         *sources: Source,
         name: str | None = None,
-        writer: Any = None,
+        writer: ScalarWriter | None = None,
         every: int = 1,
         rank: int = 0,
         mode: Literal["continue", "new", "overwrite"] = "continue",
@@ -99,7 +108,7 @@ class Record:
         if ranks.rank == rank:
             self._file, last = open_record(self.path, mode)
             self._steps_before = last["step"] if last else 0
-            header = {
+            header: Header = {
                 "version": FORMAT_VERSION,
                 "name": self.name,
                 "date": datetime.now().astimezone().isoformat("T", "seconds"),
@@ -112,7 +121,7 @@ class Record:
             append_line(self._file, self.path, {HEADER: header})
         self._start = time.monotonic()
 
-    def step(self, **values: Any) -> None:
+    def step(self, **values: SupportsFloat) -> None:
         """Record one step, after `optimizer.step()`.
 
         `values` are your own: numbers or one-element tensors, under names of your choice.
@@ -144,7 +153,7 @@ class Record:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check(self, values: dict[str, Any]) -> None:
+    def _check(self, values: Mapping[str, object]) -> None:
         """Check the values on every rank, so that a mistake raises on all of them."""
         if self._closed:
             raise RuntimeError(
@@ -181,13 +190,13 @@ class Record:
                 _send_scalars(self._writer, line)
 
 
-def _send_scalars(writer: Any, line: Line) -> None:
+def _send_scalars(writer: ScalarWriter, line: Line) -> None:
     for key, value in flatten(line):
         if key not in _OUR_KEYS and isinstance(value, Real):
             writer.add_scalar(f"manyhands/{key}", value, line["step"])
 
 
-def _check_arguments(every: int, rank: int, mode: str, writer: Any, ranks: RankGroup) -> None:
+def _check_arguments(every: int, rank: int, mode: str, writer: object, ranks: RankGroup) -> None:
     if every < 1:
         raise ValueError(
             f"every must be at least 1, got {every}. It is the number of steps from one line to "
@@ -248,24 +257,24 @@ class PendingNumber:
         return _to_plain(self._host.item())
 
 
-def to_number(value: Any) -> int | float | PendingNumber:
+def to_number(value: SupportsFloat) -> int | float | PendingNumber:
     if isinstance(value, torch.Tensor):
         return PendingNumber(value.detach()) if value.is_cuda else _to_plain(value.item())
     return _to_plain(value)
 
 
-def _to_plain(value: Any) -> int | float:
+def _to_plain(value: SupportsFloat) -> int | float:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     if not isinstance(value, torch.Tensor):
         return isinstance(value, Real)
     # Reading a DTensor takes a collective, and only the rank that writes would call it.
     return value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
     return f"{value!r:.50} of type {type(value).__name__}"
@@ -328,7 +337,7 @@ def _to_json(line: Line) -> str:
         ) from error
 
 
-def _name_nonfinite(value: Any) -> Any:
+def _name_nonfinite(value: object) -> object:
     """Return `value` with strings in place of the numbers that are not finite."""
     if isinstance(value, dict):
         return {key: _name_nonfinite(entry) for key, entry in value.items()}

@@ -14,12 +14,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 FORMAT_VERSION = 1
 HEADER = "manyhands"
 
-Line = dict[str, Any]
+Line = dict[str, Any]  # plain JSON
+
+
+class Header(TypedDict):
+    """The first line of each start."""
+
+    version: int
+    name: str
+    date: str
+    step: int  # the last one that the file had
+    resumed: bool
+    workers: int
+    torch: str
+    keys: list[str]  # of the sources
+
 
 _LARGEST = 2**53  # limit for a step and its seconds: floats are exact for whole numbers up to here
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -40,7 +54,7 @@ class Run:
 
     path: Path
     name: str
-    header: dict[str, Any] = field(repr=False)
+    header: Header = field(repr=False)
     lines: list[Line] = field(repr=False)
 
     @cached_property
@@ -99,7 +113,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     1
     """
     path = Path(path)
-    header: dict[str, Any] = {}
+    header: Header | None = None
     lines: list[Line] = []
     earlier, resumed = 0.0, False  # seconds of all starts before this one
     with open(open_file(path), "rb") as file:
@@ -117,7 +131,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
                 earlier, resumed = lines[-1]["time"] if lines else 0.0, False
             line["time"] += earlier
             lines.append(line)
-    if not header:
+    if header is None:
         raise ValueError(not_a_record(path))
     return Run(path, header["name"], header, lines)
 
@@ -167,28 +181,28 @@ def parse_line(raw: bytes, path: Path, number: int) -> Line:
     return line
 
 
-def _is_header(header: dict[str, Any]) -> bool:
+def _is_header(header: Line) -> bool:
     keys = header["keys"]
     named = isinstance(header["name"], str) and isinstance(keys, list)
     return named and all(isinstance(key, str) for key in keys) and _is_step(header["step"])
 
 
-def _is_step(value: Any) -> bool:
+def _is_step(value: object) -> bool:
     # type(), because isinstance would accept True.
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= _LARGEST
+def _is_time(value: object) -> bool:
+    return _is_step(value) or (isinstance(value, float) and 0 <= value <= _LARGEST)
 
 
-def _restore_nonfinite(value: Any) -> Any:
+def _restore_nonfinite(value: object) -> object:
     if isinstance(value, list):
         return [_restore_nonfinite(entry) for entry in value]
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def flatten(line: Line) -> Iterator[tuple[str, Any]]:
+def flatten(line: Line) -> Iterator[tuple[str, object]]:
     """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and all other values unchanged."""
     for key, value in line.items():
         if isinstance(value, list):

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from statistics import median_low
-from typing import Any
 
 from manyhands.record import Run
 
@@ -118,7 +117,7 @@ def numbers(run: Run, column: str) -> list[float | None]:
     return [_to_number(value) for value in run.column(column)]
 
 
-def _to_number(value: Any) -> float | None:
+def _to_number(value: object) -> float | None:
     if not isinstance(value, int | float):
         return None
     try:
