@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.sharded import is_dtensor
+from manyhands._core.sharded import local_shard
 from manyhands._core.state_parts import plain_optimizer
+from manyhands.checkpoint._slices import Parts, TensorParts
 
 # -- check -----------------------------------------------------------------------------------------
 
@@ -63,11 +64,11 @@ def check_kinds(here: Any, saved: Any, what: str, or_none: bool = False) -> None
             check_kinds(one, other, what, or_none)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return " ".join(repr(value).split())[:60]  # a tensor's repr has several lines
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if value is None:
         return "None"
     # A learning rate may be a tensor of one element in one run, and a float in another.
@@ -110,7 +111,7 @@ def check_entries(
     optimizer: Optimizer,
     groups: Iterable[Iterable[str]],
     options: Iterable[Mapping[str, Any]],
-    state: Mapping[str, Mapping[str, Any]],
+    state: Mapping[str, Mapping[str, object]],
     dims: Callable[[str], int],
     skip: str,
 ) -> None:
@@ -190,7 +191,7 @@ def _optimizer_of_a_toy(
     return optimizer_class([toy], **{name: options[name] for name in known & options.keys()})
 
 
-def _kind_of_entry(meta: Any) -> str:
+def _kind_of_entry(meta: object) -> str:
     return str(meta.get("$", "mapping")) if isinstance(meta, Mapping) else _kind(meta)
 
 
@@ -199,7 +200,7 @@ def _differ(one: str, other: str) -> bool:
     return one != other and "None" not in (one, other)
 
 
-def check_attributes(target: Any, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_attributes(target: object, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Check the state of a scheduler of torch's, which turns every key into an attribute."""
     what = type(target).__name__
     for name, value in saved.items():
@@ -212,7 +213,7 @@ def check_attributes(target: Any, here: Mapping[str, Any], saved: Mapping[str, A
             )
 
 
-def check_state_dict(target: Any, here: Mapping[str, Any], saved: Any, what: str) -> None:
+def check_state_dict(target: object, here: Mapping[str, Any], saved: Any, what: str) -> None:
     """Check the state of another object of torch's."""
     check_kinds(here, saved, what)
     # A GradScaler reads each of its numbers, and saves none of them while it is disabled.
@@ -223,7 +224,7 @@ def check_state_dict(target: Any, here: Mapping[str, Any], saved: Any, what: str
         )
 
 
-def is_from_torch(target: Any) -> bool:
+def is_from_torch(target: object) -> bool:
     return type(target).__module__.startswith("torch.")
 
 
@@ -236,7 +237,7 @@ class ForeignState:
 
     name: str
     get: Callable[[], Any]
-    set: Callable[[Any], Any]
+    set: Callable[[Any], object]
     state: Any
 
 
@@ -300,7 +301,7 @@ def has_foreign_loading(optimizer: Optimizer) -> bool:
 class OptimizerSnapshot:
     """A copy of optimizers, and of the tensors that are about to be filled."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[Any]) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[Parts]) -> None:
         self._tensors = [
             (tensor, tensor.clone()) for target in targets for tensor in _tensors_of(target)
         ]
@@ -327,8 +328,8 @@ class OptimizerSnapshot:
             optimizer.state.update(state)
 
 
-def _tensors_of(target: Any) -> list[Tensor]:
+def _tensors_of(target: Parts) -> list[Tensor]:
     """Return the memory on this rank that the planner would fill."""
-    if is_dtensor(target):
-        return [target.to_local().detach()]
-    return [elements for _, elements in target.slices]
+    if isinstance(target, TensorParts):
+        return [elements for _, elements in target.slices]
+    return [local_shard(target).detach()]

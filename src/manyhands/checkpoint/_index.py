@@ -41,7 +41,7 @@ import torch
 
 from manyhands.checkpoint import _folder
 from manyhands.checkpoint._safetensors import DTYPE_NAMES
-from manyhands.checkpoint._values import decode, escape
+from manyhands.checkpoint._values import Json, decode, escape, tensor_key
 
 VERSION = 1
 MAX_BYTES = 2**30  # of an index that is read: a forged one must not fill the memory
@@ -97,11 +97,40 @@ class ModelMeta(TypedDict):
     params: list[str]
     buffers: list[str]
     aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
-    extras: dict[str, Any]  # what `get_extra_state` returned, as JSON
+    extras: dict[str, Json]  # what `get_extra_state` returned, as JSON
 
 
 # In the functional form, because `class` cannot be a field's name in a class statement.
-SchedulerMeta = TypedDict("SchedulerMeta", {"class": str, "state": Any})
+SchedulerMeta = TypedDict("SchedulerMeta", {"class": str, "state": Json})
+
+
+class GroupMeta(TypedDict):
+    """A parameter group: the parameters' names, and the options (learning rate and so on)."""
+
+    names: list[str]
+    options: Json
+
+
+RuleMeta = TypedDict("RuleMeta", {"class": str, "state": Json})
+
+
+class ReplicaMeta(TypedDict):
+    """What each replica has of its own. Without blocks there is one replica."""
+
+    groups: list[GroupMeta]
+    state: dict[str, dict[str, Json]]  # for each parameter's name the entries
+    other: Json  # what else is in the optimizer's state dict
+    rule: RuleMeta | None  # a scaling rule around it: its averages, progress, scale
+
+
+ClassMeta = TypedDict("ClassMeta", {"class": str})  # of the optimizer that the user asked for
+
+
+class OptimizerMeta(ReplicaMeta, ClassMeta, total=False):
+    """An optimizer in the index, with what the first replica has."""
+
+    blocks: Json  # blocks around it: the counters that all replicas share
+    replicas: list[ReplicaMeta]  # in blocks, the further replicas
 
 
 @dataclass(frozen=True)
@@ -115,9 +144,9 @@ class Index:
     files: list[IndexedFile]
     tensors: dict[str, StoredTensor]
     model: ModelMeta | None
-    optimizers: list[dict[str, Any]]  # described in `_optimizer.py`
+    optimizers: list[OptimizerMeta]
     schedulers: list[SchedulerMeta]
-    values: dict[str, Any]
+    values: dict[str, object]  # JSON for `decode`, or {"$": "module", "value": ModelMeta}
 
     @property
     def nbytes(self) -> int:
@@ -218,44 +247,40 @@ PRIME = 2**61 - 1
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 
-def _check_content(content: Any) -> None:
+def _check_content(content: object) -> None:
     """Raise ValueError that says what is wrong first."""
-    _check_mapping(content, "the content", FIELDS)
-    if set(content) != FIELDS:
-        raise ValueError(f"it has {sorted(set(content) - FIELDS)!r} as well")
-    if content["step"] is not None:
-        _check_integer(content["step"], "the step")
-    _check_integer(content["workers"], "the number of workers", least=1)
-    versions = _check_mapping(content["versions"], "versions", {"manyhands", "torch"})
+    fields = _check_mapping(content, "the content", FIELDS)
+    if set(fields) != FIELDS:
+        raise ValueError(f"it has {sorted(set(fields) - FIELDS)!r} as well")
+    if fields["step"] is not None:
+        _check_integer(fields["step"], "the step")
+    _check_integer(fields["workers"], "the number of workers", least=1)
+    versions = _check_mapping(fields["versions"], "versions", {"manyhands", "torch"})
     for name, version in versions.items():
         _check_printable(version, f"the version of {name!r}")
-    time = content["time"]
-    if type(time) not in (int, float) or not 0 <= time <= LATEST_TIME:
+    time = fields["time"]
+    if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time <= LATEST_TIME:
         raise ValueError(f"the time is {time!r:.40}")
     # Files before tensors, and tensors before the rest: each refers to the one before.
-    _check_files(content["files"])
-    _check_tensors(content["tensors"], len(content["files"]))
-    tensors = content["tensors"].keys()
-    if content["model"] is not None:
-        _check_model(content["model"], "model", tensors)
-    for number, meta in enumerate(_check_list(content["optimizers"], "optimizers")):
-        _check_optimizer(meta, f"optimizer.{number}", tensors)
-        others = _check_list(meta.get("replicas", []), f"the replicas of optimizer.{number}")
+    files = _check_files(fields["files"])
+    tensors = _check_tensors(fields["tensors"], files)
+    if fields["model"] is not None:
+        _check_model(fields["model"], "model", tensors)
+    for number, meta in enumerate(_check_list(fields["optimizers"], "optimizers")):
+        first = _check_optimizer(meta, f"optimizer.{number}", tensors)
+        others = _check_list(first.get("replicas", []), f"the replicas of optimizer.{number}")
         for replica, other in enumerate(others, start=1):
             where = f"optimizer.{number}/replica.{replica}"
             # A replica overrides parts of the first one: see `Replica.meta_to_load`.
-            _check_optimizer({**meta, **_check_mapping(other, where)}, where, tensors)
-    for number, meta in enumerate(_check_list(content["schedulers"], "schedulers")):
-        where = f"scheduler {number}"
-        _check_mapping(meta, where, {"class", "state"})
-        _check_printable(meta["class"], f"the class of {where}")
-        _check_dict(meta["state"], f"the state of {where}", tensors)
-    for name, meta in _check_mapping(content["values"], "values").items():
+            _check_optimizer({**first, **_check_mapping(other, where)}, where, tensors)
+    for number, meta in enumerate(_check_list(fields["schedulers"], "schedulers")):
+        _check_of_class(meta, f"scheduler {number}", tensors)
+    for name, meta in _check_mapping(fields["values"], "values").items():
         if name == "step":  # `load` returns the step under this name
             raise ValueError("a value is called 'step'")
         if isinstance(meta, dict) and meta.get("$") == "module":
-            _check_mapping(meta, f"the value {name!r}", {"value"})
-            _check_model(meta["value"], f"value/{escape(name)}", tensors)
+            module = _check_mapping(meta, f"the value {name!r}", {"value"})
+            _check_model(module["value"], f"value/{escape(name)}", tensors)
         else:
             _check_value(meta, f"the value {name!r}", tensors)
 
@@ -263,37 +288,44 @@ def _check_content(content: Any) -> None:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-def _check_files(files: Any) -> None:
+def _check_files(files: object) -> int:
+    """Return the number of files."""
+    several = _check_list(files, "files")
     names = set()
-    for number, meta in enumerate(_check_list(files, "files")):
+    for number, meta in enumerate(several):
         where = f"file {number}"
         needed = {"name", "nbytes", "crc32"}
-        if set(_check_mapping(meta, where, needed)) != needed:
+        file = _check_mapping(meta, where, needed)
+        if set(file) != needed:
             raise ValueError(f"{where} has other entries than name, nbytes and crc32")
-        if not isinstance(meta["name"], str) or not FILE_NAME.fullmatch(meta["name"]):
-            raise ValueError(f"{meta['name']!r:.80} is not the name of a file of tensors")
-        _check_integer(meta["nbytes"], f"the size of {where}", most=MAX_NUMBER)
-        _check_integer(meta["crc32"], f"the checksum of {where}", most=2**32 - 1)
-        names.add(meta["name"])
-    if len(names) != len(files):
+        name = file["name"]
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r:.80} is not the name of a file of tensors")
+        _check_integer(file["nbytes"], f"the size of {where}", most=MAX_NUMBER)
+        _check_integer(file["crc32"], f"the checksum of {where}", most=2**32 - 1)
+        names.add(name)
+    if len(names) != len(several):
         raise ValueError("two files have one name")
+    return len(several)
 
 
-def _check_tensors(tensors: Any, files: int) -> None:
+def _check_tensors(tensors: object, files: int) -> Collection[str]:
+    """Return the tensors' keys. `files` is the number of files that they may be in."""
+    by_key = _check_mapping(tensors, "tensors")
     used = set()  # (file, name) of every slice: no two slices may have the same bytes
-    for key, meta in _check_mapping(tensors, "tensors").items():
+    for key, meta in by_key.items():
         where = f"tensor {key!r}"
-        shape, dtype, slices = _check_list(meta, where, 3)
+        shape_here, dtype, slices = _check_list(meta, where, 3)
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"{where} has the type {dtype!r:.40}, which is no type of a tensor")
-        _check_sizes(shape, f"the shape of {where}")
+        shape = _check_sizes(shape_here, f"the shape of {where}")
         if math.prod(shape) * DTYPES[dtype].itemsize > MAX_NUMBER:
             raise ValueError(f"{where} has more bytes than a tensor can have")
         bounds = []
         for stored in _check_list(slices, f"the slices of {where}"):
-            offsets, sizes, file, name, crc32 = _check_list(stored, f"a slice of {where}", 5)
-            _check_sizes(offsets, f"the offsets of a slice of {where}", len(shape))
-            _check_sizes(sizes, f"the sizes of a slice of {where}", len(shape))
+            start, size, file, name, crc32 = _check_list(stored, f"a slice of {where}", 5)
+            offsets = _check_sizes(start, f"the offsets of a slice of {where}", len(shape))
+            sizes = _check_sizes(size, f"the sizes of a slice of {where}", len(shape))
             _check_integer(file, f"the file of a slice of {where}", most=files - 1)
             _check_integer(crc32, f"the checksum of a slice of {where}", most=2**32 - 1)
             if not isinstance(name, str) or (file, name) in used:
@@ -302,6 +334,7 @@ def _check_tensors(tensors: Any, files: int) -> None:
             bounds.append((offsets, sizes))
         if not covers_once(shape, bounds):
             raise ValueError(f"the slices of {where} do not cover each element exactly once")
+    return by_key.keys()
 
 
 def covers_once(
@@ -345,63 +378,68 @@ def covers_once(
 # -- model, optimizers, values ---------------------------------------------------------------------
 
 
-def _check_model(meta: Any, prefix: str, tensors: Collection[str]) -> None:
-    _check_mapping(meta, prefix, {"params", "buffers", "aliases", "extras"})
-    names = [*_check_list(meta["params"], "params"), *_check_list(meta["buffers"], "buffers")]
+def _check_model(meta: object, prefix: str, tensors: Collection[str]) -> None:
+    model = _check_mapping(meta, prefix, {"params", "buffers", "aliases", "extras"})
+    names = [*_check_list(model["params"], "params"), *_check_list(model["buffers"], "buffers")]
     for name in names:
         if not isinstance(name, str) or f"{prefix}/{name}" not in tensors:
             raise ValueError(f"{prefix} has {name!r:.80}, but the checkpoint has no such tensor")
     known = set(names)
-    for other, first in _check_mapping(meta["aliases"], f"the aliases of {prefix}").items():
+    for other, first in _check_mapping(model["aliases"], f"the aliases of {prefix}").items():
         if not isinstance(first, str) or first not in known or other in known:
             raise ValueError(f"{other!r} of {prefix} is tied to {first!r:.80}, which is missing")
     if len(known) != len(names):
         raise ValueError(f"{prefix} has a name twice")
-    for name, state in _check_mapping(meta["extras"], f"the extra states of {prefix}").items():
+    for name, state in _check_mapping(model["extras"], f"the extra states of {prefix}").items():
         _check_value(state, f"the extra state {name!r}", tensors)
 
 
-def _check_optimizer(meta: Any, prefix: str, tensors: Collection[str]) -> None:
-    _check_mapping(meta, prefix, {"class", "groups", "state", "other", "rule"})
-    _check_printable(meta["class"], f"the class of {prefix}")
+def _check_optimizer(meta: object, prefix: str, tensors: Collection[str]) -> Mapping[str, object]:
+    """Return the record, in which `blocks` and `replicas` may be missing."""
+    optimizer = _check_mapping(meta, prefix, {"class", "groups", "state", "other", "rule"})
+    _check_printable(optimizer["class"], f"the class of {prefix}")
     names: list[str] = []
-    for number, group in enumerate(_check_list(meta["groups"], f"the groups of {prefix}")):
+    for number, each in enumerate(_check_list(optimizer["groups"], f"the groups of {prefix}")):
         where = f"group {number} of {prefix}"
-        _check_mapping(group, where, {"names", "options"})
+        group = _check_mapping(each, where, {"names", "options"})
         for name in _check_list(group["names"], where):
             names.append(_check_text(name, f"a name in {where}"))
         _check_dict(group["options"], f"the options of {where}", tensors)
     if len(set(names)) != len(names):
         raise ValueError(f"{prefix} has a parameter twice")
-    for name, entries in _check_mapping(meta["state"], f"the state of {prefix}").items():
+    for name, entries in _check_mapping(optimizer["state"], f"the state of {prefix}").items():
         if name not in names:
             raise ValueError(f"{prefix} has the state of {name!r}, which is in no group")
         for entry, value in _check_mapping(entries, f"the state of {name!r}").items():
             where = f"{entry!r} of {name!r}"
             _check_value(value, where, tensors)
-            is_tensor = isinstance(value, dict) and value.get("$") == "tensor"
             # Another entry's tensor would be filled into two places, and have the wrong shape.
-            if is_tensor and value["key"] != state_key(prefix, entry, name):
-                raise ValueError(f"{where} is the tensor {value['key']!r}")
-    _check_dict(meta["other"], f"the other state of {prefix}", tensors)
-    if meta["rule"] is not None:
-        where = f"the rule of {prefix}"
-        _check_mapping(meta["rule"], where, {"class", "state"})
-        _check_printable(meta["rule"]["class"], f"the class of {where}")
-        _check_dict(meta["rule"]["state"], f"the state of {where}", tensors)
-    _check_value(meta.get("blocks"), f"the blocks of {prefix}", tensors)
+            if tensor_key(value) not in (None, state_key(prefix, entry, name)):
+                raise ValueError(f"{where} is the tensor {tensor_key(value)!r}")
+    _check_dict(optimizer["other"], f"the other state of {prefix}", tensors)
+    if optimizer["rule"] is not None:
+        _check_of_class(optimizer["rule"], f"the rule of {prefix}", tensors)
+    _check_value(optimizer.get("blocks"), f"the blocks of {prefix}", tensors)
+    return optimizer
 
 
-def _check_dict(meta: Any, where: str, tensors: Collection[str]) -> None:
+def _check_of_class(meta: object, where: str, tensors: Collection[str]) -> None:
+    """Check the state of an object, and the name of its class."""
+    saved = _check_mapping(meta, where, {"class", "state"})
+    _check_printable(saved["class"], f"the class of {where}")
+    _check_dict(saved["state"], f"the state of {where}", tensors)
+
+
+def _check_dict(meta: object, where: str, tensors: Collection[str]) -> None:
     value = _check_value(meta, where, tensors)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{where} is not a dict with names for keys")
 
 
-def _check_value(meta: Any, where: str, tensors: Collection[str]) -> Any:
+def _check_value(meta: object, where: str, tensors: Collection[str]) -> object:
     """Decode the value, with a placeholder for each tensor, to see whether that works."""
 
-    def get_placeholder(key: Any) -> torch.Tensor:
+    def get_placeholder(key: object) -> torch.Tensor:
         if not isinstance(key, str) or key not in tensors:
             raise ValueError(f"there is no tensor {key!r:.80}")
         return PLACEHOLDER
@@ -429,7 +467,7 @@ DECODING_ERRORS = (
 # Messages show the first characters of a wrong value (`!r:.40`): it may be very long.
 
 
-def _check_mapping(meta: Any, where: str, needed: Collection[str] = ()) -> dict[str, Any]:
+def _check_mapping(meta: object, where: str, needed: Collection[str] = ()) -> dict[str, object]:
     if not isinstance(meta, dict):
         raise ValueError(f"{where} is {meta!r:.40} and should be an object")
     missing = [name for name in needed if name not in meta]
@@ -438,30 +476,30 @@ def _check_mapping(meta: Any, where: str, needed: Collection[str] = ()) -> dict[
     return meta
 
 
-def _check_list(meta: Any, where: str, length: int | None = None) -> list[Any]:
+def _check_list(meta: object, where: str, length: int | None = None) -> list[object]:
     if not isinstance(meta, list) or (length is not None and len(meta) != length):
         raise ValueError(f"{where} is {meta!r:.40} and should be a list")
     return meta
 
 
-def _check_integer(meta: Any, where: str, least: int = 0, most: int = MAX_NUMBER) -> None:
+def _check_integer(meta: object, where: str, least: int = 0, most: int = MAX_NUMBER) -> int:
     # Not isinstance: True is an int to Python.
     if type(meta) is not int or not least <= meta <= most:
         raise ValueError(f"{where} is {meta!r:.40}")
+    return meta
 
 
-def _check_sizes(meta: Any, where: str, length: int | None = None) -> None:
-    for size in _check_list(meta, where, length):
-        _check_integer(size, where)
+def _check_sizes(meta: object, where: str, length: int | None = None) -> list[int]:
+    return [_check_integer(size, where) for size in _check_list(meta, where, length)]
 
 
-def _check_text(meta: Any, where: str) -> str:
+def _check_text(meta: object, where: str) -> str:
     if not isinstance(meta, str):
         raise ValueError(f"{where} is {meta!r:.40} and should be text")
     return meta
 
 
-def _check_printable(meta: Any, where: str) -> None:
+def _check_printable(meta: object, where: str) -> None:
     """Check text that is printed to a terminal: it must not hold commands to the terminal."""
     if not _check_text(meta, where).isprintable():
         raise ValueError(f"{where} is {meta!r:.80}, which cannot be printed")

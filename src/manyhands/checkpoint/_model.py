@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from manyhands._core.sharded import is_dtensor
 from manyhands._core.wrappers import ModuleWrapper, plain_modules
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._foreign import ForeignState
-from manyhands.checkpoint._slices import put_new, to_parts
+from manyhands.checkpoint._slices import Parts, put_new, to_parts
 from manyhands.checkpoint._values import GetTensor, decode, encode
 
 # -- names -----------------------------------------------------------------------------------------
@@ -109,13 +108,13 @@ def list_names(names: Sequence[str], most: int = 8) -> str:
 
 def collect_model(
     names: ModelNames, prefix: str, rank: int
-) -> tuple[_index.ModelMeta, dict[str, Any]]:
+) -> tuple[_index.ModelMeta, dict[str, Parts]]:
     """Return the model's description as JSON, and this rank's tensors by key.
 
     Every rank offers its parameters; the planner lets one rank write what several have. Buffers are
     taken from rank 0, as under DistributedDataParallel.
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Parts] = {}
 
     def put(path: str, tensor: Tensor) -> str:
         put_new(tensors, path, to_parts(tensor))
@@ -156,7 +155,7 @@ class ModelLoader:
         get: GetTensor,
         what: str = "model",
     ) -> None:
-        self.targets: dict[str, Any] = {}
+        self.targets: dict[str, Parts] = {}
         saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
         missing, wrong = [], []
         first: dict[str, Tensor] = {}

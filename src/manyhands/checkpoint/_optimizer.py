@@ -36,14 +36,16 @@ from manyhands.checkpoint import _foreign, _index
 from manyhands.checkpoint._blocks import BlocksLoader, Replica, collect_blocks
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._slices import (
+    Parts,
     allocate_target,
     entries_of,
     entry_parts,
     is_partial,
+    merge_parts,
     put_new,
     to_parts,
 )
-from manyhands.checkpoint._values import GetTensor, PutTensor, decode, encode
+from manyhands.checkpoint._values import GetTensor, PutTensor, decode, encode, tensor_key
 
 
 @dataclass
@@ -51,7 +53,7 @@ class SavedOptimizer:
     """What a rank contributes for an optimizer: its description as JSON, and tensors by key."""
 
     meta: dict[str, Any]
-    tensors: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Parts] = field(default_factory=dict)
 
 
 def prepare_optimizers(optimizers: Iterable[object], *, to_load: bool) -> None:
@@ -100,7 +102,7 @@ def _names_by_id(inner: Optimizer, groups: Sequence[Sequence[str]]) -> dict[int,
 
 
 def collect_optimizer(
-    optimizer: Any, names: ModelNames | None, number: int, replica: Replica
+    optimizer: Optimizer, names: ModelNames | None, number: int, replica: Replica
 ) -> SavedOptimizer:
     """Return what this rank contributes; one rank of a replica describes what all have alike."""
     layers = OptimizerLayers.of(optimizer)
@@ -127,7 +129,7 @@ def collect_optimizer(
             # Not `put`: a rank may hold several ranges of one parameter, which share the key.
             stored = entry_parts(part, entry, value)
             before = saved.tensors.get(key)
-            saved.tensors[key] = stored if before is None else before.merge(stored)
+            saved.tensors[key] = merge_parts(before, stored)
             meta[entry] = {"$": "tensor", "key": key}
     blocks = None
     if layers.blocks is not None:
@@ -167,7 +169,9 @@ def _other_state(packed: Mapping[str, Any], layers: OptimizerLayers) -> dict[str
     return found
 
 
-def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> Any:
+def _collect_rule(
+    rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor
+) -> _index.RuleMeta:
     state = rule.scaling_state_dict()
     # By name instead of position: other groups or shardings may have another order.
     state["previous"] = {
@@ -189,8 +193,8 @@ class OptimizerLoader:
 
     def __init__(
         self,
-        optimizer: Any,
-        meta: Mapping[str, Any],
+        optimizer: Optimizer,
+        meta: _index.OptimizerMeta,
         names: ModelNames | None,
         tensors: Mapping[str, _index.StoredTensor],
         get: GetTensor,
@@ -199,7 +203,7 @@ class OptimizerLoader:
     ) -> None:
         layers = self._layers = OptimizerLayers.of(optimizer)
         self.rule, self.inner = layers.rule, layers.inner
-        self.targets: dict[str, Any] = {}
+        self.targets: dict[str, Parts] = {}
         meta, saved_replica = replica.meta_to_load(meta)
         self._meta, self._tensors, self._get = meta, tensors, get
         self._names = names
@@ -336,10 +340,11 @@ class OptimizerLoader:
         """Return a parameter's entries; their tensors are targets, still to be filled."""
         result: dict[str, Any] = {}
         for entry, meta in self._state.get(name, {}).items():
-            if not (isinstance(meta, Mapping) and meta.get("$") == "tensor"):
+            key = tensor_key(meta)
+            if key is None:
                 result[entry] = decode(meta, self._get)
                 continue
-            key, stored = meta["key"], self._tensors[meta["key"]]
+            stored = self._tensors[key]
             if entry == _index.EXACT_ENTRY:
                 # An optimizer without rounded parameters has no use for the exact ones.
                 if part.exact is not None:
@@ -355,9 +360,8 @@ class OptimizerLoader:
                 self._copies.append((tensor, self._first[key]))
         return result
 
-    def _add_target(self, key: str, target: Any) -> None:
-        before = self.targets.get(key)
-        self.targets[key] = target if before is None else before.merge(target)
+    def _add_target(self, key: str, target: Parts) -> None:
+        self.targets[key] = merge_parts(self.targets.get(key), target)
 
     def load(self) -> None:
         """Hand the filled targets to the optimizer. Its `load_state_dict` may be the user's."""

@@ -30,7 +30,7 @@ from manyhands.checkpoint._model import ModelLoader, find_names, list_names, rea
 from manyhands.checkpoint._optimizer import OptimizerLoader, prepare_optimizers
 from manyhands.checkpoint._random import check_random_state, set_random_state
 from manyhands.checkpoint._ranks import CheckpointRanks
-from manyhands.checkpoint._slices import LoadPlanner
+from manyhands.checkpoint._slices import LoadPlanner, Parts, count_elements
 from manyhands.checkpoint._storage import Reader
 from manyhands.checkpoint._values import (
     GetTensor,
@@ -153,13 +153,13 @@ def _find_problems(
     return loader, plan, planner, random
 
 
-def _check_covered(plan: LoadPlan, targets: Mapping[str, Any]) -> None:
+def _check_covered(plan: LoadPlan, targets: Mapping[str, Parts]) -> None:
     """Raise ValueError unless the plan fills every element of every target."""
     found = dict.fromkeys(targets, 0)
     for item in plan.items:
         found[item.dest_index.fqn] += math.prod(item.lengths)
     for key, target in targets.items():
-        needed = sum(math.prod(chunk.sizes) for chunk in target.__create_chunk_list__())
+        needed = count_elements(target)
         # Counting is enough: stored slices do not overlap (`_index.covers_once`).
         if found[key] != needed:
             raise ValueError(
@@ -233,7 +233,7 @@ class RunLoader:
         values: Mapping[str, object],
         replicas: Sequence[Replica],
     ) -> None:
-        self.targets: dict[str, Any] = {}
+        self.targets: dict[str, Parts] = {}
         self.result: dict[str, Any] = {} if index.step is None else {"step": index.step}
         self._foreign_states = ForeignStates()
         self._models: list[ModelLoader] = []
@@ -263,8 +263,8 @@ class RunLoader:
                 f"the checkpoint has no {list_names(missing)}, but "
                 f"{list_names(sorted(index.values))}. Give the names that were saved."
             )
-        for name, meta in index.values.items():
-            self._add_value(name, meta, values.get(name), tensors, get)
+        for name, value in index.values.items():
+            self._add_value(name, value, values.get(name), tensors, get)
 
     def _add_model(self, loader: ModelLoader) -> None:
         self.targets |= loader.targets
@@ -294,7 +294,7 @@ class RunLoader:
     def _add_value(
         self,
         name: str,
-        meta: Any,
+        meta: object,
         target: object,
         tensors: Mapping[str, _index.StoredTensor],
         get: GetTensor,

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +94,9 @@ def write(
         sys.byteorder != "little"
     ):  # the format is little-endian, and tensors are written as they are
         raise RuntimeError("checkpoints are written and read on little-endian machines only.")
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    header: dict[str, dict[str, object]] = (
+        {} if metadata is None else {"__metadata__": dict(metadata)}
+    )
     end = 0
     for entry in entries:
         check_can_hold(entry.name, entry.dtype)

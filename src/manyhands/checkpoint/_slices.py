@@ -23,7 +23,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ class TensorParts:
         return TensorParts(self.shape, self.dtype, [*self.slices, *more])
 
     # The next three are torch's `_Checkpointable` protocol, which DTensor implements as well.
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
             write_item(fqn, offsets, elements.shape, self.shape, self.dtype)
             for offsets, elements in self.slices
@@ -146,6 +146,19 @@ class TensorParts:
             if index.offset is not None and tuple(index.offset) == offsets:
                 return elements
         raise ValueError(f"no slice of {index.fqn} begins at {index.offset}")
+
+
+# What torch's planners take for a tensor. A Tensor here is a DTensor, which knows its own slices.
+Parts: TypeAlias = TensorParts | Tensor
+
+
+def merge_parts(before: Parts | None, more: Parts) -> Parts:
+    """Return the slices of both; `before` is None for a tensor that is new."""
+    if before is None:
+        return more
+    # A parameter with several ranges is a flat one; DTensors never come twice.
+    assert isinstance(before, TensorParts) and isinstance(more, TensorParts)
+    return before.merge(more)
 
 
 def _locate(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
@@ -179,7 +192,7 @@ def entries_of(part: OptimizerStatePart) -> dict[str, Any]:
     return {**part.entries, **({} if part.exact is None else {_index.EXACT_ENTRY: part.exact})}
 
 
-def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Any:
+def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Parts:
     """Return an entry as the planner takes it."""
     # `step` is one number, and must not be taken for the state of a parameter with one element.
     elementwise = value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
@@ -188,7 +201,7 @@ def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Any:
     return to_parts(value)
 
 
-def to_parts(tensor: Tensor) -> Any:
+def to_parts(tensor: Tensor) -> Parts:
     """Return a tensor as the planner takes it: a DTensor as it is, any other as TensorParts."""
     if is_dtensor(tensor):
         return tensor.detach()
@@ -197,16 +210,22 @@ def to_parts(tensor: Tensor) -> Any:
     return TensorParts.whole(tensor)
 
 
-def is_partial(parts: Any) -> bool:
+def is_partial(parts: Parts) -> bool:
     """Return whether it is less than the whole tensor. A DTensor counts as less."""
-    if is_dtensor(parts):
+    if not isinstance(parts, TensorParts):
         return True
     return [tuple(elements.shape) for _, elements in parts.slices] != [parts.shape]
 
 
+def count_elements(parts: Parts) -> int:
+    """Return how many elements of the tensor this rank holds."""
+    assert hasattr(parts, "__create_chunk_list__")
+    return sum(math.prod(chunk.sizes) for chunk in parts.__create_chunk_list__())
+
+
 def allocate_target(
     part: OptimizerStatePart, name: str, entry: str, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Parts]:
     """Return a tensor to fill with a saved entry, and what the planner takes for it.
 
     `shape` is the saved entry's whole shape. If the optimizer has a tensor that fits already, that
@@ -237,7 +256,7 @@ def allocate_target(
     return tensor, to_parts(tensor)
 
 
-def _has_shape_and_type(now: Any, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
+def _has_shape_and_type(now: object, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype
 
 
@@ -249,7 +268,7 @@ def _has_same_layout(now: Tensor, like: Tensor) -> bool:
     return now.device == like.device and order_of_dims(now) == order_of_dims(like)
 
 
-def put_new(tensors: dict[str, Any], key: str, tensor: Any) -> None:
+def put_new(tensors: dict[str, Parts], key: str, tensor: Parts) -> None:
     """Add a tensor. Raise ValueError if there is one with that key."""
     if key in tensors:
         raise ValueError(
@@ -265,12 +284,12 @@ def put_new(tensors: dict[str, Any], key: str, tensor: Any) -> None:
 class SavePlanner(DefaultSavePlanner):
     """torch's planner, which also finds slices in TensorParts."""
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Parts]) -> None:
         # No flattening: our keys are flat already.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.set_up_planner(dict(tensors))
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         return find_slice(self.state_dict, index)
 
 
@@ -278,7 +297,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """torch's planner, which also finds slices in TensorParts."""
 
     def __init__(
-        self, tensors: Mapping[str, Any], stored: Mapping[str, _index.StoredTensor]
+        self, tensors: Mapping[str, Parts], stored: Mapping[str, _index.StoredTensor]
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         # Set here: torch's `set_up_planner` looks into the values, and expects tensors there.
@@ -290,7 +309,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return find_slice(self.state_dict, index)
 
 
-def find_slice(tensors: Mapping[str, Any], index: MetadataIndex) -> Tensor:
+def find_slice(tensors: Mapping[str, Parts], index: MetadataIndex) -> Tensor:
     """Return the slice of a tensor that this rank holds at an offset."""
     found = tensors[index.fqn]
     assert isinstance(found, TensorParts) or hasattr(found, "__get_tensor_shard__")
@@ -305,7 +324,7 @@ def plan_to_text(plan: SavePlan) -> str:
     return json.dumps([_item_to_list(item) for item in plan.items], separators=(",", ":"))
 
 
-def _item_to_list(item: WriteItem) -> list[Any]:
+def _item_to_list(item: WriteItem) -> list[object]:
     data = item.tensor_data
     assert data is not None and item.index.offset is not None
     dtype = str(data.properties.dtype).removeprefix("torch.")
@@ -333,7 +352,7 @@ def merge_plans(texts: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
 
 def _check_same_tensors(plans: Sequence[SavePlan]) -> None:
     """Raise ValueError if ranks have tensors of different shapes or types under one key."""
-    seen: dict[str, tuple[int, Any]] = {}
+    seen: dict[str, tuple[int, tuple[tuple[int, ...], str]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             data = item.tensor_data

@@ -17,30 +17,36 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+# What `json` reads and writes.
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 PutTensor = Callable[[str, Tensor], str]  # stores a tensor under a path, and returns its key
 GetTensor = Callable[[str], Tensor]  # returns the tensor of a key
 
-SEQUENCES: dict[str, Any] = {
+SEQUENCES: dict[str, Callable[[Iterable[Any]], object]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "deque": deque,
     "torch.Size": torch.Size,
 }
-MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+MAPPINGS: dict[str, Callable[[dict[Any, Any]], object]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+}
 RESERVED = ("step",)  # names with a meaning of their own in the result of `load`
 NOT_FINITE = ("nan", "inf", "-inf")
 MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's stack
 
 
-def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Any:
+def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Json:
     """Return a value as JSON; `put` stores its tensors. Errors call the value by its `path`."""
     if depth < 0:
         raise ValueError(
@@ -48,7 +54,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Any
             "Save its content instead."
         )
 
-    def encode_child(child: Any, key: object) -> Any:
+    def encode_child(child: object, key: object) -> Json:
         return encode(child, child_path(path, key), put, depth - 1)
 
     if isinstance(value, Tensor):
@@ -71,7 +77,9 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Any
         # A defaultdict comes back as a dict: its factory is code.
         if kind is mapping or (name == "dict" and kind is defaultdict):
             pairs = enumerate(value.items())
-            items = [[encode_child(k, f"{i}, the key"), encode_child(v, i)] for i, (k, v) in pairs]
+            items: list[Json] = [
+                [encode_child(k, f"{i}, the key"), encode_child(v, i)] for i, (k, v) in pairs
+            ]
             return {"$": name, "items": items}
     if kind is complex:
         return {"$": "complex", "value": [str(value.real), str(value.imag)]}
@@ -96,7 +104,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Any
     )
 
 
-def _encode_state(value: Any, path: str, put: PutTensor, depth: int) -> Any:
+def _encode_state(value: HasState, path: str, put: PutTensor, depth: int) -> Json:
     state = value.state_dict()
     state = dict(state) if isinstance(state, OrderedDict) else state
     return encode(state, path, put, depth - 1)
@@ -138,7 +146,7 @@ def check_value(name: str, value: object) -> None:
         )
 
 
-def decode(meta: Any, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
+def decode(meta: object, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
     """Return the value that `encode` turned into JSON; an object comes back as its state dict.
 
     JSON that `encode` never writes raises an error of some kind. `_index.py` decodes every value
@@ -147,7 +155,7 @@ def decode(meta: Any, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
     if depth < 0:
         raise ValueError(f"nested in more than {MAX_DEPTH} containers")
 
-    def decode_child(child: Any) -> Any:
+    def decode_child(child: object) -> Any:
         return decode(child, get, depth - 1)
 
     if isinstance(meta, list):
@@ -181,7 +189,12 @@ def decode(meta: Any, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
     raise ValueError(f"a value of unknown kind {name!r:.40}: was it written by a newer release?")
 
 
-def _expect_list(meta: Any) -> list[Any]:
+def tensor_key(meta: object) -> str | None:
+    """Return the key of the tensor that was encoded as this, or None if it was no tensor."""
+    return meta["key"] if isinstance(meta, Mapping) and meta.get("$") == "tensor" else None
+
+
+def _expect_list(meta: object) -> list[object]:
     if not isinstance(meta, list):  # text would be taken letter by letter
         raise ValueError(f"{meta!r:.40} should be a list")
     return meta

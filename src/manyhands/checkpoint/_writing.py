@@ -45,8 +45,21 @@ from manyhands.checkpoint._model import ModelNames, collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer, prepare_optimizers
 from manyhands.checkpoint._random import random_state
 from manyhands.checkpoint._ranks import CheckpointRanks
-from manyhands.checkpoint._slices import SavePlanner, merge_plans, plan_to_text, put_new, to_parts
-from manyhands.checkpoint._values import HasState, check_has_state, check_value, encode, escape
+from manyhands.checkpoint._slices import (
+    Parts,
+    SavePlanner,
+    merge_plans,
+    plan_to_text,
+    put_new,
+    to_parts,
+)
+from manyhands.checkpoint._values import (
+    HasState,
+    check_has_state,
+    check_value,
+    encode,
+    escape,
+)
 
 SUFFIX = ".safetensors"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -70,35 +83,31 @@ def begin_save(
     ranks = CheckpointRanks.join(process_group, "mh.save")
     prepare_optimizers(optimizers, to_load=False)
     replicas = find_replicas(optimizers, ranks)
-    contents = ranks.run_on_all(
+    own = ranks.run_on_all(
         lambda: collect(model, optimizers, schedulers, values, ranks.rank, replicas)
     )
     arguments = {
         "step": step,
         "keep": keep,
         "wait": wait,
-        # What ranks must have passed alike; objects themselves cannot be compared.
+        # Objects themselves cannot be compared.
         "model": model is not None,
         "number of optimizers": len(optimizers),
         "number of schedulers": len(schedulers),
         "values": sorted(values),
     }
-    planner = SavePlanner(contents.tensors)
+    planner = SavePlanner(own.tensors)
     # One all_gather carries all that ranks must know of each other.
-    own = json.dumps([arguments, plan_to_text(planner.create_local_plan()), contents.optimizers])
-    everyone = [json.loads(text) for text in ranks.all_gather_text(own)]
+    text = json.dumps([arguments, plan_to_text(planner.create_local_plan()), own.optimizers])
+    everyone = [json.loads(text) for text in ranks.all_gather_text(text)]
     advice = "Call mh.save on every rank with the same arguments."
     raise_if_different([{"arguments of mh.save": each[0]} for each in everyone], advice)
     plans, metadata = merge_plans([each[1] for each in everyone])
-    contents.optimizers = merge_replicas([each[2] for each in everyone])
+    merged = merge_replicas([each[2] for each in everyone])
 
-    token = ranks.broadcast_text(uuid.uuid4().hex)
-    begun = ranks.run_on_all(lambda: _begin(path, step, token) if ranks.rank == 0 else None)
-    hidden, name = json.loads(ranks.broadcast_text(json.dumps(begun)))
-    partial = path / hidden
+    partial, name = _begin(path, step, ranks)
     plan = plans[ranks.rank]
     try:
-        ranks.run_on_all(lambda: _folder.check_shared(partial, token))
         # `source` gives the writer its tensors: the run's own, or copies.
         source: TensorSource = (
             planner if wait else ranks.run_on_all(lambda: StagedCopies(plan, planner))
@@ -114,7 +123,7 @@ def begin_save(
             # Every rank waits here, so that none returns before the checkpoint is complete.
             ranks.run_on_all(
                 lambda: (
-                    _publish(partial, name, step, contents, metadata, texts, keep)
+                    _publish(partial, name, step, own, merged, metadata, texts, keep)
                     if ranks.rank == 0
                     else None
                 )
@@ -133,13 +142,13 @@ def begin_save(
 class Contents:
     """What this rank contributes to a checkpoint: tensors by key, and JSON."""
 
-    tensors: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Parts] = field(default_factory=dict)
     model: _index.ModelMeta | None = None
-    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)  # what this rank says of each
     schedulers: list[_index.SchedulerMeta] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
 
-    def add(self, tensors: Mapping[str, Any]) -> None:
+    def add(self, tensors: Mapping[str, Parts]) -> None:
         for key, tensor in tensors.items():
             put_new(self.tensors, key, tensor)
 
@@ -177,8 +186,8 @@ def collect(
     for name, value in values.items():
         check_value(name, value)
         if isinstance(value, nn.Module):
-            meta, tensors = collect_model(find_names(value), f"value/{escape(name)}", rank)
-            contents.values[name] = {"$": "module", "value": meta}
+            module, tensors = collect_model(find_names(value), f"value/{escape(name)}", rank)
+            contents.values[name] = {"$": "module", "value": module}
             contents.add(tensors)
         else:
             contents.values[name] = encode(value, f"value/{escape(name)}", put)
@@ -193,7 +202,21 @@ def collect(
 # -- begin -----------------------------------------------------------------------------------------
 
 
-def _begin(path: Path, step: int | None, token: str) -> tuple[str, str]:
+def _begin(path: Path, step: int | None, ranks: CheckpointRanks) -> tuple[Path, str]:
+    """Return the hidden folder, which all ranks see, and its final name."""
+    token = ranks.broadcast_text(uuid.uuid4().hex)
+    begun = ranks.run_on_all(lambda: _make_folder(path, step, token) if ranks.rank == 0 else None)
+    hidden, name = json.loads(ranks.broadcast_text(json.dumps(begun)))
+    partial = path / hidden
+    try:
+        ranks.run_on_all(lambda: _folder.check_shared(partial, token))
+    except BaseException:
+        _drop(partial, ranks)
+        raise
+    return partial, name
+
+
+def _make_folder(path: Path, step: int | None, token: str) -> tuple[str, str]:
     try:
         return _folder.begin(path, step, token)
     except OSError as error:
@@ -312,7 +335,8 @@ def _publish(
     partial: Path,
     name: str,
     step: int | None,
-    contents: Contents,
+    own: Contents,
+    optimizers: list[_index.OptimizerMeta],
     metadata: Metadata,
     texts: Sequence[str],
     keep: int | None,
@@ -333,10 +357,10 @@ def _publish(
         time=time.time(),
         files=[_index.IndexedFile(file, nbytes, crc32) for file, nbytes, crc32, _ in written],
         tensors=build_tensor_table(metadata, results),
-        model=contents.model,
-        optimizers=contents.optimizers,
-        schedulers=contents.schedulers,
-        values=contents.values,
+        model=own.model,
+        optimizers=optimizers,
+        schedulers=own.schedulers,
+        values=own.values,
     )
     try:
         _write_index(partial, index)
