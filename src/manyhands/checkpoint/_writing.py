@@ -97,16 +97,8 @@ def begin_save(
         "values": sorted(values),
     }
     planner = SavePlanner(own.tensors)
-    # One all_gather carries all that ranks must know of each other.
-    text = json.dumps([arguments, plan_to_text(planner.create_local_plan()), own.optimizers])
-    everyone = [json.loads(text) for text in ranks.all_gather_text(text)]
-    advice = "Call mh.save on every rank with the same arguments."
-    raise_if_different([{"arguments of mh.save": each[0]} for each in everyone], advice)
-    plans, metadata = merge_plans([each[1] for each in everyone])
-    merged = merge_replicas([each[2] for each in everyone])
-
+    plan, metadata, merged = _plan_together(arguments, planner, own, ranks)
     partial, name = _begin(path, step, ranks)
-    plan = plans[ranks.rank]
     try:
         # `source` gives the writer its tensors: the run's own, or copies.
         source: TensorSource = (
@@ -135,7 +127,7 @@ def begin_save(
     return path / name, work
 
 
-# -- collect ---------------------------------------------------------------------------------------
+# -- collect and plan ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -197,6 +189,19 @@ def collect(
     for key, tensor in contents.tensors.items():
         _safetensors.check_can_hold(key, tensor.dtype)
     return contents
+
+
+def _plan_together(
+    arguments: Mapping[str, object], planner: SavePlanner, own: Contents, ranks: CheckpointRanks
+) -> tuple[SavePlan, Metadata, list[_index.OptimizerMeta]]:
+    """Return what this rank is to write, and what all ranks have: tensors and optimizers."""
+    # One all_gather carries all that ranks must know of each other.
+    text = json.dumps([arguments, plan_to_text(planner.create_local_plan()), own.optimizers])
+    everyone = [json.loads(text) for text in ranks.all_gather_text(text)]
+    advice = "Call mh.save on every rank with the same arguments."
+    raise_if_different([{"arguments of mh.save": each[0]} for each in everyone], advice)
+    plans, metadata = merge_plans([each[1] for each in everyone])
+    return plans[ranks.rank], metadata, merge_replicas([each[2] for each in everyone])
 
 
 # -- begin -----------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
             for line in next(lines):
                 newest.update(line)
             bars.update(
-                bar, completed=_schedule_position(training, newest), shown=_describe(newest)
+                bar, completed=_schedule_position(training, newest), shown=_newest_accuracy(newest)
             )
             time.sleep(0.1 if running else 0.0)
     bars.stop_task(bar)
@@ -145,7 +145,7 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
             code=1,
         )
     if not bars.console.is_terminal:
-        bars.console.print(f"{training.name}: {_describe(newest)}")
+        bars.console.print(f"{training.name}: {_newest_accuracy(newest)}")
     return read_record(record)
 
 
@@ -203,7 +203,7 @@ def _progress_bars(console: Console) -> Progress:
     )
 
 
-def _describe(line: dict[str, Any]) -> str:
+def _newest_accuracy(line: dict[str, Any]) -> str:
     if "accuracy" not in line:
         return "starting"
     return f"{line['accuracy']:.1%} right after {line['step']:,} steps"

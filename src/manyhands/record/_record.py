@@ -28,10 +28,10 @@ from manyhands.record._run import (
     HEADER,
     Header,
     Line,
-    flatten,
     not_a_record,
     open_file,
     parse_line,
+    to_columns,
 )
 
 _OUR_KEYS = ("step", "time", HEADER)
@@ -93,7 +93,7 @@ class Record:
         self.path = Path(path)
         self.name = self.path.stem if name is None else name
         ranks = RankGroup.of()
-        _check_arguments(every, rank, mode, writer, ranks)
+        _check_options(every, rank, mode, writer, ranks)
         keys = _collect_keys(sources)
 
         self._sources = sources
@@ -191,12 +191,12 @@ class Record:
 
 
 def _send_scalars(writer: ScalarWriter, line: Line) -> None:
-    for key, value in flatten(line):
+    for key, value in to_columns(line):
         if key not in _OUR_KEYS and isinstance(value, Real):
             writer.add_scalar(f"manyhands/{key}", value, line["step"])
 
 
-def _check_arguments(every: int, rank: int, mode: str, writer: object, ranks: RankGroup) -> None:
+def _check_options(every: int, rank: int, mode: str, writer: object, ranks: RankGroup) -> None:
     if every < 1:
         raise ValueError(
             f"every must be at least 1, got {every}. It is the number of steps from one line to "

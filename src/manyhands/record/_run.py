@@ -60,7 +60,7 @@ class Run:
     @cached_property
     def columns(self) -> list[str]:
         """The names of all columns; a list (one value per parameter group) gives "lr/0", "lr/1"."""
-        return list(dict.fromkeys(key for line in self.lines for key, _ in flatten(line)))
+        return list(dict.fromkeys(key for line in self.lines for key, _ in to_columns(line)))
 
     @cached_property
     def own(self) -> list[str]:
@@ -94,7 +94,9 @@ class Run:
             raise ImportError(
                 "to_pandas() needs pandas, which is not installed: pip install pandas"
             ) from error
-        return pandas.DataFrame([dict(flatten(line)) for line in self.lines], columns=self.columns)
+        return pandas.DataFrame(
+            [dict(to_columns(line)) for line in self.lines], columns=self.columns
+        )
 
 
 def read_record(path: str | os.PathLike[str]) -> Run:
@@ -202,7 +204,7 @@ def _restore_nonfinite(value: object) -> object:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def flatten(line: Line) -> Iterator[tuple[str, object]]:
+def to_columns(line: Line) -> Iterator[tuple[str, object]]:
     """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and all other values unchanged."""
     for key, value in line.items():
         if isinstance(value, list):

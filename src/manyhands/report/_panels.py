@@ -95,7 +95,7 @@ def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) 
     wanted = [_own_panel(key, runs) for key in own]
     wanted += _WELL_KNOWN
     wanted += [Panel(key, key.replace("_", " ").capitalize(), key) for key in others]
-    filled = [_fill(panel, runs, labels, most_points) for panel in wanted]
+    filled = [_with_curves(panel, runs, labels, most_points) for panel in wanted]
     return [panel for panel in filled if panel.curves]
 
 
@@ -136,7 +136,7 @@ def _is_long(values: list[float | None]) -> bool:
     return sum(value is not None for value in values) > _LONG
 
 
-def _fill(panel: Panel, runs: Sequence[Run], labels: Sequence[str], most: int) -> Panel:
+def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], most: int) -> Panel:
     curves = tuple(
         curve
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))
