@@ -47,8 +47,6 @@ VERSION = 1
 MAX_BYTES = 2**30  # of an index that is read: a forged one must not fill the memory
 HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
-
-
 # The entry for the exact parameters that an optimizer keeps beside the rounded ones.
 EXACT_ENTRY = "manyhands.exact"
 
@@ -101,7 +99,13 @@ class ModelMeta(TypedDict):
 
 
 # In the functional form, because `class` cannot be a field's name in a class statement.
-SchedulerMeta = TypedDict("SchedulerMeta", {"class": str, "state": Json})
+ClassMeta = TypedDict("ClassMeta", {"class": str})
+
+
+class StateMeta(ClassMeta):
+    """A scheduler or a scaling rule in the index."""
+
+    state: Json
 
 
 class GroupMeta(TypedDict):
@@ -111,23 +115,20 @@ class GroupMeta(TypedDict):
     options: Json
 
 
-RuleMeta = TypedDict("RuleMeta", {"class": str, "state": Json})
-
-
 class ReplicaMeta(TypedDict):
     """What each replica has of its own. Without blocks there is one replica."""
 
     groups: list[GroupMeta]
     state: dict[str, dict[str, Json]]  # for each parameter's name the entries
     other: Json  # what else is in the optimizer's state dict
-    rule: RuleMeta | None  # a scaling rule around it: its averages, progress, scale
-
-
-ClassMeta = TypedDict("ClassMeta", {"class": str})  # of the optimizer that the user asked for
+    rule: StateMeta | None  # a scaling rule around it: its averages, progress, scale
 
 
 class OptimizerMeta(ReplicaMeta, ClassMeta, total=False):
-    """An optimizer in the index, with what the first replica has."""
+    """An optimizer in the index, with what the first replica has.
+
+    The class is that of the optimizer which the user asked for, whether it is sharded or not.
+    """
 
     blocks: Json  # blocks around it: the counters that all replicas share
     replicas: list[ReplicaMeta]  # in blocks, the further replicas
@@ -145,7 +146,7 @@ class Index:
     tensors: dict[str, StoredTensor]
     model: ModelMeta | None
     optimizers: list[OptimizerMeta]
-    schedulers: list[SchedulerMeta]
+    schedulers: list[StateMeta]
     values: dict[str, object]  # JSON for `decode`, or {"$": "module", "value": ModelMeta}
 
     @property

@@ -1,14 +1,6 @@
 """An optimizer's state under its parameters' names: saved from any of ours, loaded into any other.
 
-How the index describes an optimizer:
-
-    class       the class of the optimizer that the user asked for
-    groups      for each parameter group the names, and the options (learning rate and so on)
-    state       for each name the entries: a tensor of the checkpoint, or a value
-    other       what else is in the optimizer's state dict
-    rule        a scaling rule around it: its averages, progress, scale
-    blocks      blocks around it: the counters that all workers share
-    replicas    in blocks, what each further replica has of its own: groups, state, other, rule
+The index describes an optimizer as `_index.OptimizerMeta` says.
 
 An entry of the parameter's shape may lie in slices on several ranks (`_slices.py`). Any other entry
 is whole on each rank that has it.
@@ -171,7 +163,7 @@ def _other_state(packed: Mapping[str, Any], layers: OptimizerLayers) -> dict[str
 
 def _collect_rule(
     rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor
-) -> _index.RuleMeta:
+) -> _index.StateMeta:
     state = rule.scaling_state_dict()
     # By name instead of position: other groups or shardings may have another order.
     state["previous"] = {

@@ -272,7 +272,7 @@ class RunLoader:
         self._foreign_states.add(*loader.foreign_states)
 
     def _add_schedulers(
-        self, here: Sequence[HasState], saved: Sequence[_index.SchedulerMeta], get: GetTensor
+        self, here: Sequence[HasState], saved: Sequence[_index.StateMeta], get: GetTensor
     ) -> None:
         if here:
             _check_number("scheduler", len(here), len(saved))

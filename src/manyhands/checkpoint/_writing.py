@@ -137,7 +137,7 @@ class Contents:
     tensors: dict[str, Parts] = field(default_factory=dict)
     model: _index.ModelMeta | None = None
     optimizers: list[dict[str, Any]] = field(default_factory=list)  # what this rank says of each
-    schedulers: list[_index.SchedulerMeta] = field(default_factory=list)
+    schedulers: list[_index.StateMeta] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
 
     def add(self, tensors: Mapping[str, Parts]) -> None:
