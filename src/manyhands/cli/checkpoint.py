@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -213,7 +213,7 @@ def _write_model(
     # `load_state_dict` wants a tied tensor under each of its names.
     keys |= {other: keys[first] for other, first in meta["aliases"].items()}
     entries = [_entry_of(name, reader.index.tensors[key]) for name, key in keys.items()]
-    entries.sort(key=lambda entry: -entry.dtype.itemsize)  # aligned, as in `Writer.write_data`
+    entries.sort(key=lambda entry: -entry.dtype.itemsize)  # aligned, as `_writing.py` does
 
     def get_tensor(number: int) -> Tensor:
         entry = entries[number]
@@ -252,7 +252,7 @@ def _read_tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
 
 
 def _write_optimizer(
-    reader: Reader, meta: Mapping[str, Any], path: Path, on_tensor: OnTensor
+    reader: Reader, meta: _index.OptimizerMeta, path: Path, on_tensor: OnTensor
 ) -> Path:
     """Write the state dict as the plain optimizer would have saved it."""
 
