@@ -34,7 +34,7 @@ from manyhands.checkpoint._ranks import CheckpointRanks
 from manyhands.checkpoint._slices import Parts, TensorParts
 from manyhands.checkpoint._values import GetTensor, Json, decode, encode
 
-Layout = list[Any] | None  # how a rank's outer state is laid out; None without blocks
+Layout = Sequence[object] | None  # how a rank's outer state is laid out; None without blocks
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A model's tensors under their plain names: saved from one wrapper, loaded into any other.
 
 The tensors have the names of the plain model, without those that wrappers put in between
-(`_core/wrappers.py`). So a checkpoint fits the model under any other wrapper.
+(`_core/modules.py`). So a checkpoint fits the model under any other wrapper.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from manyhands._core.modules import ModuleWrapper, plain_modules
 from manyhands._core.sharded import is_dtensor
-from manyhands._core.wrappers import ModuleWrapper, plain_modules
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._foreign import ForeignState
 from manyhands.checkpoint._slices import Parts, put_new, to_parts
