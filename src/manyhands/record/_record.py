@@ -49,7 +49,7 @@ class Source(Protocol):
         """
 
 
-class ScalarWriter(Protocol):
+class ValueWriter(Protocol):
     """TensorBoard's `SummaryWriter`, or any object with this method."""
 
     def add_scalar(self, tag: str, value: SupportsFloat, step: int, /) -> object:
@@ -85,7 +85,7 @@ class Record:
         path: str | os.PathLike[str],
         *sources: Source,
         name: str | None = None,
-        writer: ScalarWriter | None = None,
+        writer: ValueWriter | None = None,
         every: int = 1,
         rank: int = 0,
         mode: Literal["continue", "new", "overwrite"] = "continue",
@@ -190,7 +190,7 @@ class Record:
                 _send_scalars(self._writer, line)
 
 
-def _send_scalars(writer: ScalarWriter, line: Line) -> None:
+def _send_scalars(writer: ValueWriter, line: Line) -> None:
     for key, value in to_columns(line):
         if key not in _OUR_KEYS and isinstance(value, Real):
             writer.add_scalar(f"manyhands/{key}", value, line["step"])
