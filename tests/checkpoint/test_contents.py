@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.checkpoint_oracle import Setup, assert_equal
 from helpers.ranks import run_ranks
-from manyhands.checkpoint import _folder, _parts, _safetensors, _storage, _values
-from manyhands.checkpoint._consolidate import consolidate
+from manyhands.checkpoint import _folder, _safetensors, _slices, _values, _writing
 
 
 def names(path):
@@ -35,7 +34,7 @@ def test_a_flat_range_is_a_few_slices_in_order(shape, data):
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
     numbers = torch.arange(total).view(shape)
-    boxes = list(_parts.slices_of_range(tuple(shape), start, stop))
+    boxes = list(_slices.slices_of_range(tuple(shape), start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     found = []
     for offsets, sizes in boxes:
@@ -468,7 +467,10 @@ def test_conjugate_and_negative_views_are_saved_and_loaded_as_what_they_are(wait
         for name, tensor in expected.items():
             assert torch.equal(model.get_buffer(name), tensor), name
             assert torch.equal(values[name], tensor), name
-    consolidate(tmp_path / "run", tmp_path / "out")
+    pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
+    from manyhands.cli.checkpoint import write_plain_files
+
+    write_plain_files(tmp_path / "run", tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -527,7 +529,7 @@ def test_a_module_and_a_tensor_of_the_same_name_are_kept_apart(tmp_path):
 def test_a_slice_never_has_the_name_of_a_whole_tensor():
     def name(key, at, sizes):
         chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(sizes))
-        return _storage.slice_name(key, chunk, (4, 2))
+        return _writing.slice_name(key, chunk, (4, 2))
 
     whole = [name(key, (0, 0), (4, 2)) for key in ("w", "w@0,0", "w@@0,0", "w@", "w@@")]
     parts = [name(key, (0, 0), (2, 2)) for key in ("w", "w@0,0", "w@", "w@@")]

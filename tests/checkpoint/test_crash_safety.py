@@ -23,7 +23,7 @@ from helpers.checkpoint_oracle import Setup, assert_equal
 from helpers.damage import damage_many, kill_while_saving
 from helpers.pages import ROOT
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.checkpoint import _files, _folder, _lock, _safetensors
+from manyhands.checkpoint import _folder, _safetensors
 
 
 def hidden(path):
@@ -63,7 +63,7 @@ def test_a_run_killed_at_each_file_operation_leaves_a_complete_checkpoint(tmp_pa
     codes = []
     for number in range(1, 200):
         child = get_context("fork").Process(target=save_until, args=(number,))
-        _lock.release_locks()
+        _folder.release_locks()
         child.start()
         child.join()
         codes.append(child.exitcode)
@@ -185,7 +185,7 @@ def test_ranks_that_call_different_functions_are_an_error(tmp_path):
     def go():
         (mh.load if dist.get_rank() else mh.save)(tmp_path)
 
-    _lock.release_locks()
+    _folder.release_locks()
     raises_on_ranks(2, RuntimeError, go, match=r"rank 0: mh\.save, rank 1: mh\.load")
 
 
@@ -221,7 +221,7 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
     mh.save(tmp_path, value=torch.ones(3))
     full = OSError(errno.ENOSPC, "No space left on device")
     names = {"token": _folder.TOKEN, "file": "worker-00000.safetensors", "index": "index.json"}
-    writer, mkdir = _files.open_to_write, Path.mkdir
+    writer, mkdir = _folder.open_to_write, Path.mkdir
 
     def no_writer(path):
         if path.name == names.get(at):
@@ -235,7 +235,7 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
 
     used_up = SimpleNamespace(f_favail=0)
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "open_to_write", no_writer)
+        patch.setattr(_folder, "open_to_write", no_writer)
         patch.setattr(Path, "mkdir", no_folder)
         patch.setattr(os, "statvfs", lambda path: used_up)
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**9))
@@ -266,7 +266,7 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_two_jobs_on_one_path_are_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(_lock, "TIMEOUT", 0.3)
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
     script = """
 import sys, time, manyhands as mh
 mh.save(sys.argv[1], value=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.checkpoint import _files, _folder, _lock
+from manyhands.checkpoint import _folder
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 def run(tmp_path):
     path = tmp_path / "run"
     mh.save(path, value=torch.ones(3), step=1)
-    _lock.release_locks()
+    _folder.release_locks()
     return path
 
 
@@ -130,7 +130,7 @@ def test_a_path_that_leads_over_links_is_the_users_own(run, tmp_path):
 
 
 def test_a_link_that_replaces_a_file_between_two_looks_is_seen(run, monkeypatch):
-    monkeypatch.setattr(_files, "is_regular_file", lambda path: True)
+    monkeypatch.setattr(_folder, "is_regular_file", lambda path: True)
     path = run / "000001-step-1" / "index.json"
     path.rename(run / "moved")
     path.symlink_to(run / "moved")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.checkpoint import _folder, _lock
+from manyhands.checkpoint import _folder
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def saver(path, run, value, before_publishing=None):
     ours, theirs = fork.Pipe()
 
     def live():
-        os.environ[_lock.RUN_VARIABLE] = run
+        os.environ[_folder.RUN_VARIABLE] = run
         publish = _folder.publish
 
         def slow(partial, name):
@@ -41,7 +41,7 @@ def saver(path, run, value, before_publishing=None):
             if before == "end":
                 return
 
-    _lock.release_locks()
+    _folder.release_locks()
     process = fork.Process(target=live)
     process.start()
     try:
@@ -58,9 +58,9 @@ def hear(pipe):
 
 @pytest.fixture
 def in_run(monkeypatch):
-    monkeypatch.setenv(_lock.RUN_VARIABLE, "0123456789abcdef")
+    monkeypatch.setenv(_folder.RUN_VARIABLE, "0123456789abcdef")
     yield "0123456789abcdef"
-    _lock.release_locks()
+    _folder.release_locks()
 
 
 def test_the_lock_of_a_worker_that_is_stopped_is_taken_over_by_its_successors(tmp_path, in_run):
@@ -73,7 +73,7 @@ def test_the_lock_of_a_worker_that_is_stopped_is_taken_over_by_its_successors(tm
         os.kill(second, signal.SIGSTOP)
         began = time.monotonic()
         mh.save(tmp_path, value=torch.full((3,), 3.0), step=3)
-        assert time.monotonic() - began < _lock.TIMEOUT
+        assert time.monotonic() - began < _folder.LOCK_TIMEOUT
         assert mh.load(tmp_path)["step"] == 3
         os.kill(first, signal.SIGCONT)
         one.send("again")  # the first worker is back, and it is its turn
@@ -101,19 +101,19 @@ def test_one_that_was_stopped_before_it_asked_for_the_lock_does_not_take_it_back
     with saver(tmp_path, in_run, 1) as (_, pipe):
         assert hear(pipe) == "saved"
         with pytest.raises(RuntimeError, match="another worker of this run saves to"):
-            _lock.take_lock(tmp_path, time.time() - 60)
-        _lock.take_lock(tmp_path, time.time())
+            _folder.take_lock(tmp_path, time.time() - 60)
+        _folder.take_lock(tmp_path, time.time())
 
 
 @pytest.mark.parametrize("run", ["", "fedcba9876543210"])
 def test_a_lock_of_another_job_that_lives_is_respected(tmp_path, in_run, monkeypatch, run):
-    monkeypatch.setattr(_lock, "TIMEOUT", 0.3)
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
     with saver(tmp_path, run, 1) as (pid, pipe):
         assert hear(pipe) == "saved"
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RuntimeError, match=f"another job saves to .* process {pid} on"):
             mh.save(tmp_path, value=2)
     mh.save(tmp_path, value=3)  # its end lets go of it
-    monkeypatch.delenv(_lock.RUN_VARIABLE)
-    _lock.release_locks()
+    monkeypatch.delenv(_folder.RUN_VARIABLE)
+    _folder.release_locks()
     assert "run" in json.loads((tmp_path / ".lock").read_text())

@@ -12,7 +12,7 @@ import zlib
 
 import torch
 
-from manyhands.checkpoint import _index
+from manyhands.checkpoint import _folder, _index
 
 ODD = (
     None, True, -1, 0, 1, 2**40, 10**400, 1.5, "", "x", "\ud800", "\x1b[31m", "../x", [], [1], [[]],
@@ -24,14 +24,14 @@ DEEP = object()  # stands for JSON that is nested too deeply for Python
 
 
 def content(checkpoint):
-    text = (checkpoint / _index.NAME).read_text()
+    text = (checkpoint / _folder.INDEX).read_text()
     return json.loads(text)["content"]
 
 
 def sign(checkpoint, meta):
     text = meta if isinstance(meta, str) else json.dumps(meta, separators=(",", ":"))
     head = _index.HEAD.format(_index.VERSION, zlib.crc32(text.encode()))
-    (checkpoint / _index.NAME).write_text(head + text + "}\n")
+    (checkpoint / _folder.INDEX).write_text(head + text + "}\n")
 
 
 def places(meta):

@@ -1,27 +1,225 @@
 """Checkpoints that load on any number of ranks, under any sharding.
 
-A save meets the files in this order; a load goes through the same stages, from files to contents.
+`save` and `load` are here, with the thread of a save. A save meets the other files in this order; a
+load goes through the same stages, from files to objects.
 
-    _save_and_load.py         `mh.save` and `mh.load`: the arguments, and the thread of a save
-    _writing.py  _reading.py  the steps of a save and of a load
+    _writing.py  _reading.py  a save and a load, step by step
     _ranks.py                 the ranks that save or load together
-    _contents.py              everything that belongs to a run:
-      _names.py  _model.py        tensors under the names of the plain model
-      _optimizer.py               the optimizer's state by parameter name
-      _blocks.py                  in blocks: replicas, which have a state each, and the outer state
-      _values.py  _random.py      values as JSON, random generators
-      _undo.py                    undo what foreign `load_state_dict` did, if the load fails
-    _parts.py  _planner.py    this rank's slices of tensors, and which rank writes and reads which
-    _storage.py               what torch's planners write to and read from
-    _index.py  _schema.py         the index, and the check of everything it says
-    _safetensors.py  _files.py    the files of tensors, and how files are opened safely
-    _folder.py  _lock.py      complete checkpoints, the newest one, and who may write
-    _consolidate.py           a checkpoint as plain files, for `manyhands checkpoint`
+    _model.py                 a model's tensors, under the names of the plain model
+    _optimizer.py             an optimizer's state, by parameter name
+    _blocks.py                in blocks: replicas, which have a state each, and the outer state
+    _values.py                the user's values, as JSON
+    _random.py                random generators, as tensors
+    _foreign.py               what foreign code is to load: checked before, undone if the load fails
+    _slices.py                this rank's slices of tensors, and which rank writes and reads which
+    _safetensors.py           the format of a file of tensors
+    _storage.py               read slices out of all the files, and compare checksums
+    _index.py                 what the index says, and the check of all of it
+    _folder.py                a folder in which nothing is half written and no link is followed
 
-torch.distributed.checkpoint takes long to import, so it is imported when a checkpoint is first
-saved or loaded. That is why _save_and_load.py is a file of its own: it must not import it.
+torch.distributed.checkpoint takes long to import, so _writing.py and _reading.py, which need it,
+are imported when a checkpoint is first saved or loaded.
 """
 
-from manyhands.checkpoint._save_and_load import Saving, load, save
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.checkpoint._values import HasState
 
 __all__ = ["Saving", "load", "save"]
+
+Item = TypeVar("Item")
+
+
+class Saving:
+    """A checkpoint that is being saved. `path` is where it is, or will be.
+
+    >>> import torch, manyhands as mh
+    >>> saving = mh.save("runs/saving", model=torch.nn.Linear(2, 1), wait=False)
+    >>> saving.wait().name  # train on, and wait when it has to be there
+    '000001'
+    >>> saving.done
+    True
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the checkpoint is complete, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete on the disk. Raise on every rank if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._problem is not None:
+            raise self._problem
+        return self.path
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as problem:  # kept for the thread that calls `wait`
+                self._problem = problem
+
+        # Not a daemon: a program that ends finishes its checkpoint first.
+        self._thread = threading.Thread(target=run, name="manyhands checkpoint")
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._problem else "complete" if self.done else "being written"
+        return f"Saving({str(self.path)!r}, {state})"
+
+
+# One save at a time: two would mix their messages on the group that ranks keep for checkpoints.
+_pending: Saving | None = None
+
+
+def wait_for_pending() -> None:
+    """Wait for the last asynchronous save. Raise its error if nobody has waited for it."""
+    global _pending
+    # Forgotten first: an error is raised once, and does not block later saves.
+    before, _pending = _pending, None
+    if before is not None:
+        before.wait()
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: HasState | Sequence[HasState] | None = None,
+    step: int | None = None,
+    keep: int | None = 2,
+    wait: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    **values: object,
+) -> Saving:
+    """Save a run as a new checkpoint in the folder `path`. Call it on every rank.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+    >>> saving = mh.save("run", model=model, optimizer=optimizer, step=100, best_loss=0.25)
+    >>> saving.path.name
+    '000001-step-100'
+    >>> mh.load("run", model=model, optimizer=optimizer)
+    {'step': 100, 'best_loss': 0.25}
+
+    Each rank writes its slices into a file of its own; nothing is gathered. State is saved under
+    the parameters' names, so that `load` works on any number of ranks, under any sharding. A
+    checkpoint is complete or it is not there: if a run is killed, or a disk is full, the previous
+    checkpoint remains.
+
+    The random generators of every rank are saved, too. The values are rank 0's.
+
+    Args:
+        path: a folder that all ranks share; each save makes a folder in it.
+        model: the model, wrapped or not.
+        optimizer: a torch optimizer, an `OSS`, a scaling rule or blocks around one; or a list of
+            them. Blocks are saved at a sync round: call `synchronize()` on every rank first.
+        scheduler: a learning rate scheduler, or a list.
+        step: the number of steps so far. It becomes part of the checkpoint's name, and `load`
+            returns it.
+        keep: the number of checkpoints to leave in the folder, this one included; None keeps all.
+        wait: False copies the state, returns, and writes in a thread. The checkpoint is complete
+            once `wait()` of the returned object returns. The next `save` or `load` waits for it.
+        process_group: the ranks that share the run; all, by default.
+        **values: anything else that belongs to the run: tensors, numbers, strings, lists, dicts,
+            modules, and objects that have `state_dict` and `load_state_dict`.
+    """
+    # Here, not at the top: `_writing` imports torch.distributed.checkpoint.
+    from manyhands.checkpoint._writing import begin_save
+
+    global _pending
+    wait_for_pending()
+    # Before any collective: a mistake on one rank must not leave the others waiting.
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep must be at least 1, or None to keep all, got {keep!r}.")
+    if step is not None:
+        if not hasattr(step, "__index__") or step < 0:
+            raise ValueError(f"step must be a whole number, not negative, got {step!r}.")
+        step = operator.index(step)  # numpy's integers and tensors as well
+    optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
+    final, work = begin_save(
+        Path(path), model, optimizers, schedulers, values, step, keep, wait, process_group
+    )
+    saving = Saving(final)
+    if wait:
+        work()
+    else:
+        saving._start(work)
+        _pending = saving
+    return saving
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: HasState | Sequence[HasState] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    **values: object,
+) -> dict[str, Any]:
+    """Continue from a checkpoint, and return the saved values. Call it on every rank.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    >>> _ = mh.save("run", model=model, optimizer=optimizer, scaler=scaler, epoch=3)
+    >>> values = mh.load("run", model=model, optimizer=optimizer, scaler=scaler)
+    >>> values["epoch"], values["scaler"] is scaler
+    (3, True)
+
+    `path` is the folder that `save` was given, which means the newest complete checkpoint in it, or
+    one checkpoint. The number of ranks and the sharding may differ from those of the save: each
+    rank reads what it needs.
+
+    Values come back as they were saved, and the step, if `save` was given one, as `"step"`. An
+    object that has a `load_state_dict` may be given under its name, and is loaded in place;
+    otherwise its state dict comes back. With an optimizer, random generators continue, too; on
+    another number of ranks, rank r continues those of the saved rank r, if there was one. Without
+    an optimizer, for instance to evaluate a model, they are left alone.
+
+    If a checkpoint is damaged, incomplete, or of another model or optimizer, every rank raises, and
+    nothing has changed.
+
+    Args:
+        path: the folder of checkpoints, or one of them.
+        model: the model to load into, wrapped or not.
+        optimizer: the optimizer, or a list as it was saved.
+        scheduler: the scheduler, or a list.
+        process_group: the ranks that share the run; all, by default.
+        **values: objects to load into, under the names they were saved by.
+    """
+    # Here, not at the top: `_reading` imports torch.distributed.checkpoint.
+    from manyhands.checkpoint._reading import load_newest
+
+    wait_for_pending()
+    optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
+    return load_newest(Path(path), model, optimizers, schedulers, values, process_group)
+
+
+def _as_list(argument: Item | Sequence[Item] | None) -> list[Item]:
+    """Return an argument that may be one object, several, or None, as a list."""
+    if argument is None:
+        return []
+    return list(argument) if isinstance(argument, list | tuple) else [cast(Item, argument)]

@@ -30,9 +30,11 @@ from torch.optim import Optimizer
 
 from manyhands._core.state_parts import BlocksParts, OptimizerLayers, StatePart
 from manyhands.checkpoint import _index
-from manyhands.checkpoint._parts import TensorParts
 from manyhands.checkpoint._ranks import CheckpointRanks
-from manyhands.checkpoint._values import GetTensor, decode, encode
+from manyhands.checkpoint._slices import Parts, TensorParts
+from manyhands.checkpoint._values import GetTensor, Json, decode, encode
+
+Layout = Sequence[object] | None  # how a rank's outer state is laid out; None without blocks
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Replica:
 
     number: int = 0
     leads: bool = True  # whether this rank describes what all ranks of the replica have alike
-    layouts: list[Any] = field(default_factory=list)  # by rank: how its outer state is laid out
+    layouts: list[Layout] = field(default_factory=list)  # by rank: how its outer state is laid out
 
     def key_prefix(self, key: str) -> str:
         """Return the prefix of this replica's own tensors.
@@ -51,18 +53,18 @@ class Replica:
         """
         return key if self.number == 0 else f"{key}/replica.{self.number}"
 
-    def meta_to_load(self, meta: Mapping[str, Any]) -> tuple[Mapping[str, Any], Replica]:
+    def meta_to_load(self, meta: _index.OptimizerMeta) -> tuple[_index.OptimizerMeta, Replica]:
         """Return what was saved of the replica that this one continues from, and that replica."""
+        others = meta.get("replicas", [])
+        number = self.number % (1 + len(others))
         # The first replica is described by `meta` itself: nothing to override.
-        saved: list[Mapping[str, Any]] = [{}, *meta.get("replicas", [])]
-        number = self.number % len(saved)
-        return {**meta, **saved[number]}, Replica(number)
+        return (meta if number == 0 else {**meta, **others[number - 1]}), Replica(number)
 
 
-def find_replicas(optimizers: Sequence[Any], ranks: CheckpointRanks) -> list[Replica]:
+def find_replicas(optimizers: Sequence[object], ranks: CheckpointRanks) -> list[Replica]:
     """Return this rank's replica for each optimizer. Every rank must call this."""
 
-    def locate_all() -> list[Any]:
+    def locate_all() -> list[tuple[int, Layout]]:
         return [_locate_replica(optimizer) for optimizer in optimizers]
 
     # `run_on_all`, because an optimizer of a wrong type must be an error on every rank.
@@ -84,7 +86,7 @@ def find_replicas(optimizers: Sequence[Any], ranks: CheckpointRanks) -> list[Rep
     return result
 
 
-def _locate_replica(optimizer: Any) -> tuple[int, Any]:
+def _locate_replica(optimizer: object) -> tuple[int, Layout]:
     """Return the replica's number, and the layout of this rank's outer state."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -96,13 +98,13 @@ def _locate_replica(optimizer: Any) -> tuple[int, Any]:
     return (0, None) if blocks is None else (blocks.replica, blocks.layout)
 
 
-def merge_replicas(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def merge_replicas(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[_index.OptimizerMeta]:
     """Merge what all ranks say of their optimizers; return one description for each optimizer.
 
     The first replica's becomes the optimizer's. What the other replicas have of their own is in its
     list `replicas`.
     """
-    result = []
+    result: list[_index.OptimizerMeta] = []
     for by_rank in zip(*everyone, strict=True):
         replicas: dict[int, dict[str, Any]] = {}
         for meta in by_rank:
@@ -115,12 +117,24 @@ def merge_replicas(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict
             # Only the leading rank has more than `replica` and `state`.
             merged.update({k: v for k, v in meta.items() if k not in ("replica", "state")})
         first, *others = (replicas[number] for number in sorted(replicas))
-        common = ("class", "blocks")
-        first["replicas"] = [
-            {k: v for k, v in other.items() if k not in common} for other in others
-        ]
-        result.append(first)
+        result.append(
+            {
+                **_own_state(first),
+                "class": first["class"],
+                "blocks": first["blocks"],
+                "replicas": [_own_state(other) for other in others],
+            }
+        )
     return result
+
+
+def _own_state(merged: Mapping[str, Any]) -> _index.ReplicaMeta:
+    return {
+        "groups": merged["groups"],
+        "state": merged["state"],
+        "other": merged["other"],
+        "rule": merged["rule"],
+    }
 
 
 # -- the outer state -------------------------------------------------------------------------------
@@ -138,10 +152,10 @@ def _tensors_by_key(part: StatePart, name: str, key: str, replica: Replica) -> d
 
 def collect_blocks(
     blocks: BlocksParts, names: Mapping[int, str], key: str, replica: Replica
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Json, dict[str, Parts]]:
     """Return what all replicas have alike, as JSON, and this rank's slices of tensors by key."""
     meta = {**blocks.save_counters(), "memories": blocks.memories, "layouts": replica.layouts}
-    tensors = {
+    tensors: dict[str, Parts] = {
         path: TensorParts.from_flat(values, part.param, part.start or 0)
         for part in blocks.outer_parts()
         for path, values in _tensors_by_key(part, names[id(part.param)], key, replica).items()
@@ -160,7 +174,7 @@ class BlocksLoader:
     def __init__(
         self,
         blocks: BlocksParts,
-        meta: Any,
+        meta: Json,
         saved_names: Mapping[int, str],
         tensors: Mapping[str, _index.StoredTensor],
         get: GetTensor,
@@ -168,7 +182,7 @@ class BlocksLoader:
         replica: Replica,
         saved_replica: Replica,
     ) -> None:
-        self.targets: dict[str, Any] = {}
+        self.targets: dict[str, Parts] = {}
         self._blocks = blocks
         # Without a saved anchor: frozen in the saved run, or all of them if one worker saved it.
         self._unsaved: list[Tensor] = []

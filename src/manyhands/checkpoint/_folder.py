@@ -1,32 +1,49 @@
-"""A folder of checkpoints: which are complete, which is the newest, and how a new one appears.
+"""A folder of checkpoints, in which nothing is half written and no link is followed.
 
     000007-step-1200/        the seventh that was saved, complete
     .partial-000008-0f3a/    being written, or left behind by a run that was killed
     .pruned-000005/          being removed
-    .lock                    held by the process that saves here, until it ends (`_lock.py`)
+    .lock                    held by the process that saves here, until it ends
 
 A name that begins with a dot is never a checkpoint. So a checkpoint appears, and disappears, by one
 rename, which either happens or does not.
+
+One process at a time may save here. The lock is a POSIX lock on the file `.lock`, held from the
+first save until the process ends. The operating system releases it with the process, so no lock is
+ever stale. A crew's worker may be stopped while it holds the lock, and another worker saves in its
+place. So the file names the run of its holder (MANYHANDS_RUN, which `manyhands run` sets), and a
+process of the same run takes the lock over by putting another file under the same name. The former
+holder notices before it publishes. What it was writing has been removed by then, so two processes
+never write to one folder.
+
+Somebody else may be able to write here, or may have packed a folder that was downloaded. So a link
+is never followed, neither as a file nor as the folder that holds it, and nothing that is opened can
+be a pipe (which would hang), a device or a socket. The path that the user gives is different:
+`/data/run` may be a link, or lie below one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
+import shutil
 import socket
+import stat
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
-
-from manyhands.checkpoint import _files, _index, _lock
 
 try:
     import fcntl
-except ImportError:  # Windows: a checkpoint may be pruned while it is read
-    fcntl = None  # type: ignore[assignment]
+except ImportError:  # Windows: two jobs on one path are noticed only when their names collide,
+    fcntl = None  # type: ignore[assignment]  # and a checkpoint may be pruned while it is read
 
+INDEX = "index.json"  # the last file that is written: a folder without it is not a checkpoint
 PATTERN = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 PARTIAL, PRUNED = ".partial-", ".pruned-"
 TOKEN = "token"  # a file by which other ranks recognise rank 0's folder
@@ -38,12 +55,12 @@ VISIBLE_AFTER = 3.0  # seconds within which a network file system must show a ne
 
 def is_checkpoint(path: Path) -> bool:
     # `lexists`: a link in the place of the index must give its own error, not "no checkpoint".
-    return os.path.lexists(path / _index.NAME)
+    return os.path.lexists(path / INDEX)
 
 
 def list_complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first, without links to checkpoints."""
-    return [path for path in _list_named(folder) if _files.is_folder(path)]
+    return [path for path in _list_named(folder) if is_folder(path)]
 
 
 def _list_named(folder: Path) -> list[Path]:
@@ -67,7 +84,7 @@ def find_newest(path: Path) -> Path:
     if is_checkpoint(path):
         return resolve_link(path)
     found = _list_named(path)
-    if found and not _files.is_folder(found[-1]):
+    if found and not is_folder(found[-1]):
         raise ValueError(
             f"the newest checkpoint in {path}, {found[-1].name}, is a link, and links are followed "
             "only if you name them. Give its own path."
@@ -83,7 +100,7 @@ def find_newest(path: Path) -> Path:
     raise FileNotFoundError(
         f"{path} has no complete checkpoint"
         + (", only a part of one that was not finished." if partial else ".")
-        + f" Give the folder that mh.save was given; a checkpoint in it has a file {_index.NAME}."
+        + f" Give the folder that mh.save was given; a checkpoint in it has a file {INDEX}."
     )
 
 
@@ -101,12 +118,12 @@ def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
             "save makes a new one there."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _lock.take_lock(folder, time.time())
+    take_lock(folder, time.time())
     last = 0
     for name in os.listdir(folder):
         # Safe under the lock: no live process is writing them.
         if name.startswith((PARTIAL, PRUNED)):
-            _files.remove(folder / name)
+            remove(folder / name)
         elif found := PATTERN.fullmatch(name):
             last = max(last, int(found[1]))
     name = f"{last + 1:06d}" + ("" if step is None else f"-step-{step}")
@@ -114,10 +131,10 @@ def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
     partial = folder / f"{PARTIAL}{last + 1:06d}-{token[:8]}"
     try:
         partial.mkdir()
-        with _files.open_to_write(partial / TOKEN) as file:
+        with open_to_write(partial / TOKEN) as file:
             file.write(token.encode())
     except BaseException:
-        _files.remove(partial)
+        remove(partial)
         raise
     return partial.name, name
 
@@ -127,7 +144,7 @@ def check_shared(partial: Path, token: str) -> None:
     deadline = time.monotonic() + VISIBLE_AFTER
     while True:
         try:
-            with _files.open_to_read(partial / TOKEN) as file:
+            with open_to_read(partial / TOKEN) as file:
                 # One byte more than the token, so that a longer file is not taken for it.
                 if file.read(len(token) + 1) == token.encode():
                     return
@@ -145,7 +162,7 @@ def check_shared(partial: Path, token: str) -> None:
 def publish(partial: Path, name: str) -> Path:
     """Turn the hidden folder into a checkpoint, in one rename."""
     final = partial.parent / name
-    _lock.check_lock(partial.parent)
+    check_lock(partial.parent)
     (partial / TOKEN).unlink(missing_ok=True)
     # The content must be on the disk before the name is, in case the machine loses power.
     sync(partial)
@@ -166,7 +183,7 @@ def prune(folder: Path, keep: int | None) -> None:
             # Renamed first: a half-removed checkpoint must not look complete.
             hidden = folder / (PRUNED + old.name)
             old.rename(hidden)
-            _files.remove(hidden)
+            remove(hidden)
 
 
 def sync(folder: Path) -> None:
@@ -190,7 +207,7 @@ def sync(folder: Path) -> None:
 @contextlib.contextmanager
 def hold_for_reading(checkpoint: Path) -> Iterator[None]:
     """Keep `prune` from removing the checkpoint meanwhile (if the file system has locks)."""
-    with _files.open_to_read(checkpoint / _index.NAME) as file:
+    with open_to_read(checkpoint / INDEX) as file:
         if fcntl is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -200,7 +217,7 @@ def hold_for_reading(checkpoint: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _hold_for_removal(checkpoint: Path) -> Iterator[None]:
     """Raise OSError if somebody is reading the checkpoint."""
-    with _files.open_to_read(checkpoint / _index.NAME) as file:
+    with open_to_read(checkpoint / INDEX) as file:
         if fcntl is not None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -208,3 +225,244 @@ def _hold_for_removal(checkpoint: Path) -> Iterator[None]:
                 if error.errno in (errno.EAGAIN, errno.EACCES):
                     raise  # any other error: the file system has no locks
         yield
+
+
+# -- the lock of the process that saves ------------------------------------------------------------
+
+LOCK = ".lock"
+RUN_VARIABLE = "MANYHANDS_RUN"  # the run whose workers may take the lock from each other
+LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to end
+
+_held: dict[Path, int] = {}  # the descriptors of the locks that this process holds
+
+
+def take_lock(folder: Path, asked_at: float | None = None) -> None:
+    """Make this process the only one that saves here, until it ends.
+
+    A lock of another process of our own run is taken over, unless that process took it after
+    `asked_at`: then this process was stopped meanwhile, and is the one that has been replaced.
+    """
+    path = folder.resolve() / LOCK
+    held = _held.get(path)
+    if fcntl is None or (held is not None and _still_holds(held, path)):
+        return
+    deadline = time.monotonic() + LOCK_TIMEOUT
+    while True:
+        file = _open_lock(path)
+        try:
+            # `lockf`, not `flock`: a forked child must not inherit the lock.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                break  # the file system has no locks
+            text = os.read(file, 4096)
+            os.close(file)
+            if (since := _held_since_in_our_run(text)) is not None:
+                if asked_at is not None and since > asked_at:
+                    raise RuntimeError(_replaced_message(folder)) from None
+                file = _replace_lock(path)
+                break
+            if time.monotonic() > deadline:
+                raise RuntimeError(_held_message(folder, text)) from None
+            time.sleep(0.1)
+            continue
+        if _is_same_file(file, path):
+            break
+        os.close(file)  # between open and lock, another process has put a new file in its place
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+    run = os.environ.get(RUN_VARIABLE)
+    os.ftruncate(file, 0)
+    os.write(file, json.dumps({**holder, "run": run} if run else holder).encode())
+    # Stays open: closing any descriptor of the file would release a POSIX lock.
+    _held[path] = file
+
+
+def check_lock(folder: Path) -> None:
+    """Raise if another process of our run has taken the lock over since we took it."""
+    path = folder.resolve() / LOCK
+    held = _held.get(path)
+    if held is not None and os.path.lexists(path) and not _is_same_file(held, path):
+        raise RuntimeError(_replaced_message(folder))
+
+
+def release_locks() -> None:
+    """Let other processes save where this one has."""
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+def _open_lock(path: Path) -> int:
+    """Open the lock's file. It is written to, so it must not be another file's second name."""
+    file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
+    if os.fstat(file).st_nlink > 1:
+        os.close(file)
+        raise ValueError(
+            f"{path} is a hard link, perhaps to a file outside of this folder, and is not written "
+            "to. Remove it."
+        )
+    return file
+
+
+def _replace_lock(path: Path) -> int:
+    """Put a new lock in the place of the present one, which another process still holds."""
+    new = path.with_name(f"{LOCK}-{uuid.uuid4().hex}")
+    file = open_descriptor(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    # Locked before it gets the name: nobody can find it free.
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    new.rename(path)
+    return file
+
+
+def _held_since_in_our_run(text: bytes) -> float | None:
+    """Return when the holder took the lock if it is of our own run, else None."""
+    try:
+        holder = json.loads(text)
+        ours = bool(os.environ.get(RUN_VARIABLE)) and holder["run"] == os.environ[RUN_VARIABLE]
+        return float(holder["since"]) if ours else None
+    except (ValueError, KeyError, TypeError):  # not written yet, or not by us
+        return None
+
+
+def _still_holds(file: int, path: Path) -> bool:
+    """Return whether this process holds a lock, and its file is still the one in the folder."""
+    try:
+        # Changes nothing if we hold it. A forked child has the descriptor, but not the lock.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return _is_same_file(file, path)
+
+
+def _is_same_file(file: int, path: Path) -> bool:
+    """Return whether the open file is the one that is at the path now."""
+    try:
+        at_path = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(file)
+    return (at_path.st_ino, at_path.st_dev) == (opened.st_ino, opened.st_dev)
+
+
+def _replaced_message(folder: Path) -> str:
+    return (
+        f"another worker of this run saves to {folder} now: this worker was stopped, and the "
+        "others have gone on without it. This checkpoint is dropped; theirs are complete."
+    )
+
+
+def _held_message(folder: Path, text: bytes) -> str:
+    try:
+        holder = json.loads(text)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+        name = f"process {holder['pid']} on {holder['host']} since {since}"
+    except (ValueError, KeyError, TypeError):
+        name = "another process"
+    return (
+        f"another job saves to {folder}: {name}. Give each job a path of its own, or wait until "
+        "that job has ended."
+    )
+
+
+# -- open files, and nothing else ------------------------------------------------------------------
+
+# O_NOFOLLOW refuses a link, and O_NONBLOCK returns at once from a pipe that has no other end.
+# Windows lacks some of the flags; a missing flag counts as 0 there.
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+ALWAYS = NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+ALWAYS |= getattr(os, "O_BINARY", 0)  # without it, Windows translates line endings
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+
+def open_descriptor(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file.
+
+    Raise FileNotFoundError if there is no such file, and ValueError if it is something else.
+    """
+    with open_folder(path.parent) as folder:
+        try:
+            # Relative to the folder's descriptor: nobody can swap the folder for a link meanwhile.
+            name = path if folder is None else path.name
+            file = os.open(name, flags | ALWAYS, 0o666, dir_fd=folder)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # a link gives ELOOP, a socket ENXIO, a folder EISDIR
+            # A regular file that cannot be opened has another reason, such as its permissions.
+            if is_regular_file(path) or not os.path.lexists(path):
+                raise
+            raise ValueError(_not_a_file(path)) from error
+    # Ask the descriptor, not the path: the path may mean another file by now.
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise ValueError(_not_a_file(path))
+
+
+# Unbuffered: tensors are read into, and written from, their own memory in large blocks.
+def open_to_read(path: Path) -> FileIO:
+    """Open a regular file for reading, without a buffer."""
+    return open(open_descriptor(path), "rb", buffering=0)
+
+
+def open_to_write(path: Path) -> FileIO:
+    """Create a file for writing, without a buffer. Raise FileExistsError if it exists."""
+    return open(open_descriptor(path, NEW), "wb", buffering=0)
+
+
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[int | None]:
+    """Yield a descriptor of a folder that is not a link; None on Windows, which has none."""
+    if os.open not in os.supports_dir_fd:
+        if path.is_symlink():
+            raise ValueError(_not_a_folder(path))
+        yield None
+        return
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise ValueError(_not_a_folder(path)) from error
+        raise
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def is_regular_file(path: Path) -> bool:
+    """Return whether there is a regular file; a link to one does not count."""
+    return _has_mode(path, stat.S_ISREG)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder; a link to one does not count."""
+    return _has_mode(path, stat.S_ISDIR)
+
+
+def _has_mode(path: Path, test: Callable[[int], bool]) -> bool:
+    try:
+        return bool(test(os.lstat(path).st_mode))
+    except (OSError, ValueError):  # ValueError: a name with a null byte
+        return False
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with its content, or a link (not its target), as far as possible."""
+    if is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _not_a_file(path: Path) -> str:
+    kind = "a link" if path.is_symlink() else "not a regular file"
+    return (
+        f"{path} is {kind}, and links out of a checkpoint are never followed. Copy the file itself "
+        "there, or load another checkpoint."
+    )
+
+
+def _not_a_folder(path: Path) -> str:
+    return (
+        f"{path} is a link, and links to checkpoints are not followed. Give the path of the "
+        "checkpoint that it points to."
+    )

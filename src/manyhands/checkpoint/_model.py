@@ -1,30 +1,120 @@
-"""A model's tensors under their plain names: saved from one wrapper, loaded into any other."""
+"""A model's tensors under their plain names: saved from one wrapper, loaded into any other.
+
+The tensors have the names of the plain model, without those that wrappers put in between
+(`_core/modules.py`). So a checkpoint fits the model under any other wrapper.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from manyhands._core.modules import ModuleWrapper, plain_modules
 from manyhands._core.sharded import is_dtensor
 from manyhands.checkpoint import _index
-from manyhands.checkpoint._names import ModelNames, list_names, put_new
-from manyhands.checkpoint._parts import to_parts
-from manyhands.checkpoint._undo import ForeignState
+from manyhands.checkpoint._foreign import ForeignState
+from manyhands.checkpoint._slices import Parts, put_new, to_parts
 from manyhands.checkpoint._values import GetTensor, decode, encode
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class ModelNames:
+    """A model's tensors by plain name, each tensor once, and the modules that have extra state."""
+
+    params: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)  # other name of a tied tensor -> its name
+    extras: dict[str, nn.Module] = field(default_factory=dict)
+    by_id: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.params, **self.buffers}
+
+    def all_of(self, name: str) -> list[str]:
+        """Return a tensor's name and, if it is tied, its other names."""
+        return [name, *(other for other, first in self.aliases.items() if first == name)]
+
+
+def find_names(model: object) -> ModelNames:
+    """Return the names in a model, after bringing its parameters into their state between steps."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}. "
+            'Put several into one: nn.ModuleDict({"generator": g, "critic": c}).'
+        )
+    wrappers = [each for each in model.modules() if isinstance(each, ModuleWrapper)]
+    for wrapper in wrappers:
+        wrapper.check_can_save(model)
+    _reshard(model)
+    for wrapper in wrappers:
+        wrapper.settle()  # updated parameters may still be on their way to this rank
+    names = ModelNames()
+    # Not `named_parameters`, which leaves out the second name of a tied tensor.
+    for prefix, module in plain_modules(model):
+        for name, param in module._parameters.items():
+            _add_tensor(names, names.params, prefix + name, param)
+        for name, buffer in module._buffers.items():
+            if name not in module._non_persistent_buffers_set:
+                _add_tensor(names, names.buffers, prefix + name, buffer)
+        # torch's default `get_extra_state` raises; a class that overrides it has extra state.
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            names.extras[prefix + "_extra_state"] = module
+    on_meta = [name for name, tensor in names.tensors.items() if tensor.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{list_names(on_meta)} of the model {'is' if len(on_meta) == 1 else 'are'} on the "
+            'meta device, without memory. Allocate it first: model.to_empty(device="cpu").'
+        )
+    return names
+
+
+def _add_tensor(
+    names: ModelNames, target: dict[str, Tensor], name: str, tensor: Tensor | None
+) -> None:
+    if tensor is None:  # such as `register_parameter("bias", None)`
+        return
+    first = names.by_id.setdefault(id(tensor), name)
+    if first == name:
+        target[name] = tensor
+    else:
+        names.aliases[name] = first
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free gathered parameters: after a forward, `fully_shard` still shows the whole ones."""
+    # From sys.modules: a program that uses `fully_shard` has imported it; others need not.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
+
+
+def list_names(names: Sequence[str], most: int = 8) -> str:
+    """Return the first names, quoted, and the number of the others."""
+    more = len(names) - most
+    return ", ".join(map(repr, names[:most])) + (f" and {more} more" if more > 0 else "")
+
+
+# -- save and load ---------------------------------------------------------------------------------
 
 
 def collect_model(
     names: ModelNames, prefix: str, rank: int
-) -> tuple[_index.ModelMeta, dict[str, Any]]:
+) -> tuple[_index.ModelMeta, dict[str, Parts]]:
     """Return the model's description as JSON, and this rank's tensors by key.
 
     Every rank offers its parameters; the planner lets one rank write what several have. Buffers are
     taken from rank 0, as under DistributedDataParallel.
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Parts] = {}
 
     def put(path: str, tensor: Tensor) -> str:
         put_new(tensors, path, to_parts(tensor))
@@ -65,7 +155,7 @@ class ModelLoader:
         get: GetTensor,
         what: str = "model",
     ) -> None:
-        self.targets: dict[str, Any] = {}
+        self.targets: dict[str, Parts] = {}
         saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
         missing, wrong = [], []
         first: dict[str, Tensor] = {}
@@ -127,7 +217,3 @@ def _can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
 def read_tensors(meta: _index.ModelMeta, prefix: str, get: GetTensor) -> dict[str, Tensor]:
     """Return a saved module's tensors by name, for a caller who passes no module to load into."""
     return {name: get(f"{prefix}/{name}") for name in (*meta["params"], *meta["buffers"])}
-
-
-def is_module(value: Any) -> bool:
-    return isinstance(value, nn.Module)

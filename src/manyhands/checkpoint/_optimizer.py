@@ -1,22 +1,14 @@
 """An optimizer's state under its parameters' names: saved from any of ours, loaded into any other.
 
-How the index describes an optimizer:
+The index describes an optimizer as `_index.OptimizerMeta` says.
 
-    class       the class of the optimizer that the user asked for
-    groups      for each parameter group the names, and the options (learning rate and so on)
-    state       for each name the entries: a tensor of the checkpoint, or a value
-    other       what else is in the optimizer's state dict
-    rule        a scaling rule around it: its averages, progress, scale
-    blocks      blocks around it: the counters that all workers share
-    replicas    in blocks, what each further replica has of its own: groups, state, other, rule
-
-An entry of the parameter's shape may lie in slices on several ranks (`_parts.py`). Any other entry
+An entry of the parameter's shape may lie in slices on several ranks (`_slices.py`). Any other entry
 is whole on each rank that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,18 +23,21 @@ from manyhands._core.state_parts import (
     options_of,
     state_parts,
 )
-from manyhands.checkpoint import _index, _values
+from manyhands._core.wrappers import unwrap
+from manyhands.checkpoint import _foreign, _index
 from manyhands.checkpoint._blocks import BlocksLoader, Replica, collect_blocks
-from manyhands.checkpoint._names import ModelNames, list_names, put_new, state_key
-from manyhands.checkpoint._parts import (
-    EXACT_ENTRY,
+from manyhands.checkpoint._model import ModelNames, list_names
+from manyhands.checkpoint._slices import (
+    Parts,
     allocate_target,
     entries_of,
     entry_parts,
     is_partial,
+    merge_parts,
+    put_new,
     to_parts,
 )
-from manyhands.checkpoint._values import KEPT_OPTIONS, GetTensor, PutTensor, decode, encode
+from manyhands.checkpoint._values import GetTensor, PutTensor, decode, encode, tensor_key
 
 
 @dataclass
@@ -50,7 +45,17 @@ class SavedOptimizer:
     """What a rank contributes for an optimizer: its description as JSON, and tensors by key."""
 
     meta: dict[str, Any]
-    tensors: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Parts] = field(default_factory=dict)
+
+
+def prepare_optimizers(optimizers: Iterable[object], *, to_load: bool) -> None:
+    """Let sharded optimizers finish what is in flight. Every rank must call this."""
+    for each in optimizers:
+        inner = unwrap(each)[-1] if isinstance(each, Optimizer) else each
+        if isinstance(inner, ShardedOptimizer):
+            # `prepare` also places parameters that are trained again, which takes collectives. A
+            # save needs only to wait for parameters in flight.
+            inner.prepare() if to_load else inner.wait()
 
 
 def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str]]:
@@ -89,7 +94,7 @@ def _names_by_id(inner: Optimizer, groups: Sequence[Sequence[str]]) -> dict[int,
 
 
 def collect_optimizer(
-    optimizer: Any, names: ModelNames | None, number: int, replica: Replica
+    optimizer: Optimizer, names: ModelNames | None, number: int, replica: Replica
 ) -> SavedOptimizer:
     """Return what this rank contributes; one rank of a replica describes what all have alike."""
     layers = OptimizerLayers.of(optimizer)
@@ -109,14 +114,14 @@ def collect_optimizer(
         name = flat_names[part.index]
         meta = saved.meta["state"].setdefault(name, {})
         for entry, value in entries_of(part).items():
-            key = state_key(prefix, entry, name)
+            key = _index.state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 meta[entry] = encode(value, key, put)
                 continue
             # Not `put`: a rank may hold several ranges of one parameter, which share the key.
             stored = entry_parts(part, entry, value)
             before = saved.tensors.get(key)
-            saved.tensors[key] = stored if before is None else before.merge(stored)
+            saved.tensors[key] = merge_parts(before, stored)
             meta[entry] = {"$": "tensor", "key": key}
     blocks = None
     if layers.blocks is not None:
@@ -156,7 +161,9 @@ def _other_state(packed: Mapping[str, Any], layers: OptimizerLayers) -> dict[str
     return found
 
 
-def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> Any:
+def _collect_rule(
+    rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor
+) -> _index.StateMeta:
     state = rule.scaling_state_dict()
     # By name instead of position: other groups or shardings may have another order.
     state["previous"] = {
@@ -178,8 +185,8 @@ class OptimizerLoader:
 
     def __init__(
         self,
-        optimizer: Any,
-        meta: Mapping[str, Any],
+        optimizer: Optimizer,
+        meta: _index.OptimizerMeta,
         names: ModelNames | None,
         tensors: Mapping[str, _index.StoredTensor],
         get: GetTensor,
@@ -188,7 +195,7 @@ class OptimizerLoader:
     ) -> None:
         layers = self._layers = OptimizerLayers.of(optimizer)
         self.rule, self.inner = layers.rule, layers.inner
-        self.targets: dict[str, Any] = {}
+        self.targets: dict[str, Parts] = {}
         meta, saved_replica = replica.meta_to_load(meta)
         self._meta, self._tensors, self._get = meta, tensors, get
         self._names = names
@@ -276,8 +283,8 @@ class OptimizerLoader:
             for param, name in zip(group["params"], names, strict=True)
         }
         plain, find_dims = self._layers.plain, dims.__getitem__
-        _values.check_entries(
-            plain, self._groups, self._options, self._state, find_dims, skip=EXACT_ENTRY
+        _foreign.check_entries(
+            plain, self._groups, self._options, self._state, find_dims, skip=_index.EXACT_ENTRY
         )
 
     def _saved_names(self) -> dict[int, str]:
@@ -293,8 +300,8 @@ class OptimizerLoader:
         result = []
         for group, meta in zip(self.inner.param_groups, self._meta["groups"], strict=True):
             here, saved = options_of(group), decode(meta["options"], self._get)
-            _values.check_group_options(self._layers.plain, here, saved)
-            kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
+            _foreign.check_group_options(self._layers.plain, here, saved)
+            kept = {name: here[name] for name in _foreign.KEPT_OPTIONS if name in here}
             # Options of this release of torch that the saved run did not have stay as they are.
             result.append({**here, **saved, **kept})
         return result
@@ -325,14 +332,15 @@ class OptimizerLoader:
         """Return a parameter's entries; their tensors are targets, still to be filled."""
         result: dict[str, Any] = {}
         for entry, meta in self._state.get(name, {}).items():
-            if not (isinstance(meta, Mapping) and meta.get("$") == "tensor"):
+            key = tensor_key(meta)
+            if key is None:
                 result[entry] = decode(meta, self._get)
                 continue
-            key, stored = meta["key"], self._tensors[meta["key"]]
-            if entry == EXACT_ENTRY:
+            stored = self._tensors[key]
+            if entry == _index.EXACT_ENTRY:
                 # An optimizer without rounded parameters has no use for the exact ones.
                 if part.exact is not None:
-                    self._add_target(key, entry_parts(part, EXACT_ENTRY, part.exact))
+                    self._add_target(key, entry_parts(part, _index.EXACT_ENTRY, part.exact))
                 continue
             dtype = stored.torch_dtype
             tensor, target = allocate_target(part, name, entry, stored.shape, dtype)
@@ -344,9 +352,8 @@ class OptimizerLoader:
                 self._copies.append((tensor, self._first[key]))
         return result
 
-    def _add_target(self, key: str, target: Any) -> None:
-        before = self.targets.get(key)
-        self.targets[key] = target if before is None else before.merge(target)
+    def _add_target(self, key: str, target: Parts) -> None:
+        self.targets[key] = merge_parts(self.targets.get(key), target)
 
     def load(self) -> None:
         """Hand the filled targets to the optimizer. Its `load_state_dict` may be the user's."""

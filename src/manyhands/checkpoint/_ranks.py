@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,9 @@ FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
 ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 
 # Making a group costs a rendezvous, so a run keeps one. Weak: it ends with its last user.
-_groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = (
+    weakref.WeakValueDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,10 @@ class CheckpointRanks:
 
     size: int = 1
     rank: int = 0
-    group: Any = None  # torch's own backend object, None for a single rank
+    group: dist.ProcessGroup | None = None  # torch's own backend object, None for a single rank
 
     @classmethod
-    def join(cls, process_group: Any, caller: str) -> CheckpointRanks:
+    def join(cls, process_group: dist.ProcessGroup | None, caller: str) -> CheckpointRanks:
         """Return the ranks of a process group (by default all) once each has called `caller`."""
         workers = RankGroup.of(process_group)
         if workers.size == 1:
@@ -99,6 +101,7 @@ class CheckpointRanks:
     def _all_gather_bytes(self, sent: bytes, size: int, timeout: timedelta) -> list[bytes]:
         """Return every rank's first `size` bytes, padded with zeros."""
         own = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        assert self.group is not None
         rows = [torch.empty_like(own) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = timeout

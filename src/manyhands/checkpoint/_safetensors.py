@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint import _files
+from manyhands.checkpoint import _folder
 
 BLOCK = 2**24  # bytes that are copied, checksummed or read at once
 MAX_HEADER_BYTES = 2**30
@@ -95,7 +94,9 @@ def write(
         sys.byteorder != "little"
     ):  # the format is little-endian, and tensors are written as they are
         raise RuntimeError("checkpoints are written and read on little-endian machines only.")
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    header: dict[str, dict[str, object]] = (
+        {} if metadata is None else {"__metadata__": dict(metadata)}
+    )
     end = 0
     for entry in entries:
         check_can_hold(entry.name, entry.dtype)
@@ -113,7 +114,7 @@ def write(
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     tensor_crc32s = []
-    with _files.open_to_write(path) as file:
+    with _folder.open_to_write(path) as file:
         write_all(file, memoryview(head))
         for number in range(len(entries)):
             crc32 = 0
@@ -174,7 +175,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = _files.open_to_read(path)
+        self._file = _folder.open_to_read(path)
         try:
             self.nbytes = os.fstat(self._file.fileno()).st_size
             length = int.from_bytes(self._read(8), "little")

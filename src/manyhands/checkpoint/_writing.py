@@ -1,91 +1,121 @@
-"""The steps of a save, which `_save_and_load.py` lists.
+"""A save, step by step.
 
-Apart from `_save_and_load.py` because it imports torch.distributed.checkpoint.
+Every rank writes its slices, and rank 0 makes them a checkpoint:
+
+    collect     what each rank has, without copies                 on every rank
+    plan        which rank writes what (`_slices.py`)              one all_gather of text
+    begin       a hidden folder that all ranks see                 rank 0
+    write       its slices, to the disk; or to a copy first        every rank, its own file
+    publish     the index, the final name; old checkpoints go      rank 0
+
+If a step fails on any rank, every rank raises, and the hidden folder is removed.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+from torch.optim import Optimizer
 
 from manyhands._core.agreement import raise_if_different
-from manyhands.checkpoint import _files, _folder, _index, _lock, _storage
+from manyhands._core.sharded import is_dtensor
+from manyhands.checkpoint import _folder, _index, _safetensors
 from manyhands.checkpoint._blocks import Replica, find_replicas, merge_replicas
-from manyhands.checkpoint._contents import Contents, as_list, collect, prepare_optimizers
-from manyhands.checkpoint._planner import SavePlanner, merge_plans, plan_to_text
+from manyhands.checkpoint._model import ModelNames, collect_model, find_names
+from manyhands.checkpoint._optimizer import collect_optimizer, prepare_optimizers
+from manyhands.checkpoint._random import random_state
 from manyhands.checkpoint._ranks import CheckpointRanks
-from manyhands.checkpoint._safetensors import check_can_hold
+from manyhands.checkpoint._slices import (
+    Parts,
+    SavePlanner,
+    merge_plans,
+    plan_to_text,
+    put_new,
+    to_parts,
+)
+from manyhands.checkpoint._values import (
+    HasState,
+    check_has_state,
+    check_value,
+    encode,
+    escape,
+)
 
+SUFFIX = ".safetensors"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def begin_save(
     path: Path,
-    objects: Mapping[str, Any],
-    values: Mapping[str, Any],
+    model: nn.Module | None,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[HasState],
+    values: Mapping[str, object],
     step: int | None,
     keep: int | None,
     wait: bool,
-    process_group: Any,
+    process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
     """Do everything but the writing. Return the checkpoint's path, and the work that is left.
 
     Unless `wait` is True, that work does not look at the model or the optimizer any more.
     """
     ranks = CheckpointRanks.join(process_group, "mh.save")
-    prepare_optimizers(objects["optimizer"], to_load=False)
-    replicas = find_replicas(as_list(objects["optimizer"]), ranks)
-    contents = ranks.run_on_all(lambda: _collect_checked(objects, values, ranks.rank, replicas))
+    prepare_optimizers(optimizers, to_load=False)
+    replicas = find_replicas(optimizers, ranks)
+    own = ranks.run_on_all(
+        lambda: collect(model, optimizers, schedulers, values, ranks.rank, replicas)
+    )
     arguments = {
         "step": step,
         "keep": keep,
         "wait": wait,
-        **_counts(objects, contents),
+        # Objects themselves cannot be compared.
+        "model": model is not None,
+        "number of optimizers": len(optimizers),
+        "number of schedulers": len(schedulers),
         "values": sorted(values),
     }
-    planner = SavePlanner(contents.tensors)
-    # One all_gather carries all that ranks must know of each other.
-    own = json.dumps([arguments, plan_to_text(planner.create_local_plan()), contents.optimizers])
-    everyone = [json.loads(text) for text in ranks.all_gather_text(own)]
-    advice = "Call mh.save on every rank with the same arguments."
-    raise_if_different([{"arguments of mh.save": each[0]} for each in everyone], advice)
-    plans, metadata = merge_plans([each[1] for each in everyone])
-    contents.optimizers = merge_replicas([each[2] for each in everyone])
-
-    token = ranks.broadcast_text(uuid.uuid4().hex)
-    begun = ranks.run_on_all(lambda: _begin(path, step, token) if ranks.rank == 0 else None)
-    hidden, name = json.loads(ranks.broadcast_text(json.dumps(begun)))
-    partial = path / hidden
-    plan = plans[ranks.rank]
+    planner = SavePlanner(own.tensors)
+    plan, metadata, merged = _plan_together(arguments, planner, own, ranks)
+    partial, name = _begin(path, step, ranks)
     try:
-        ranks.run_on_all(lambda: _folder.check_shared(partial, token))
         # `source` gives the writer its tensors: the run's own, or copies.
-        source: Any = planner if wait else ranks.run_on_all(lambda: StagedCopies(plan, planner))
+        source: TensorSource = (
+            planner if wait else ranks.run_on_all(lambda: StagedCopies(plan, planner))
+        )
     except BaseException:
         _drop(partial, ranks)
         raise
 
     def work() -> None:
         try:
-            writer = _storage.Writer(partial, ranks.rank)
-            written = ranks.run_on_all(lambda: _write_file(writer, plan, source))
+            written = ranks.run_on_all(lambda: _write_file(partial, ranks.rank, plan, source))
             texts = ranks.all_gather_text(json.dumps(written))
             # Every rank waits here, so that none returns before the checkpoint is complete.
             ranks.run_on_all(
                 lambda: (
-                    _publish(partial, name, step, contents, metadata, texts, keep)
+                    _publish(partial, name, step, own, merged, metadata, texts, keep)
                     if ranks.rank == 0
                     else None
                 )
@@ -97,13 +127,141 @@ def begin_save(
     return path / name, work
 
 
-def _begin(path: Path, step: int | None, token: str) -> tuple[str, str]:
+# -- collect and plan ------------------------------------------------------------------------------
+
+
+@dataclass
+class Contents:
+    """What this rank contributes to a checkpoint: tensors by key, and JSON."""
+
+    tensors: dict[str, Parts] = field(default_factory=dict)
+    model: _index.ModelMeta | None = None
+    optimizers: list[dict[str, Any]] = field(default_factory=list)  # what this rank says of each
+    schedulers: list[_index.StateMeta] = field(default_factory=list)
+    values: dict[str, object] = field(default_factory=dict)
+
+    def add(self, tensors: Mapping[str, Parts]) -> None:
+        for key, tensor in tensors.items():
+            put_new(self.tensors, key, tensor)
+
+
+def collect(
+    model: nn.Module | None,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[HasState],
+    values: Mapping[str, object],
+    rank: int,
+    replicas: Sequence[Replica],
+) -> Contents:
+    """Return what this rank contributes to a checkpoint. Tensors are not copied."""
+    contents = Contents()
+    names: ModelNames | None = None
+    if model is not None:
+        names = find_names(model)
+        contents.model, tensors = collect_model(names, "model", rank)
+        contents.add(tensors)
+    for number, (each, replica) in enumerate(zip(optimizers, replicas, strict=True)):
+        saved = collect_optimizer(each, names, number, replica)
+        contents.optimizers.append(saved.meta)
+        contents.add(saved.tensors)
+
+    def put(path: str, tensor: Tensor) -> str:
+        # Schedulers and values are rank 0's, but every rank has a shard of a DTensor.
+        if rank == 0 or is_dtensor(tensor):
+            contents.add({path: to_parts(tensor)})
+        return path
+
+    for number, scheduler in enumerate(schedulers):
+        check_has_state("scheduler", scheduler)
+        meta = encode(dict(scheduler.state_dict()), f"scheduler.{number}", put)
+        contents.schedulers.append({"class": type(scheduler).__name__, "state": meta})
+    for name, value in values.items():
+        check_value(name, value)
+        if isinstance(value, nn.Module):
+            module, tensors = collect_model(find_names(value), f"value/{escape(name)}", rank)
+            contents.values[name] = {"$": "module", "value": module}
+            contents.add(tensors)
+        else:
+            contents.values[name] = encode(value, f"value/{escape(name)}", put)
+    for generator, state in random_state().items():
+        contents.add({f"random/{rank}/{generator}": to_parts(state)})
+    # Now, rather than when the file is half written.
+    for key, tensor in contents.tensors.items():
+        _safetensors.check_can_hold(key, tensor.dtype)
+    return contents
+
+
+def _plan_together(
+    arguments: Mapping[str, object], planner: SavePlanner, own: Contents, ranks: CheckpointRanks
+) -> tuple[SavePlan, Metadata, list[_index.OptimizerMeta]]:
+    """Return what this rank is to write, and what all ranks have: tensors and optimizers."""
+    # One all_gather carries all that ranks must know of each other.
+    text = json.dumps([arguments, plan_to_text(planner.create_local_plan()), own.optimizers])
+    everyone = [json.loads(text) for text in ranks.all_gather_text(text)]
+    advice = "Call mh.save on every rank with the same arguments."
+    raise_if_different([{"arguments of mh.save": each[0]} for each in everyone], advice)
+    plans, metadata = merge_plans([each[1] for each in everyone])
+    return plans[ranks.rank], metadata, merge_replicas([each[2] for each in everyone])
+
+
+# -- begin -----------------------------------------------------------------------------------------
+
+
+def _begin(path: Path, step: int | None, ranks: CheckpointRanks) -> tuple[Path, str]:
+    """Return the hidden folder, which all ranks see, and its final name."""
+    token = ranks.broadcast_text(uuid.uuid4().hex)
+    begun = ranks.run_on_all(lambda: _make_folder(path, step, token) if ranks.rank == 0 else None)
+    hidden, name = json.loads(ranks.broadcast_text(json.dumps(begun)))
+    partial = path / hidden
+    try:
+        ranks.run_on_all(lambda: _folder.check_shared(partial, token))
+    except BaseException:
+        _drop(partial, ranks)
+        raise
+    return partial, name
+
+
+def _make_folder(path: Path, step: int | None, token: str) -> tuple[str, str]:
     try:
         return _folder.begin(path, step, token)
     except OSError as error:
         if error.errno in NO_ROOM:
             raise OSError(_no_room_message(path, len(token))) from error
         raise
+
+
+def _no_room_message(folder: Path, needed: int) -> str:
+    """Say why there is no room. `folder` is the hidden one, or the one it should be made in."""
+    parent = folder.parent if folder.name.startswith(_folder.PARTIAL) else folder
+    # What ranks have written so far is about to be removed, so it counts as free.
+    free = shutil.disk_usage(parent).free + sum(
+        path.lstat().st_size for path in folder.glob(f"*{SUFFIX}")
+    )
+    why = f"this rank has {needed:,} bytes to write, and {free:,} were free for all ranks"
+    if free > needed:
+        files = os.statvfs(parent).f_favail if hasattr(os, "statvfs") else 1
+        why += ", so a limit on the size of files, or a quota, is reached"
+        if files == 0:
+            why = "the file system takes no more files (its inodes are used up)"
+    return (
+        f"there is no room for the checkpoint in {parent}: {why}. Earlier checkpoints are "
+        "unchanged. Make room, or keep fewer."
+    )
+
+
+def _drop(partial: Path, ranks: CheckpointRanks) -> None:
+    if ranks.rank == 0:
+        _folder.remove(partial)
+
+
+# -- write -----------------------------------------------------------------------------------------
+
+
+class TensorSource(Protocol):
+    """Where a slice's elements come from: the run's own memory, or copies."""
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        """Return the elements of a slice that the plan names."""
 
 
 class StagedCopies:
@@ -123,71 +281,67 @@ class StagedCopies:
         return self._copies.pop(item.index)
 
 
-def _collect_checked(
-    objects: Mapping[str, Any],
-    values: Mapping[str, Any],
-    rank: int,
-    replicas: Sequence[Replica],
-) -> Contents:
-    contents = collect(**objects, values=values, rank=rank, replicas=replicas)
-    # Now, rather than when the file is half written.
-    for key, tensor in contents.tensors.items():
-        check_can_hold(key, tensor.dtype)
-    return contents
-
-
-def _counts(objects: Mapping[str, Any], contents: Contents) -> dict[str, int | bool]:
-    """Return what ranks must have passed alike; objects themselves cannot be compared."""
-    return {
-        "model": objects["model"] is not None,
-        "number of optimizers": len(contents.optimizers),
-        "number of schedulers": len(contents.schedulers),
-    }
-
-
-def _write_file(writer: _storage.Writer, plan: SavePlan, source: Any) -> list[Any]:
+def _write_file(folder: Path, rank: int, plan: SavePlan, source: TensorSource) -> list[Any]:
     """Write this rank's file; return name, bytes and checksum of the file, and its slices."""
+    # Wide types first: each tensor then begins at a multiple of its element size.
+    items = sorted(plan.items, key=lambda item: -_data_of(item).properties.dtype.itemsize)
+    entries = []
+    for item in items:
+        data = _data_of(item)
+        name = slice_name(item.index.fqn, data.chunk, data.size)
+        entries.append(
+            _safetensors.TensorEntry(name, data.properties.dtype, tuple(data.chunk.sizes))
+        )
+    path = folder / f"worker-{rank:05d}{SUFFIX}"
     try:
-        results = writer.write_data(plan, source).wait()
+        written = _safetensors.write(path, entries, lambda i: source.resolve_data(items[i]))
     except OSError as error:
         if error.errno in NO_ROOM:
-            needed = _storage.bytes_to_write(plan)
-            raise OSError(_no_room_message(writer.folder, needed)) from error
+            raise OSError(_no_room_message(folder, bytes_to_write(plan))) from error
         # Another process of our run may have taken over, and removed the folder under us.
-        _lock.check_lock(writer.folder.parent)
+        _folder.check_lock(folder.parent)
         raise
-    file = writer.file
-    assert file is not None
     slices = [
-        [each.index.fqn, list(each.index.offset or ()), *each.storage_data] for each in results
+        [item.index.fqn, list(item.index.offset or ()), entry.name, crc32]
+        for item, entry, crc32 in zip(items, entries, written.tensor_crc32s, strict=True)
     ]
-    return [file.name, file.nbytes, file.crc32, slices]
+    return [path.name, written.nbytes, written.header_crc32, slices]
 
 
-def _no_room_message(folder: Path, needed: int) -> str:
-    """Say why there is no room. `folder` is the hidden one, or the one it should be made in."""
-    parent = folder.parent if folder.name.startswith(_folder.PARTIAL) else folder
-    # What ranks have written so far is about to be removed, so it counts as free.
-    free = shutil.disk_usage(parent).free + sum(
-        path.lstat().st_size for path in folder.glob(f"*{_storage.SUFFIX}")
+def _data_of(item: WriteItem) -> TensorWriteData:
+    # torch allows items of raw bytes, too; our planner makes none.
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def bytes_to_write(plan: SavePlan) -> int:
+    """Return the bytes of the slices in a plan, not of the whole tensors that they belong to."""
+    return sum(
+        math.prod(_data_of(item).chunk.sizes) * _data_of(item).properties.dtype.itemsize
+        for item in plan.items
     )
-    why = f"this rank has {needed:,} bytes to write, and {free:,} were free for all ranks"
-    if free > needed:
-        files = os.statvfs(parent).f_favail if hasattr(os, "statvfs") else 1
-        why += ", so a limit on the size of files, or a quota, is reached"
-        if files == 0:
-            why = "the file system takes no more files (its inodes are used up)"
-    return (
-        f"there is no room for the checkpoint in {parent}: {why}. Earlier checkpoints are "
-        "unchanged. Make room, or keep fewer."
-    )
+
+
+def slice_name(key: str, chunk: ChunkStorageMetadata, shape: Sequence[int]) -> str:
+    """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets.
+
+    An @ in the key is doubled, so that no key can look like a key with offsets.
+    """
+    key = key.replace("@", "@@")
+    if list(chunk.sizes) == list(shape):
+        return key
+    return f"{key}@{','.join(map(str, chunk.offsets))}"
+
+
+# -- publish ---------------------------------------------------------------------------------------
 
 
 def _publish(
     partial: Path,
     name: str,
     step: int | None,
-    contents: Contents,
+    own: Contents,
+    optimizers: list[_index.OptimizerMeta],
     metadata: Metadata,
     texts: Sequence[str],
     keep: int | None,
@@ -207,24 +361,47 @@ def _publish(
         versions={"manyhands": __version__, "torch": str(torch.__version__)},
         time=time.time(),
         files=[_index.IndexedFile(file, nbytes, crc32) for file, nbytes, crc32, _ in written],
-        tensors=_storage.build_tensor_table(metadata, results),
-        model=contents.model,
-        optimizers=contents.optimizers,
-        schedulers=contents.schedulers,
-        values=contents.values,
+        tensors=build_tensor_table(metadata, results),
+        model=own.model,
+        optimizers=optimizers,
+        schedulers=own.schedulers,
+        values=own.values,
     )
     try:
-        _storage.write_index(partial, index)
+        _write_index(partial, index)
         _folder.publish(partial, name)
     except OSError as error:
         if error.errno in NO_ROOM:
             raise OSError(_no_room_message(partial, len(index.to_text()))) from error
-        _lock.check_lock(partial.parent)
+        _folder.check_lock(partial.parent)
         raise
     # Last: the old checkpoints stay until the new one is complete.
     _folder.prune(partial.parent, keep)
 
 
-def _drop(partial: Path, ranks: CheckpointRanks) -> None:
-    if ranks.rank == 0:
-        _files.remove(partial)
+def build_tensor_table(
+    metadata: Metadata, results: Iterable[tuple[int, str, Sequence[int], str, int]]
+) -> dict[str, _index.StoredTensor]:
+    """Return the index's table of tensors, from torch's metadata and what each rank has written.
+
+    `results` has for each slice: rank, tensor's key, offsets, name in the rank's file, checksum.
+    """
+    stored = {(key, tuple(offsets)): (rank, name, crc) for rank, key, offsets, name, crc in results}
+    table = {}
+    for key, meta in metadata.state_dict_metadata.items():
+        assert isinstance(meta, TensorStorageMetadata)
+        slices = [
+            # Rank r writes file number r.
+            _index.StoredSlice(tuple(c.offsets), tuple(c.sizes), *stored[key, tuple(c.offsets)])
+            for c in meta.chunks
+        ]
+        dtype = str(meta.properties.dtype).removeprefix("torch.")
+        table[key] = _index.StoredTensor(tuple(meta.size), dtype, slices)
+    return table
+
+
+def _write_index(folder: Path, index: _index.Index) -> None:
+    """Write the last file of a checkpoint, and return once it is on the disk."""
+    with _folder.open_to_write(folder / _folder.INDEX) as file:
+        _safetensors.write_all(file, memoryview(index.to_text().encode()))
+        os.fsync(file.fileno())

@@ -5,7 +5,7 @@
     demo.py         train a small network at two batch sizes, and compare
     report.py       records to a page with figures
     checkpoint.py   show what a checkpoint holds, and convert it to plain files
-    _printable.py   text from a stranger's file on a terminal
+    _terminal.py    errors, and text of a stranger's file, on a terminal
 
 Each command is a module with a function of the same name (or a `typer.Typer` with several), and one
 entry in `COMMANDS`. typer reads the command's arguments off the function and its help off the

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 import manyhands
+from manyhands.cli._terminal import stop
 from manyhands.record import Run, read_record
 from manyhands.report import write_report
 
@@ -53,7 +54,11 @@ def demo(
     """Train a small network with a batch and with 32 times that batch, and compare."""
     for package, module in (("plotly", "plotly"), ("scikit-learn", "sklearn")):
         if find_spec(module) is None:  # found out now, and not after minutes of training
-            _stop(f'it needs {package}, which is not installed: pip install "manyhands[cli]"')
+            stop(
+                "demo",
+                f'it needs {package}, which is not installed: pip install "manyhands[cli]"',
+                code=1,
+            )
     console = Console(highlight=False)
     console.print(
         f"Handwritten digits, {steps:,} steps of {BATCH} images: the baseline. Then batches "
@@ -101,7 +106,11 @@ def _script() -> Path:
     for place in places:
         if place.exists():
             return place
-    _stop(f"its training script is missing: neither {places[0]} nor {places[1]} is there.")
+    stop(
+        "demo",
+        f"its training script is missing: neither {places[0]} nor {places[1]} is there.",
+        code=1,
+    )
 
 
 # -- one training ------------------------------------------------------------------------------
@@ -126,18 +135,21 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
             for line in next(lines):
                 newest.update(line)
             bars.update(
-                bar, completed=_schedule_position(training, newest), shown=_describe(newest)
+                bar, completed=_schedule_position(training, newest), shown=_newest_accuracy(newest)
             )
             time.sleep(0.1 if running else 0.0)
     bars.stop_task(bar)
     if process.returncode:
         typer.echo(log.read_text(encoding="utf-8", errors="replace"), err=True)
-        _stop(
+        stop(
+            "demo",
             f"{training.name} ended with exit code {process.returncode}. Its output is "
-            f"above and in {log}. The command was\n    {' '.join(command)}"
+            f"above and in {log}. The command was",
+            f"    {' '.join(command)}",
+            code=1,
         )
     if not bars.console.is_terminal:
-        bars.console.print(f"{training.name}: {_describe(newest)}")
+        bars.console.print(f"{training.name}: {_newest_accuracy(newest)}")
     return read_record(record)
 
 
@@ -195,7 +207,7 @@ def _progress_bars(console: Console) -> Progress:
     )
 
 
-def _describe(line: dict[str, Any]) -> str:
+def _newest_accuracy(line: dict[str, Any]) -> str:
     if "accuracy" not in line:
         return "starting"
     return f"{line['accuracy']:.1%} right after {line['step']:,} steps"
@@ -244,8 +256,3 @@ def _steps(run: Run) -> int:
 
 def _samples(run: Run) -> float:
     return float(run.lines[-1]["samples"])
-
-
-def _stop(message: str) -> NoReturn:
-    typer.echo(f"manyhands demo: {message}", err=True)
-    raise typer.Exit(1)

@@ -7,7 +7,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from manyhands.cli._terminal import stop
 from manyhands.planning import Plan
 from manyhands.planning import plan as make_plan
 
@@ -67,7 +68,7 @@ def plan(
             **options,
         )
     except (TypeError, ValueError) as error:
-        _stop(str(error))
+        stop("plan", *str(error).splitlines())
     _print_plan(found)
     if found.cheapest is None:
         raise typer.Exit(1)
@@ -76,22 +77,26 @@ def plan(
 def _import_object(name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        _stop(f"{name!r} is not MODULE:FUNCTION, such as my_module:build_model for my_module.py.")
+        stop(
+            "plan",
+            f"{name!r} is not MODULE:FUNCTION, such as my_module:build_model for my_module.py.",
+        )
     sys.path.insert(0, str(Path.cwd()))  # the program's own folder is there instead
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # the module exists, and one that it imports is missing
-        _stop(
+        stop(
+            "plan",
             f"there is no module {module!r}. Run the command in the folder that has "
-            f"{error.name}.py, and leave out the .py."
+            f"{error.name}.py, and leave out the .py.",
         )
     finally:
         sys.path.pop(0)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            _stop(f"{module} has no {attribute!r}.")
+            stop("plan", f"{module} has no {attribute!r}.")
         found = getattr(found, part)
     return found
 
@@ -99,7 +104,7 @@ def _import_object(name: str) -> Any:
 def _parse_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
-        _stop(f"--optimizer-option takes NAME=VALUE, such as momentum=0.9, got {text!r}.")
+        stop("plan", f"--optimizer-option takes NAME=VALUE, such as momentum=0.9, got {text!r}.")
     try:
         return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):
@@ -110,7 +115,10 @@ def _parse_input(text: str) -> torch.Tensor:
     shape, colon, name = text.partition(":")
     dtype = getattr(torch, name, None) if colon else torch.float32
     if re.fullmatch(r"\d+([x,]\d+)*", shape) is None or not isinstance(dtype, torch.dtype):
-        _stop(f"--input takes a shape and optionally a dtype, such as 8x128:int64, got {text!r}.")
+        stop(
+            "plan",
+            f"--input takes a shape and optionally a dtype, such as 8x128:int64, got {text!r}.",
+        )
     return torch.empty([int(size) for size in re.split("[x,]", shape)], dtype=dtype, device="meta")
 
 
@@ -136,8 +144,3 @@ def _print_plan(found: Plan) -> None:
 def _break_heading(name: str) -> str:
     """Return a heading on several lines, so that the table fits a narrow window."""
     return re.sub(r"(?<=Sharded)(?=Data)|(?<=\+) ", "\n", name)
-
-
-def _stop(message: str) -> NoReturn:
-    typer.echo(f"manyhands plan: {message}", err=True)
-    raise typer.Exit(2)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from manyhands.cli._printable import printable
+from manyhands.cli._terminal import printable, stop
 from manyhands.record import Run, read_record
 from manyhands.report import write_report
 
@@ -24,11 +24,14 @@ def report(
     """Compare recorded runs on one page with figures. The page opens without a network."""
     read = [_read_run(path) for path in runs]
     if any(out.resolve() == path.resolve() for path in runs):
-        _stop(f"--out {out} is one of the runs, and would be overwritten. Choose another file.")
+        stop(
+            "report",
+            f"--out {out} is one of the runs, and would be overwritten. Choose another file.",
+        )
     try:
         page = write_report(read, out, title=title)
     except (OSError, ImportError) as error:
-        _stop(f"the page cannot be written: {error}")
+        stop("report", f"the page cannot be written: {error}")
     typer.echo(f"wrote {printable(str(page))}")
     if show:
         webbrowser.open(page.resolve().as_uri())
@@ -36,15 +39,16 @@ def report(
 
 def _read_run(path: Path) -> Run:
     if not path.exists():
-        _stop(f"{path} does not exist. Give the path that was given to mh.Record(path).")
+        stop(
+            "report",
+            f"{path} does not exist. Give the path that was given to mh.Record(path).",
+        )
     if path.is_dir():
-        _stop(f"{path} is a folder. Name the records in it, for example {path}/*.jsonl")
+        stop(
+            "report",
+            f"{path} is a folder. Name the records in it, for example {path}/*.jsonl",
+        )
     try:
         return read_record(path)
     except (OSError, ValueError) as error:
-        _stop(str(error))
-
-
-def _stop(message: str) -> NoReturn:
-    typer.echo(f"manyhands report: {printable(message)}", err=True)
-    raise typer.Exit(2)
+        stop("report", str(error))

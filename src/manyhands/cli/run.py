@@ -7,66 +7,75 @@ import re
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from manyhands.blocks.crew import _launcher
 from manyhands.blocks.crew._store import SECRET_VARIABLE, parse_address, serve_store
+from manyhands.cli._terminal import stop
 from manyhands.errors import StoreLost
 
 # Arguments after the script are passed to it, even if they look like options of ours.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SCRIPT.py [ARGUMENTS]...", help="What each worker runs."),
+]
+Module = Annotated[
+    str | None, typer.Option("-m", metavar="MODULE", help="Run a module, not a script.")
+]
+Workers = Annotated[int | None, typer.Option(min=1, help="Workers on this host, numbered from 0.")]
+Numbers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FIRST-LAST", help="The numbers of the workers on this host, if not from 0."
+    ),
+]
+Expected = Annotated[
+    int | None,
+    typer.Option(min=1, help="Workers of all hosts that the first sync round waits for."),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Serve the store here, for other hosts too."),
+]
+Store = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Use the store that another host serves."),
+]
+Stall = Annotated[
+    float,
+    typer.Option(min=0.1, help="Seconds without a heartbeat after which a worker is lost."),
+]
+Patience = Annotated[float, typer.Option(help="Seconds that a slow worker is waited for at most.")]
+Processes = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Processes of each worker, which train one model together (DDP, FSDP): they get "
+        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of their own group.",
+    ),
+]
+Restarts = Annotated[
+    int, typer.Option(min=0, help="Restarts of a worker with an error, in an hour.")
+]
+
+
 def run(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT.py [ARGUMENTS]...", help="What each worker runs."),
-    ] = None,
-    module: Annotated[
-        str | None, typer.Option("-m", metavar="MODULE", help="Run a module, not a script.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Workers on this host, numbered from 0.")
-    ] = None,
-    numbers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FIRST-LAST", help="The numbers of the workers on this host, if not from 0."
-        ),
-    ] = None,
-    expected: Annotated[
-        int | None,
-        typer.Option(min=1, help="Workers of all hosts that the first sync round waits for."),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Serve the store here, for other hosts too."),
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Use the store that another host serves."),
-    ] = None,
-    stall: Annotated[
-        float,
-        typer.Option(min=0.1, help="Seconds without a heartbeat after which a worker is lost."),
-    ] = 5.0,
-    patience: Annotated[
-        float, typer.Option(help="Seconds that a slow worker is waited for at most.")
-    ] = 600.0,
-    processes: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Processes of each worker, which train one model together (DDP, FSDP): they get "
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of their own group.",
-        ),
-    ] = 1,
-    restarts: Annotated[
-        int,
-        typer.Option(min=0, help="Restarts of a worker with an error, in an hour."),
-    ] = 3,
+    script: Script = None,
+    module: Module = None,
+    workers: Workers = None,
+    numbers: Numbers = None,
+    expected: Expected = None,
+    listen: Listen = None,
+    store: Store = None,
+    stall: Stall = 5.0,
+    patience: Patience = 600.0,
+    processes: Processes = 1,
+    restarts: Restarts = 3,
 ) -> None:
     """Run a script in several workers, which may die and come back.
 
@@ -77,7 +86,7 @@ def run(
     _check_script(arguments, module)
     _check_hosts(store, listen, numbers)
     if patience < stall:
-        _stop(f"--patience must be at least --stall, which is {stall:g}, got {patience:g}.")
+        stop("run", f"--patience must be at least --stall, which is {stall:g}, got {patience:g}.")
     worker_numbers = _parse_numbers(workers, numbers)
     try:
         serving = store is None  # the launcher that serves the store ends last
@@ -97,29 +106,39 @@ def run(
             secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         )
     except (OSError, ValueError, StoreLost) as error:
-        _stop(f"{error}")
+        stop("run", *str(error).splitlines())
     raise typer.Exit(launcher.run())
 
 
 def _check_script(arguments: list[str], module: str | None) -> None:
     if module is None and not arguments:
-        _stop("there is no script to run. Such as: manyhands run --workers 4 train.py --steps 100")
+        stop(
+            "run",
+            "there is no script to run. Such as: manyhands run --workers 4 train.py --steps 100",
+        )
     if module is None and not Path(arguments[0]).is_file():
-        _stop(
-            f"{arguments[0]} is not a file. The command runs Python scripts, and modules with -m."
+        stop(
+            "run",
+            f"{arguments[0]} is not a file. The command runs Python scripts, and modules with -m.",
         )
 
 
 def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> None:
     if store is not None and listen is not None:
-        _stop("--listen serves a store and --store uses another host's: give only one of them.")
+        stop(
+            "run", "--listen serves a store and --store uses another host's: give only one of them."
+        )
     if store is not None and numbers is None:
-        _stop("--store needs --numbers, such as 4-7: each worker of a run has a number of its own.")
+        stop(
+            "run",
+            "--store needs --numbers, such as 4-7: each worker of a run has a number of its own.",
+        )
     if (store or listen) and not os.environ.get(SECRET_VARIABLE):
         # Otherwise each host would draw its own, and ignore what the others write.
-        _stop(
-            f"the hosts of a run need one secret: set {SECRET_VARIABLE} to the same "
-            'text on each, such as `python -c "import secrets; print(secrets.token_hex())"` prints.'
+        stop(
+            "run",
+            f"the hosts of a run need one secret: set {SECRET_VARIABLE} to the same text on each, "
+            'such as `python -c "import secrets; print(secrets.token_hex())"` prints.',
         )
 
 
@@ -127,18 +146,15 @@ def _parse_numbers(workers: int | None, numbers: str | None) -> list[int]:
     """Return the numbers of this host's workers, from either option."""
     if numbers is None:
         if workers is None:
-            _stop("how many workers? Such as --workers 4.")
+            stop("run", "how many workers? Such as --workers 4.")
         return list(range(workers))
     # One number is a range, too. No match becomes an empty one, so one check covers both mistakes.
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", numbers)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if last < first:
-        _stop(f"--numbers takes FIRST-LAST, such as 4-7, got {numbers!r}.")
+        stop("run", f"--numbers takes FIRST-LAST, such as 4-7, got {numbers!r}.")
     if workers not in (None, last - first + 1):
-        _stop(f"--workers {workers} and --numbers {numbers} do not fit: leave one of them out.")
+        stop(
+            "run", f"--workers {workers} and --numbers {numbers} do not fit: leave one of them out."
+        )
     return list(range(first, last + 1))
-
-
-def _stop(message: str) -> NoReturn:
-    typer.echo(f"manyhands run: {message}", err=True)
-    raise typer.Exit(2)

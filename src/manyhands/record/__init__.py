@@ -1,7 +1,6 @@
 """Write a run's values, one line for each step, and read them back as one run.
 
-    _record.py   sources, numbers and tensors → lines, without waiting for a GPU
-    _file.py     lines ↔ JSON in a file that is only ever appended to
+    _record.py   sources, numbers and tensors → lines of a file, without waiting for a GPU
     _run.py      a file, perhaps of several starts → one run
 
 A record is a text file of JSON lines. A header says what the file is; each further line is one

@@ -1,83 +1,59 @@
 """Writing a record: one line for each step, by one rank, without waiting for a GPU.
 
+The file is only ever appended to, one whole line in one call.
+
 A user may record numbers, and tensors of one element on any device. A tensor on a GPU is copied
 without a synchronization; its line waits in a queue until the copy is there.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import math
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, SupportsFloat
 
 import torch
 
 from manyhands._core.ranks import RankGroup
-from manyhands.record._file import (
+from manyhands.record._run import (
     FORMAT_VERSION,
     HEADER,
+    Header,
     Line,
-    append_line,
-    flatten,
-    open_record,
+    not_a_record,
+    open_file,
+    parse_line,
+    to_columns,
 )
 
-
-class PendingNumber:
-    """A number on a GPU that is being copied to the host in the background."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._host = value.to("cpu", non_blocking=True)  # returns before the copy is done
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(value.device))
-
-    def is_ready(self) -> bool:
-        return bool(self._copied.query())
-
-    def number(self) -> int | float:
-        self._copied.synchronize()
-        return _to_plain(self._host.item())
-
-
-def to_number(value: Any) -> int | float | PendingNumber:
-    if isinstance(value, torch.Tensor):
-        return PendingNumber(value.detach()) if value.is_cuda else _to_plain(value.item())
-    return _to_plain(value)
-
-
-def _to_plain(value: Any) -> int | float:
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def is_number(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return isinstance(value, Real)
-    # Reading a DTensor takes a collective, and only the rank that writes would call it.
-    return value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
-
-
-def describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
-    return f"{value!r:.50} of type {type(value).__name__}"
-
-
 _OUR_KEYS = ("step", "time", HEADER)
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _MOST_WAITING = 4  # lines that may wait for a GPU's numbers; with more, we wait for the GPU
 
 
 class Source(Protocol):
     """A source of values: an optimizer of this library, or any object with a method `snapshot`."""
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Mapping[str, object]:
         """Return plain Python values for one line, always under the same keys.
 
         The record also calls this once when it is made, to learn the keys.
         """
+
+
+class ValueWriter(Protocol):
+    """TensorBoard's `SummaryWriter`, or any object with this method."""
+
+    def add_scalar(self, tag: str, value: SupportsFloat, step: int, /) -> object:
+        """Take one value of one step."""
 
 
 class Record:
@@ -109,7 +85,7 @@ class Record:
         path: str | os.PathLike[str],
         *sources: Source,
         name: str | None = None,
-        writer: Any = None,
+        writer: ValueWriter | None = None,
         every: int = 1,
         rank: int = 0,
         mode: Literal["continue", "new", "overwrite"] = "continue",
@@ -117,7 +93,7 @@ class Record:
         self.path = Path(path)
         self.name = self.path.stem if name is None else name
         ranks = RankGroup.of()
-        _check_arguments(every, rank, mode, writer, ranks)
+        _check_options(every, rank, mode, writer, ranks)
         keys = _collect_keys(sources)
 
         self._sources = sources
@@ -132,7 +108,7 @@ class Record:
         if ranks.rank == rank:
             self._file, last = open_record(self.path, mode)
             self._steps_before = last["step"] if last else 0
-            header = {
+            header: Header = {
                 "version": FORMAT_VERSION,
                 "name": self.name,
                 "date": datetime.now().astimezone().isoformat("T", "seconds"),
@@ -145,7 +121,7 @@ class Record:
             append_line(self._file, self.path, {HEADER: header})
         self._start = time.monotonic()
 
-    def step(self, **values: Any) -> None:
+    def step(self, **values: SupportsFloat) -> None:
         """Record one step, after `optimizer.step()`.
 
         `values` are your own: numbers or one-element tensors, under names of your choice.
@@ -177,7 +153,7 @@ class Record:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check(self, values: dict[str, Any]) -> None:
+    def _check(self, values: Mapping[str, object]) -> None:
         """Check the values on every rank, so that a mistake raises on all of them."""
         if self._closed:
             raise RuntimeError(
@@ -214,13 +190,13 @@ class Record:
                 _send_scalars(self._writer, line)
 
 
-def _send_scalars(writer: Any, line: Line) -> None:
-    for key, value in flatten(line):
+def _send_scalars(writer: ValueWriter, line: Line) -> None:
+    for key, value in to_columns(line):
         if key not in _OUR_KEYS and isinstance(value, Real):
             writer.add_scalar(f"manyhands/{key}", value, line["step"])
 
 
-def _check_arguments(every: int, rank: int, mode: str, writer: Any, ranks: RankGroup) -> None:
+def _check_options(every: int, rank: int, mode: str, writer: object, ranks: RankGroup) -> None:
     if every < 1:
         raise ValueError(
             f"every must be at least 1, got {every}. It is the number of steps from one line to "
@@ -260,3 +236,111 @@ def _collect_keys(sources: tuple[Source, ...]) -> list[str]:
             owners[key] = name
             keys.append(key)
     return keys
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+class PendingNumber:
+    """A number on a GPU that is being copied to the host in the background."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host = value.to("cpu", non_blocking=True)  # returns before the copy is done
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(value.device))
+
+    def is_ready(self) -> bool:
+        return bool(self._copied.query())
+
+    def number(self) -> int | float:
+        self._copied.synchronize()
+        return _to_plain(self._host.item())
+
+
+def to_number(value: SupportsFloat) -> int | float | PendingNumber:
+    if isinstance(value, torch.Tensor):
+        return PendingNumber(value.detach()) if value.is_cuda else _to_plain(value.item())
+    return _to_plain(value)
+
+
+def _to_plain(value: SupportsFloat) -> int | float:
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def is_number(value: object) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, Real)
+    # Reading a DTensor takes a collective, and only the rank that writes would call it.
+    return value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
+
+
+def describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
+    return f"{value!r:.50} of type {type(value).__name__}"
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
+    """Return a descriptor to append to, and the last line of a continued record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    if mode == "new":
+        try:
+            return open_file(path, flags | os.O_EXCL), None
+        except FileExistsError as error:
+            raise FileExistsError(
+                f'{path} exists, and mode="new" writes to a new file only. Choose another path, '
+                'mode="continue" to go on with that run, or mode="overwrite" to drop it.'
+            ) from error
+    last, end = _last_line(path) if path.exists() else (None, 0)
+    file = open_file(path, flags)
+    os.ftruncate(file, 0 if mode == "overwrite" else end)  # also drops a line that was cut off
+    return file, None if mode == "overwrite" else last
+
+
+def _last_line(path: Path) -> tuple[Line | None, int]:
+    """Return the last complete line of a record, and the offset at which it ends."""
+    last, end, number = b"", 0, 0
+    with open(open_file(path), "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1 and not raw.startswith(f'{{"{HEADER}"'.encode()):
+                raise ValueError(not_a_record(path) + " It was not changed: choose another path.")
+            if not raw.endswith(b"\n"):
+                number -= 1
+                break
+            last, end = raw, end + len(raw)
+    line = parse_line(last, path, number) if last else None
+    return line[HEADER] if line and HEADER in line else line, end
+
+
+def append_line(file: int, path: Path, line: Line) -> None:
+    """Write one whole line in a single call."""
+    data = _to_json(line).encode() + b"\n"
+    written = os.write(file, data)
+    if written < len(data):  # the disk is full: take back what was written of the line
+        os.ftruncate(file, os.fstat(file).st_size - written)
+        raise OSError(errno.ENOSPC, "no space left for the next line", str(path))
+
+
+def _to_json(line: Line) -> str:
+    try:
+        return _encode(line)
+    except ValueError:  # a number is not finite; checking every line beforehand would cost more
+        return _encode(_name_nonfinite(line))
+    except TypeError as error:
+        raise TypeError(
+            f"snapshot() must give plain Python values (numbers, strings, lists, None): {error}. "
+            "Convert them there, for example with float(value) or tensor.tolist()."
+        ) from error
+
+
+def _name_nonfinite(value: object) -> object:
+    """Return `value` with strings in place of the numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _name_nonfinite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_name_nonfinite(entry) for entry in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(float(value))

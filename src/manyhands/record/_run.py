@@ -1,21 +1,42 @@
-"""Reading a record: the file of one start or of several, as one run."""
+"""Reading a record: lines of JSON, of one start or of several, as one run.
+
+A line is known to be whole if it has a whole number "step" and a "time". The file may come from a
+stranger, so each line is checked.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from manyhands.record._file import (
-    HEADER,
-    Line,
-    flatten,
-    not_a_record,
-    open_file,
-    parse_line,
-)
+FORMAT_VERSION = 1
+HEADER = "manyhands"
+
+Line = dict[str, Any]  # plain JSON
+
+
+class Header(TypedDict):
+    """The first line of each start."""
+
+    version: int
+    name: str
+    date: str
+    step: int  # the last one that the file had
+    resumed: bool
+    workers: int
+    torch: str
+    keys: list[str]  # of the sources
+
+
+_LARGEST = 2**53  # limit for a step and its seconds: floats are exact for whole numbers up to here
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True)
@@ -33,13 +54,13 @@ class Run:
 
     path: Path
     name: str
-    header: dict[str, Any] = field(repr=False)
+    header: Header = field(repr=False)
     lines: list[Line] = field(repr=False)
 
     @cached_property
     def columns(self) -> list[str]:
         """The names of all columns; a list (one value per parameter group) gives "lr/0", "lr/1"."""
-        return list(dict.fromkeys(key for line in self.lines for key, _ in flatten(line)))
+        return list(dict.fromkeys(key for line in self.lines for key, _ in to_columns(line)))
 
     @cached_property
     def own(self) -> list[str]:
@@ -73,7 +94,9 @@ class Run:
             raise ImportError(
                 "to_pandas() needs pandas, which is not installed: pip install pandas"
             ) from error
-        return pandas.DataFrame([dict(flatten(line)) for line in self.lines], columns=self.columns)
+        return pandas.DataFrame(
+            [dict(to_columns(line)) for line in self.lines], columns=self.columns
+        )
 
 
 def read_record(path: str | os.PathLike[str]) -> Run:
@@ -92,7 +115,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     1
     """
     path = Path(path)
-    header: dict[str, Any] = {}
+    header: Header | None = None
     lines: list[Line] = []
     earlier, resumed = 0.0, False  # seconds of all starts before this one
     with open(open_file(path), "rb") as file:
@@ -110,6 +133,85 @@ def read_record(path: str | os.PathLike[str]) -> Run:
                 earlier, resumed = lines[-1]["time"] if lines else 0.0, False
             line["time"] += earlier
             lines.append(line)
-    if not header:
+    if header is None:
         raise ValueError(not_a_record(path))
     return Run(path, header["name"], header, lines)
+
+
+# -- one file, one line ----------------------------------------------------------------------------
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file, and refuse anything else.
+
+    Opening a pipe could block, and reading a device might not end. Links are followed.
+    """
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise ValueError(f"{path} is not a regular file, as a record must be. Choose another path.")
+
+
+def parse_line(raw: bytes, path: Path, number: int) -> Line:
+    """Read and check one line of a record. The file may come from a stranger."""
+    try:
+        line: Line = json.loads(raw)
+        if HEADER in line:
+            version = line[HEADER]["version"]
+            # A later format may have other fields: say "version" then, and not "damaged".
+            complete = version != FORMAT_VERSION or _is_header(line[HEADER])
+        else:
+            version = FORMAT_VERSION
+            line = {key: _restore_nonfinite(value) for key, value in line.items()}
+            complete = _is_step(line["step"]) and _is_time(line["time"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        complete = False
+    if not complete or (number == 1 and HEADER not in line):
+        raise ValueError(
+            not_a_record(path)
+            if number == 1
+            else f"{path}, line {number} is damaged: it is not a line of a record. "
+            "The lines before it are complete. Delete it and all lines after it to continue from "
+            "there."
+        )
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}, line {number}: the record has format version {version!r:.40}, and this "
+            f"manyhands reads version {FORMAT_VERSION}. Read it with the version that wrote it."
+        )
+    return line
+
+
+def _is_header(header: Line) -> bool:
+    keys = header["keys"]
+    named = isinstance(header["name"], str) and isinstance(keys, list)
+    return named and all(isinstance(key, str) for key in keys) and _is_step(header["step"])
+
+
+def _is_step(value: object) -> bool:
+    # type(), because isinstance would accept True.
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_time(value: object) -> bool:
+    return _is_step(value) or (isinstance(value, float) and 0 <= value <= _LARGEST)
+
+
+def _restore_nonfinite(value: object) -> object:
+    if isinstance(value, list):
+        return [_restore_nonfinite(entry) for entry in value]
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def to_columns(line: Line) -> Iterator[tuple[str, object]]:
+    """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and all other values unchanged."""
+    for key, value in line.items():
+        if isinstance(value, list):
+            yield from ((f"{key}/{index}", entry) for index, entry in enumerate(value))
+        else:
+            yield key, value
+
+
+def not_a_record(path: Path) -> str:
+    return f"{path} is not a record of manyhands: it does not begin with a record's header."

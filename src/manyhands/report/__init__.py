@@ -1,7 +1,6 @@
 """Records to one page with figures.
 
-    _panels.py   runs → figures: which there are, and which curves are in each
-    _curves.py   curves → fewer points, a mean, and a vertical scale (plain numbers)
+    _panels.py   runs → figures: which there are, which curves are in each, on which scale
     _page.py     figures and a table → one HTML file
     page.html, page.css, page.js   the page's frame, its look, and what happens on a click
 

@@ -179,13 +179,13 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     headings = ["steps", "progress", "time", "average gain", "skipped", "not finite"]
     rows = [
         [
-            _format(_last_value(run, "step")),
-            _format(_last_value(run, "progress")),
+            _format_cell(_last_value(run, "step")),
+            _format_cell(_last_value(run, "progress")),
             _format_duration(_last_value(run, "time")),
-            _format(_mean(run, "gain")),
-            _format(_last_value(run, "skipped")),
-            _format(_last_value(run, "nonfinite")),
-            *(_format(_last_value(run, key)) for key in own),
+            _format_cell(_mean(run, "gain")),
+            _format_cell(_last_value(run, "skipped")),
+            _format_cell(_last_value(run, "nonfinite")),
+            *(_format_cell(_last_value(run, key)) for key in own),
         ]
         for run in runs
     ]
@@ -208,7 +208,7 @@ def _mean(run: Run, column: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _format(value: float | None) -> str:
+def _format_cell(value: float | None) -> str:
     if value is None:
         return _NO_VALUE
     # Counts stay whole, and large numbers are not written as 1.2e+05.
@@ -219,7 +219,7 @@ def _format(value: float | None) -> str:
 
 def _format_duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
-        return _format(seconds)
+        return _format_cell(seconds)
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

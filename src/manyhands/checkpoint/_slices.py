@@ -1,4 +1,4 @@
-"""The slices of a tensor that this rank holds, as torch.distributed.checkpoint asks for them.
+"""The slices of tensors that this rank holds, and which rank writes and reads which slice.
 
 A model's tensor is a plain one or a DTensor. An entry of an optimizer's state is one of these too,
 or a flat range of its parameter's elements (`_core/state_parts.py`).
@@ -11,27 +11,41 @@ The elements `start` to `stop` of a tensor, in the order of memory, are the end 
 whole rows, and the beginning of another. The incomplete rows are again such ranges, with one
 dimension less. So there are at most 2 * dimensions - 1 slices. Each is contiguous in memory, and
 the next one begins where it ends.
+
+A slice that several ranks hold alike is written by one of them. A rank that needs a slice reads it
+from whichever stored slices overlap it. Both are planned by torch's planners. Ranks exchange their
+plans as JSON, because torch would exchange pickles.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from manyhands._core.flat import order_of_dims
 from manyhands._core.sharded import is_dtensor, local_shard
 from manyhands._core.state_parts import OptimizerStatePart
+from manyhands.checkpoint import _index
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice
 
@@ -115,7 +129,7 @@ class TensorParts:
         return TensorParts(self.shape, self.dtype, [*self.slices, *more])
 
     # The next three are torch's `_Checkpointable` protocol, which DTensor implements as well.
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
             write_item(fqn, offsets, elements.shape, self.shape, self.dtype)
             for offsets, elements in self.slices
@@ -132,6 +146,19 @@ class TensorParts:
             if index.offset is not None and tuple(index.offset) == offsets:
                 return elements
         raise ValueError(f"no slice of {index.fqn} begins at {index.offset}")
+
+
+# What torch's planners take for a tensor. A Tensor here is a DTensor, which knows its own slices.
+Parts: TypeAlias = TensorParts | Tensor
+
+
+def merge_parts(before: Parts | None, more: Parts) -> Parts:
+    """Return the slices of both; `before` is None for a tensor that is new."""
+    if before is None:
+        return more
+    # A parameter with several ranges is a flat one; DTensors never come twice.
+    assert isinstance(before, TensorParts) and isinstance(more, TensorParts)
+    return before.merge(more)
 
 
 def _locate(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
@@ -159,16 +186,13 @@ def write_item(
 
 # -- entries of an optimizer's state ---------------------------------------------------------------
 
-# The entry for the exact parameters that an optimizer keeps beside the rounded ones.
-EXACT_ENTRY = "manyhands.exact"
-
 
 def entries_of(part: OptimizerStatePart) -> dict[str, Any]:
     """Return the entries to save: the optimizer's, and the exact parameters."""
-    return {**part.entries, **({} if part.exact is None else {EXACT_ENTRY: part.exact})}
+    return {**part.entries, **({} if part.exact is None else {_index.EXACT_ENTRY: part.exact})}
 
 
-def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Any:
+def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Parts:
     """Return an entry as the planner takes it."""
     # `step` is one number, and must not be taken for the state of a parameter with one element.
     elementwise = value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
@@ -177,7 +201,7 @@ def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Any:
     return to_parts(value)
 
 
-def to_parts(tensor: Tensor) -> Any:
+def to_parts(tensor: Tensor) -> Parts:
     """Return a tensor as the planner takes it: a DTensor as it is, any other as TensorParts."""
     if is_dtensor(tensor):
         return tensor.detach()
@@ -186,16 +210,22 @@ def to_parts(tensor: Tensor) -> Any:
     return TensorParts.whole(tensor)
 
 
-def is_partial(parts: Any) -> bool:
+def is_partial(parts: Parts) -> bool:
     """Return whether it is less than the whole tensor. A DTensor counts as less."""
-    if is_dtensor(parts):
+    if not isinstance(parts, TensorParts):
         return True
     return [tuple(elements.shape) for _, elements in parts.slices] != [parts.shape]
 
 
+def count_elements(parts: Parts) -> int:
+    """Return how many elements of the tensor this rank holds."""
+    assert hasattr(parts, "__create_chunk_list__")
+    return sum(math.prod(chunk.sizes) for chunk in parts.__create_chunk_list__())
+
+
 def allocate_target(
     part: OptimizerStatePart, name: str, entry: str, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Parts]:
     """Return a tensor to fill with a saved entry, and what the planner takes for it.
 
     `shape` is the saved entry's whole shape. If the optimizer has a tensor that fits already, that
@@ -226,7 +256,7 @@ def allocate_target(
     return tensor, to_parts(tensor)
 
 
-def _has_shape_and_type(now: Any, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
+def _has_shape_and_type(now: object, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype
 
 
@@ -236,3 +266,119 @@ def _has_same_layout(now: Tensor, like: Tensor) -> bool:
     if is_dtensor(now):
         return now.placements == like.placements  # type: ignore[attr-defined]
     return now.device == like.device and order_of_dims(now) == order_of_dims(like)
+
+
+def put_new(tensors: dict[str, Parts], key: str, tensor: Parts) -> None:
+    """Add a tensor. Raise ValueError if there is one with that key."""
+    if key in tensors:
+        raise ValueError(
+            f"two tensors of this checkpoint would be called {key!r}, and one of them would be "
+            "lost. Rename one of them, or leave it out."
+        )
+    tensors[key] = tensor
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+class SavePlanner(DefaultSavePlanner):
+    """torch's planner, which also finds slices in TensorParts."""
+
+    def __init__(self, tensors: Mapping[str, Parts]) -> None:
+        # No flattening: our keys are flat already.
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner(dict(tensors))
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return find_slice(self.state_dict, index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """torch's planner, which also finds slices in TensorParts."""
+
+    def __init__(
+        self, tensors: Mapping[str, Parts], stored: Mapping[str, _index.StoredTensor]
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Set here: torch's `set_up_planner` looks into the values, and expects tensors there.
+        self.state_dict = self.original_state_dict = dict(tensors)
+        self.metadata = to_torch_metadata(stored)
+        self.is_coordinator = False
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return find_slice(self.state_dict, index)
+
+
+def find_slice(tensors: Mapping[str, Parts], index: MetadataIndex) -> Tensor:
+    """Return the slice of a tensor that this rank holds at an offset."""
+    found = tensors[index.fqn]
+    assert isinstance(found, TensorParts) or hasattr(found, "__get_tensor_shard__")
+    elements = found.__get_tensor_shard__(index)
+    # A DTensor's local tensor may be the result of a collective that is still under way.
+    wait = getattr(elements, "wait", None)
+    return wait() if wait is not None else elements
+
+
+def plan_to_text(plan: SavePlan) -> str:
+    """Return a rank's plan as JSON, to be sent to the others."""
+    return json.dumps([_item_to_list(item) for item in plan.items], separators=(",", ":"))
+
+
+def _item_to_list(item: WriteItem) -> list[object]:
+    data = item.tensor_data
+    assert data is not None and item.index.offset is not None
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    shape, sizes = list(data.size), list(data.chunk.sizes)
+    return [item.index.fqn, dtype, shape, list(item.index.offset), sizes]
+
+
+def plan_from_text(text: str) -> SavePlan:
+    items = [
+        write_item(fqn, offsets, sizes, shape, getattr(torch, dtype))
+        for fqn, dtype, shape, offsets, sizes in json.loads(text)
+    ]
+    return SavePlan(items)
+
+
+def merge_plans(texts: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
+    """Return each rank's final plan, without duplicates, and the metadata of all tensors.
+
+    Every rank computes the same from the same texts, so nothing has to be sent back.
+    """
+    plans = [plan_from_text(text) for text in texts]
+    _check_same_tensors(plans)
+    return SavePlanner({}).create_global_plan(plans)
+
+
+def _check_same_tensors(plans: Sequence[SavePlan]) -> None:
+    """Raise ValueError if ranks have tensors of different shapes or types under one key."""
+    seen: dict[str, tuple[int, tuple[tuple[int, ...], str]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None
+            described = (tuple(data.size), str(data.properties.dtype))
+            first, expected = seen.setdefault(item.index.fqn, (rank, described))
+            if described != expected:
+                raise ValueError(
+                    f"ranks have different tensors for {item.index.fqn!r}: rank {first} one of "
+                    f"{expected[0]} {expected[1]}, rank {rank} one of {described[0]} "
+                    f"{described[1]}. Build the same model and optimizer on every rank."
+                )
+
+
+def to_torch_metadata(tensors: Mapping[str, _index.StoredTensor]) -> Metadata:
+    """Return the index's tensors as torch's planner expects them; torch calls slices chunks."""
+    return Metadata(
+        {
+            key: TensorStorageMetadata(
+                TensorProperties(tensor.torch_dtype),
+                torch.Size(tensor.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+                    for each in tensor.slices
+                ],
+            )
+            for key, tensor in tensors.items()
+        }
+    )
