@@ -19,9 +19,9 @@ import torch
 
 from helpers.crew_workers import SECRET, Store, Team
 from manyhands._core.ranks import RankGroup
+from manyhands.blocks.averaging._round import BackgroundSync
 from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._membership import BackgroundSync
 from manyhands.blocks.crew._roster import Roster
 from manyhands.blocks.crew._store import Signer
 from manyhands.errors import CrewFinished, StoreLost, WorkerLost

@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.crew_workers import Log, Store, Team, fork
-from manyhands.blocks.averaging import _average
+from manyhands.blocks.averaging import _chunks, _round
 from manyhands.blocks.crew._crew import Crew
 
 SIZE = 200_000  # four chunks, as `small_chunks` has them
@@ -92,7 +92,7 @@ def dies_at(place, worker, meeting):
     def harm(number):
         if number != worker:
             return
-        original = getattr(_average._SyncRound, place)
+        original = getattr(_round._SyncRound, place)
         calls = []
 
         def fatal(self, *args, **kwargs):
@@ -101,14 +101,14 @@ def dies_at(place, worker, meeting):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(self, *args, **kwargs)
 
-        setattr(_average._SyncRound, place, fatal)
+        setattr(_round._SyncRound, place, fatal)
 
     return harm
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_average, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(_chunks, "SMALLEST", 1 << 16)
 
 
 @pytest.fixture
@@ -222,14 +222,14 @@ def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
 def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
     def breaks(number):
         if number == 1:
-            original = _average._SyncRound._start_mean
+            original = _round._SyncRound._start_mean
 
             def start_mean(self, chunk):
                 if self.note.step >= 20:
                     raise TypeError("of worker 1")
                 return original(self, chunk)
 
-            _average._SyncRound._start_mean = start_mean
+            _round._SyncRound._start_mean = start_mean
 
     with BlockTeam(store, tmp_path, expected=3, stall=0.6) as team:
         team.start(range(3), 60, {"every": 5}, breaks, pause=0.005)

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.blocks import _rounds
+from manyhands.blocks.averaging import _round
 
 STEPS = 13
 EVERY_STEP = range(2, STEPS + 1)
@@ -96,7 +96,7 @@ def held(model, optimizer):
 def run(case, interrupted=()):
     """What the run holds after each step, and after a last sync round."""
     clock, seen = Clock(), []
-    _rounds.time = SimpleNamespace(perf_counter=clock.perf_counter)
+    _round.time = SimpleNamespace(perf_counter=clock.perf_counter)
     model, optimizer = build(0, **case)
     for step in range(1, STEPS + 1):
         if step in interrupted:

@@ -10,10 +10,10 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.crew_workers import Log, Store, Team, fork
-from manyhands.blocks import _rounds
+from manyhands.blocks import _sync
 from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._enrollment import Terms
 from manyhands.blocks.crew._roster import Roster
-from manyhands.blocks.crew._terms import Terms
 from manyhands.errors import RanksDisagree
 
 STEPS = 300
@@ -256,13 +256,13 @@ def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
 
     def skips(number):
         if number == 1:
-            original = _rounds.RoundRunner.write_note
+            original = _sync.Sync._write_note
 
-            def write_note(self, step, status, state):
-                said = original(self, step, status, state)
-                return replace(said, step=said.step + (said.step >= 20))
+            def write_note(self, finite, state):
+                note = original(self, finite, state)
+                return replace(note, step=note.step + (note.step >= 20))
 
-            _rounds.RoundRunner.write_note = write_note
+            _sync.Sync._write_note = write_note
 
     with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
         team.start(range(3), harm=skips)

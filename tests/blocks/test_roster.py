@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Member, Roster
+from manyhands.blocks.crew._shared_roster import HeartbeatMonitor
 
 pytestmark = pytest.mark.quick
 

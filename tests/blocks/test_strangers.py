@@ -12,9 +12,8 @@ import torch
 from helpers.crew_workers import SECRET, Store, Team
 from manyhands.blocks.crew import _shared_roster
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Member, Roster
-from manyhands.blocks.crew._shared_roster import REVISION, ROSTER, SharedRoster
+from manyhands.blocks.crew._shared_roster import REVISION, ROSTER, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import Signer, StoreClient, connect_to_store
 from manyhands.blocks.crew._transport import GlooTransport, SignedStore, StoreConnection
 from manyhands.errors import StoreLost

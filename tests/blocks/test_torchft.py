@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.crew_workers import Log, fork
-from manyhands.blocks.averaging import _average
+from manyhands.blocks.averaging import _chunks
 from manyhands.blocks.crew import _torchft
 from test_crew_faults import BlockTeam, train
 
@@ -97,7 +97,7 @@ class TorchftTeam(BlockTeam):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_average, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(_chunks, "SMALLEST", 1 << 16)
 
 
 @pytest.fixture

@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
-from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._shared_roster import HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import SECRET_VARIABLE, Signer, StoreClient, serve_store
 from manyhands.errors import WorkerLost
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.blocks._arguments import flag, real, whole
+from manyhands.blocks._checks import flag, real, whole
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._schedule import Every
-from manyhands.blocks.averaging._extras import trainable_params
-from manyhands.blocks.crew._transport import CrewBase
+from manyhands.blocks.averaging._payload import trainable_params
+from manyhands.blocks.crew._membership import CrewBase
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in `typing` from Python 3.11 on

@@ -21,33 +21,36 @@ from manyhands._core.sharded import local_shard
 from manyhands._core.wrappers import OptimizerWrapper, SharedAttribute
 from manyhands.blocks import _state
 from manyhands.blocks._anchor import Anchor
-from manyhands.blocks._arguments import flag, whole
 from manyhands.blocks._block_state import NO_VERSION, BlockState
 from manyhands.blocks._checks import (
+    Value,
     check_agreement,
     check_choice,
     check_groups,
+    check_not_averaged,
     check_optimizer,
     check_outer,
-    check_overlap_and_fragments,
     check_shared_memory,
+    describe_outer,
+    flag,
+    rename_options,
+    split_overrides,
+    whole,
 )
 from manyhands.blocks._codec import find_codec
-from manyhands.blocks._other_averaging import check_not_averaged
 from manyhands.blocks._outer import Average, Outer
-from manyhands.blocks._schedule import Every, Schedule
-from manyhands.blocks._state import Value, describe_outer, rename_options, split_overrides
+from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
-from manyhands.blocks.averaging._extras import (
+from manyhands.blocks.averaging._payload import (
     Buffers,
     Extras,
     by_index,
     make_payloads,
     trainable_params,
 )
-from manyhands.blocks.crew._membership import ElasticMembers, FixedMembers
-from manyhands.blocks.crew._terms import Terms
-from manyhands.blocks.crew._transport import CrewBase
+from manyhands.blocks.averaging._round import FixedMembers
+from manyhands.blocks.crew._enrollment import Terms
+from manyhands.blocks.crew._membership import CrewBase, ElasticMembers
 
 STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
@@ -147,9 +150,10 @@ class Blocks(OptimizerWrapper):
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
-        check_overlap_and_fragments(overlap, fragments, interval)
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
-        check_groups(type(self).__name__, crew, process_group, inner, interval)
+        inner_of_crew = None if crew is None else crew.inner
+        ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
+        check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
         self._supports_amp = _amp.supports_amp(optimizer)
         self._options: dict[str, Value] = {
@@ -185,35 +189,27 @@ class Blocks(OptimizerWrapper):
         if self.alone:
             return
         buffers = sync.extras.buffer_tensors()
+        everything = [param for group in self.param_groups for param in group["params"]]
         self._known = {id(param) for param in params}
         sync.anchor.extend(params)
         if isinstance(sync.members, ElasticMembers):
-            everything = [param for group in self.param_groups for param in group["params"]]
             terms = Terms.of(self._options, everything, buffers, self._model.modules)
             sync.members.join(NO_VERSION, terms)
             sync.transfer_state()
             sync.regroup()
             return
+        assert isinstance(sync.members, FixedMembers)
         self._all_workers = workers = sync.members.workers
         check_not_averaged(type(self).__name__, workers, self._inner_optimizer, model)
-        everything = [param for group in self.param_groups for param in group["params"]]
         self._check_agreement(everything, buffers)
-        sync.members.workers = self._choose_transport(workers)
+        sync.members.choose_transport(
+            [param.device for param in everything],
+            background=sync.schedule.overlap > 0,
+            shared_memory=self._shared_memory,
+            rounds=sync.anchor.codec.rounds,
+        )
         workers.broadcast_from_first([local_shard(tensor) for tensor in [*everything, *buffers]])
         sync.anchor.begin()
-
-    def _choose_transport(self, workers: RankGroup) -> RankGroup:
-        """Return the workers with the collectives that sync rounds will use."""
-        if self._sync.schedule.overlap:
-            # A group of their own, so that they do not mix with training's collectives.
-            device = next(p.device for group in self.param_groups for p in group["params"])
-            workers = workers.with_background_group(device)
-        if self._shared_memory is None:
-            devices = {p.device for group in self.param_groups for p in group["params"]}
-            exact = self._options["codec"] == "float32"
-            can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in devices)
-            return workers.with_shared_memory(required=False) if can else workers
-        return workers.with_shared_memory() if self._shared_memory else workers
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
         check_agreement(

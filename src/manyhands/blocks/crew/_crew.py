@@ -24,9 +24,9 @@ member has left.
         exchange_a_last_time()
     crew.leave()
 
-What members agree on, and how, is in _roster.py; how a process enters a generation in
-_enrollment.py; what a worker must have in common with the others in _terms.py. The state itself
-belongs to the caller.
+What members agree on, and how, is in _roster.py; what a worker must have in common with the
+others, and how a process enters a generation, in _enrollment.py. The state itself belongs to the
+caller.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks._arguments import real, whole
-from manyhands.blocks.crew._enrollment import Enrollment, check_not_failed
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
+from manyhands.blocks._checks import real, whole
+from manyhands.blocks.crew._enrollment import NO_TERMS, Enrollment, Terms, check_not_failed
+from manyhands.blocks.crew._membership import CrewBase
 from manyhands.blocks.crew._roster import Roster
-from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
+from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import Signer, StoreClient, parse_address
-from manyhands.blocks.crew._terms import NO_TERMS, Terms
-from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, CrewBase, StoreConnection
+from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, StoreConnection
 from manyhands.errors import StoreLost, WorkerLost
 
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again

@@ -5,7 +5,7 @@ A worker is one process, or several that train one model together: these live an
     exit code 0              the worker is done
     an error                 restarted, `restarts` times within an hour. Before the first sync round
                              it ends the run: there is nothing to lose yet
-    refused                  its options or model differ (_terms.py): not restarted
+    refused                  its options or model differ (_enrollment.py): not restarted
     a crash (SIGSEGV, ...)   counts as an error
     another signal           came from outside: always restarted, after a growing pause if the
                              worker lived only for a short time
@@ -18,8 +18,8 @@ One thread does all this, between waiting for output. What the crew has to know 
 this one is done) is in the store before a worker is restarted.
 
 Each worker is a process group. However the launcher ends, none of its processes is left behind: on
-Linux they get a signal when the launcher dies, and on every system a separate process (_guard.py)
-kills the process groups.
+Linux they get a signal when the launcher dies, and on every system a separate process
+(_processes.py) kills the process groups.
 
 A launcher that needs the store is in the roster until it ends. The launcher that serves the store
 waits for the others.
@@ -39,10 +39,9 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from manyhands.blocks.crew import _store
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent
 from manyhands.blocks.crew._roster import Roster, number_of
-from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
+from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
     Signer,

@@ -33,7 +33,9 @@ from typing import Any
 import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks._arguments import real
+from manyhands.blocks._checks import real
+from manyhands.blocks.crew._enrollment import NO_TERMS, Terms
+from manyhands.blocks.crew._membership import CrewBase
 from manyhands.blocks.crew._roster import Member, Roster
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
@@ -41,11 +43,9 @@ from manyhands.blocks.crew._store import (
     connect_to_store,
     serve_store,
 )
-from manyhands.blocks.crew._terms import NO_TERMS, Terms
 from manyhands.blocks.crew._transport import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
-    CrewBase,
     StoreConnection,
     own_address,
 )
