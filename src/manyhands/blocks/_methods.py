@@ -79,7 +79,7 @@ def _described_args(docstring: str) -> dict[str, str]:
     return {entry.strip().partition(":")[0]: entry for entry in entries}
 
 
-def _momentum(name: str, value: Any) -> float:
+def _momentum(name: str, value: object) -> float:
     why = "With 1 or more, the effect of one block would never fade."
     return real(name, value, least=0, below=1, why=why)
 
@@ -314,7 +314,9 @@ class BMUF(Blocks):
         )
 
     def clip_grad_norm(
-        self, max_norm: float, aggregate_norm_fn: Callable[[Any], Any] | None = None
+        self,
+        max_norm: float,
+        aggregate_norm_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Scale this worker's gradients to a norm of at most `max_norm`; return the norm before.
 

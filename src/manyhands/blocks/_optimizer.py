@@ -56,6 +56,7 @@ STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
 
 Closure = Callable[[], Any]  # computes the gradients, and returns the loss
+Step = Callable[..., Any]  # an inner optimizer's, which may have arguments of its own
 
 
 class Blocks(OptimizerWrapper):
@@ -267,7 +268,7 @@ class Blocks(OptimizerWrapper):
 
     # -- stepping ------------------------------------------------------------------------------
 
-    def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Closure | None = None, *args: object, **kwargs: object) -> Any:
         """Step the inner optimizer, and synchronize with the other workers if it is time.
 
         A step that a `GradScaler` skips is counted, so that all workers count the same steps.
@@ -292,17 +293,18 @@ class Blocks(OptimizerWrapper):
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
 
     def _step_inner(
-        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
+    ) -> object:
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
+        step: Step = self._inner_optimizer.step
         with _amp.apply_signals(signals, self._inner_optimizer, self._supports_amp):
-            return self._inner_optimizer.step(*positional, **kwargs)
+            return step(*positional, **kwargs)
 
     def _step_together(
-        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
+    ) -> object:
         """Take a step along the mean of all workers' gradients."""
 
         def average() -> bool:
@@ -310,17 +312,18 @@ class Blocks(OptimizerWrapper):
                 _amp.unscale(self.param_groups, signals.grad_scale)
             return self._sync.average_gradients(trainable_params(self._inner_optimizer))
 
+        step: Step = self._inner_optimizer.step
         if closure is None:
-            return self._inner_optimizer.step(*args, **kwargs) if average() else None
+            return step(*args, **kwargs) if average() else None
 
-        def closure_with_mean() -> Any:
+        def closure_with_mean() -> object:
             with torch.enable_grad():
                 loss = closure()
             if not average():  # no worker has a finite gradient
                 self._inner_optimizer.zero_grad()
             return loss
 
-        return self._inner_optimizer.step(closure_with_mean, *args, **kwargs)
+        return step(closure_with_mean, *args, **kwargs)
 
     def _add_unfrozen_params(self) -> None:
         new = [p for p in trainable_params(self._inner_optimizer) if id(p) not in self._known]
@@ -330,7 +333,7 @@ class Blocks(OptimizerWrapper):
                 self._sync.merge_pending()
                 self._sync.anchor.extend(new)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """Clear the gradients."""
         self._inner_optimizer.zero_grad(*args, **kwargs)
 
@@ -427,7 +430,7 @@ class Blocks(OptimizerWrapper):
         Each worker has its own, because parameters differ inside a block. If each worker loads its
         own, training continues bit for bit; worker 0's can be loaded by any number of workers.
         """
-        state: dict[str, Any] = self._inner_optimizer.state_dict()
+        state = self._inner_optimizer.state_dict()
         state[_state.KEY] = {"options": self._options, **_state.save_worker(self._sync)}
         return state
 
@@ -466,15 +469,17 @@ class Blocks(OptimizerWrapper):
         _state.check_unsharded(self._sync)
         return {"options": self._options, **_state.save_common(self._sync)}
 
-    def checked_state(self, saved: Any, changed: Mapping[str, object] | None = None) -> Any:
+    def checked_state(
+        self, saved: object, changed: Mapping[str, object] | None = None
+    ) -> _state.SavedWorker | None:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
-        saved = _state.check_saved(saved, self._options, changed or {}, self._names)
-        if saved is not None:
-            _state.check_fits(saved, self._sync)
-        return saved
+        state = _state.check_saved(saved, self._options, changed or {}, self._names)
+        if state is not None:
+            _state.check_fits(state, self._sync)
+        return state
 
     @torch.no_grad()
-    def load_common_state(self, saved: Any) -> None:
+    def load_common_state(self, saved: _state.SavedWorker | None) -> None:
         """Continue from what `checked_state` returned; if None, from the parameters as they are."""
         _state.load_saved(saved, self._sync)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class SavedByAnyWorker(CommonState):
 class SavedWorker(SavedByAnyWorker, total=False):
     """A worker's own part of a state dict. The rest is its own, or missing."""
 
-    initial_state: dict[Any, Any] | None
+    initial_state: dict[object, object] | None
     last_round: list[int]  # its workers, and the numbers of those left out
     clock: list[float]
 
@@ -151,15 +151,22 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
 
 
 def check_saved(
-    saved: Any,
-    options: Options,
-    changed: Mapping[str, object],
-    names: Names | None = None,
-) -> Any:  # SavedWorker or SavedCounters, whichever was saved; None
+    saved: object, options: Options, changed: Mapping[str, object], names: Names
+) -> SavedWorker | None:
     """Return the blocks' part of a state dict if it fits these options, or raise.
 
     None stays None: the state dict is of the bare optimizer.
     """
+    checked = _check_format_and_options(saved, options, changed, names)
+    if checked is None:
+        return None
+    # Other options may cut fragments differently; the differences are sent again when due.
+    return cast(SavedWorker, {**checked, "pending": []} if changed else checked)
+
+
+def _check_format_and_options(
+    saved: object, options: Options, changed: Mapping[str, object], names: Names
+) -> dict[str, object] | None:
     if saved is None:
         return None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
@@ -167,9 +174,8 @@ def check_saved(
             'the "blocks" part of this state dict was not written by this version of manyhands. '
             "Load it with the version that saved it."
         )
-    check_options(saved["options"], options, changed, names or {})
-    # Other options may cut fragments differently; the differences are sent again when due.
-    return {**saved, "pending": []} if changed else saved
+    check_options(saved["options"], options, changed, names)
+    return saved
 
 
 def check_fits(saved: SavedWorker, sync: Sync) -> None:
@@ -304,7 +310,7 @@ def restore_round(saved: SavedRound, anchor: Anchor) -> Pending:
 class OuterStateParts:
     """What a checkpoint asks of blocks: `BlocksParts` of `_core/state_parts.py`."""
 
-    def __init__(self, sync: Sync, options: Mapping[str, Any]) -> None:
+    def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync
         self._options = options
 
@@ -313,7 +319,7 @@ class OuterStateParts:
         return self._sync.members.workers.rank
 
     @property
-    def layout(self) -> list[Any]:
+    def layout(self) -> list[object]:
         workers = self._sync.members.workers
         return [workers.size, workers.rank, *self._sync.anchor.layout()]
 
@@ -331,14 +337,14 @@ class OuterStateParts:
             parts.append(StatePart(state.param, entries, state.start))
         return parts
 
-    def save_counters(self) -> dict[str, Any]:
+    def save_counters(self) -> dict[str, object]:
         return dict(save_counters(self._sync, self._options))
 
-    def check_counters(self, saved: Any) -> dict[str, Any] | None:
-        return check_saved(saved, self._options, {})
+    def check_counters(self, saved: object) -> dict[str, object] | None:
+        return _check_format_and_options(saved, self._options, {}, {})
 
     def load_counters(
-        self, saved: Mapping[str, Any], unsaved: Iterable[Tensor], *, residuals: bool
+        self, saved: Mapping[str, object], unsaved: Iterable[Tensor], *, residuals: bool
     ) -> None:
         anchor, new = self._sync.anchor, {id(param) for param in unsaved}
         if not residuals:

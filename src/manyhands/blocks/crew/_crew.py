@@ -36,7 +36,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._checks import real, whole
@@ -49,6 +51,8 @@ from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, StoreCo
 from manyhands.errors import StoreLost, WorkerLost
 
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
+
+Number = TypeVar("Number", int, float)
 
 
 class Crew(CrewBase):
@@ -83,7 +87,7 @@ class Crew(CrewBase):
         expected: int | None = None,
         stall: float | None = None,
         patience: float | None = None,
-        inner_group: Any = None,
+        inner_group: dist.ProcessGroup | None = None,
         secret: str | None = None,
     ) -> None:
         super().__init__()
@@ -344,7 +348,9 @@ class Crew(CrewBase):
         self.regroup_due = False
 
 
-def _or_environment(value: Any, variable: str, parse: Callable[[str], Any], default: Any) -> Any:
+def _or_environment(
+    value: Number | None, variable: str, parse: Callable[[str], Number], default: Number | None
+) -> Number | None:
     """Return the argument; if it is None, the environment's value; without one, the default."""
     if value is not None:
         return value

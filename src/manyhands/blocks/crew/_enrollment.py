@@ -56,7 +56,7 @@ class Terms:
     @classmethod
     def of(
         cls,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         params: Sequence[Tensor],
         buffers: Sequence[Tensor],
         modules: Sequence[nn.Module],

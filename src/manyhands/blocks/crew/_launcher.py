@@ -36,7 +36,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent
@@ -72,7 +74,7 @@ class LaunchedWorker:
     code: int = 0
     errors: list[float] = field(default_factory=list)  # times of the latest ones
     short_lives: int = 0  # in a row
-    store: Any = None  # where its own processes find each other, if it has several
+    store: TCPStore | None = None  # where its own processes find each other, if it has several
     pipes: list[IO[bytes]] = field(default_factory=list)
 
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import IO, Any, TextIO
+from typing import IO, TextIO
 
 LONGEST_LINE = 1 << 20  # bytes: a longer line is forwarded in several
 READ_SIZE = 1 << 16  # bytes: what a pipe holds on Linux
@@ -39,14 +39,14 @@ class OutputForwarder:
         """Forward a pipe's lines to `target`, as "[name] line"."""
         os.set_blocking(pipe.fileno(), False)
         self._unfinished[pipe] = b""
-        self._selector.register(pipe, selectors.EVENT_READ, (name, target))
+        self._selector.register(pipe, selectors.EVENT_READ, (pipe, name, target))
 
     def forward(self, seconds: float) -> None:
         """Wait up to this long for output, and forward it."""
         if not self._selector.get_map():
             time.sleep(seconds)  # select() returns at once if it has nothing to watch
         for key, _ in self._selector.select(seconds):
-            self._read(key.fileobj)
+            self._read(key.data[0])
 
     def finish(self, pipes: Iterable[IO[bytes]]) -> None:
         """Forward all that is left in the pipes of a process that has ended, and close them."""
@@ -54,8 +54,8 @@ class OutputForwarder:
             if pipe in self._unfinished:  # else it has reached its end before
                 self._read(pipe, last=True)
 
-    def _read(self, pipe: Any, last: bool = False) -> None:
-        name, target = self._selector.get_key(pipe).data
+    def _read(self, pipe: IO[bytes], last: bool = False) -> None:
+        _, name, target = self._selector.get_key(pipe).data
         data = self._unfinished[pipe]
         while True:
             try:

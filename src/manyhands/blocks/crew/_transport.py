@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from manyhands._core.groups import group_closer
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
@@ -43,22 +43,22 @@ class StoreConnection:
     def __init__(self, store: str, signer: Signer) -> None:
         self.store = store
         self.signer = signer
-        self._client: Any = None
+        self._client: TCPStore | None = None
 
-    def acquire(self) -> Any:
+    def acquire(self) -> TCPStore:
         """Return the connection; a new one if the last user has not put it back."""
         # A group that never connects keeps its client: a client cannot be shared while it waits.
         client, self._client = self._client, None
         return connect_to_store(self.store) if client is None else client
 
-    def put_back(self, client: Any) -> None:
+    def put_back(self, client: TCPStore) -> None:
         self._client = client
 
 
 class SignedStore(Store):
     """A torch store through which members find each other's addresses, and no stranger's."""
 
-    def __init__(self, client: Any, prefix: str, signer: Signer, timeout: float) -> None:
+    def __init__(self, client: TCPStore, prefix: str, signer: Signer, timeout: float) -> None:
         super().__init__()
         self._client, self._prefix, self._signer = client, prefix + "/", signer
         self._timeout = timedelta(seconds=timeout)
@@ -95,7 +95,8 @@ class SignedStore(Store):
             time.sleep(0.05)
 
 
-Endpoints = tuple[Any, Any]  # of a connected socket: its own address, and the other side's
+Address = tuple[str, int]  # host and port
+Endpoints = tuple[Address, Address]  # of a connected socket: its own, and the other side's
 
 
 class GlooTransport:
