@@ -1,4 +1,4 @@
-"""The life of a block by itself: which change makes sense when, and what always holds."""
+"""The states of a block by themselves: which change makes sense when, and what always holds."""
 
 from dataclasses import replace
 
@@ -122,7 +122,7 @@ def test_a_change_that_makes_no_sense_raises(change):
         change()
 
 
-# -- any life --------------------------------------------------------------------------------------
+# -- any sequence of changes -----------------------------------------------------------------------
 
 
 class Life(RuleBasedStateMachine):

@@ -61,19 +61,20 @@ def build(seed, method, every="4", **options):
 
 
 def share_the_group():
-    """Have all optimizers of this process with the same options meet in one group of theirs.
+    """Let all optimizers of this process with the same options share one group.
 
     Each makes its own, which costs some time, and descriptors until the process ends.
     """
-    made, own = {}, mh.Blocks._choose_transport
+    made, original = {}, _round.FixedMembers.choose_transport
 
-    def who_meet(optimizer, workers):
-        key = repr(optimizer).partition("\n")[0], optimizer._shared_memory
+    def choose_transport(members, devices, **options):
+        key = tuple(options.items())
         if key not in made:
-            made[key] = own(optimizer, workers)
-        return made[key]
+            original(members, devices, **options)
+            made[key] = members.workers
+        members.workers = made[key]
 
-    mh.Blocks._choose_transport = who_meet  # in a process of this test's own
+    _round.FixedMembers.choose_transport = choose_transport  # in a process of this test's own
 
 
 def held(model, optimizer):
@@ -249,7 +250,7 @@ def test_state_that_is_not_finite_is_left_out_of_the_mean(overlap):
     assert run_ranks(2, blocks) == [(True, 1)] * 2
 
 
-def test_who_was_left_out_last_is_known_after_a_resume():
+def test_the_workers_left_out_last_are_known_after_a_resume():
     def blocks():
         param = nn.Parameter(torch.ones(3))
         optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=1)
