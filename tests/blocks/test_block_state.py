@@ -16,7 +16,7 @@ ALL = tuple(range(FRAGMENTS))
 
 
 def after(steps, warmup=0, local_warmup=False):
-    """The state after so many steps, with the round that ends the warm-up."""
+    """Return the state after this many steps, with the round that ends the warm-up."""
     state = BlockState.begin(warmup, local_warmup)
     for _ in range(steps):
         state = state.step()

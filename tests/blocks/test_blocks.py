@@ -425,7 +425,7 @@ def test_a_worker_that_is_not_finite_is_left_out_and_healed(overlap):
 
 
 @pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
-def test_if_nobody_is_finite_all_go_back():
+def test_if_no_worker_is_finite_all_go_back():
     def blocks():
         param = nn.Parameter(torch.ones(2))
         optimizer = mh.DiLoCo(SGD([param], lr=0.1), every=2)
@@ -856,7 +856,7 @@ def test_a_worker_that_is_not_finite_is_healed_in_all_fragments():
         assert torch.isfinite(param).all() and left_out == 1
 
 
-def test_buffers_stay_if_nobody_is_finite_and_inf_in_one_workers_stays_with_it():
+def test_buffers_stay_if_no_worker_is_finite_and_inf_in_one_workers_stays_with_it():
     def blocks(everybody):
         model = nn.BatchNorm1d(3)
         optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=1)

@@ -145,7 +145,9 @@ def test_a_worker_that_comes_when_all_have_finished_gets_an_error(store, tmp_pat
         crew = Crew(store.address, number=1, stall=1.0)
         with pytest.raises(CrewFinished, match="the run has ended"):
             crew.join()
-        assert issubclass(CrewFinished, SystemExit)  # says so and ends, where nobody catches it
+        assert issubclass(
+            CrewFinished, SystemExit
+        )  # uncaught, it prints the message and ends the script
 
 
 def test_when_all_have_died_new_ones_begin_again(store, tmp_path):
@@ -182,7 +184,7 @@ def test_a_start_and_a_worker_that_comes_back_are_no_loss():
     roster = roster.next(frozenset())
     assert not roster.all_lost  # nothing was there to lose
     roster = roster.keep(1, 0).without("1.1").ask_to_join("1.2", -1).ask_to_join("0.1", -1)
-    roster = roster.next(frozenset())  # in a local warm-up nobody holds anything yet
+    roster = roster.next(frozenset())  # in a local warm-up no worker holds a state yet
     assert not roster.all_lost and len(roster.ids) == 2
     roster = roster.undo(2, 0).without("0.1", "1.2").ask_to_join("0.2", -1).next(frozenset())
     assert roster.all_lost
@@ -442,7 +444,7 @@ def test_a_group_that_ends_when_python_goes_is_left_to_the_system(store, monkeyp
         transport.release()
     assert transport.group is None
     gc.collect()
-    assert sys.getrefcount(group) >= 3  # ours, the call's, and one that nobody has
+    assert sys.getrefcount(group) >= 3  # ours, the call's, and one that keeps it alive
 
 
 def test_a_round_that_failed_holds_no_group():

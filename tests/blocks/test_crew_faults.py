@@ -71,8 +71,8 @@ def train(crew, log, steps, options, pause, make):
 
 def tell(log, event, optimizer, **more):
     state = hashlib.sha1()
-    for segment in optimizer._sync.anchor.buckets:
-        for tensor in [segment.anchor, *segment.memories]:
+    for bucket in optimizer._sync.anchor.buckets:
+        for tensor in [bucket.anchor, *bucket.memories]:
             state.update(tensor.numpy().tobytes())
     seen = optimizer.snapshot()
     log(
@@ -137,7 +137,7 @@ def test_a_death_in_the_middle_of_a_round_loses_no_work_of_the_others(store, tmp
         assert {e["undone"] for e in done if e["workers"] == 4} <= {0, 1}
 
 
-def test_a_death_in_the_round_that_ends_a_warm_up_sets_nobody_back(store, tmp_path):
+def test_a_death_in_the_round_that_ends_a_warm_up_sets_no_worker_back(store, tmp_path):
     """The first worker dies, and its next incarnation comes before the others know that."""
     options = {"global_sync_iter": 6, "warmup_iterations": 20}
     with BlockWorkers(store, tmp_path, expected=3, stall=4.0) as workers:

@@ -82,15 +82,15 @@ def held(model, optimizer):
     sync = optimizer._sync
     state = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
     moments = [entry[name] for entry in state for name in sorted(entry)]
-    point = [
+    outer = [
         tensor for bucket in sync.anchor.buckets for tensor in (bucket.anchor, *bucket.memories)
     ]
     if not sync.pending:  # which write to them meanwhile
-        point += [s.residual for s in sync.anchor.buckets if s.residual is not None]
+        outer += [s.residual for s in sync.anchor.buckets if s.residual is not None]
     seen = optimizer.snapshot()
     names = ("step", "rounds", "every", "distance", "spread", "cosine", "left_out", "workers")
     numbers = torch.tensor([float(seen[name]) for name in names], dtype=torch.float64)
-    tensors = [*model.parameters(), *model.buffers(), *moments, *point, numbers.nan_to_num(-7.0)]
+    tensors = [*model.parameters(), *model.buffers(), *moments, *outer, numbers.nan_to_num(-7.0)]
     return [torch.as_tensor(tensor).detach().clone() for tensor in tensors]
 
 

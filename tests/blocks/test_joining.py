@@ -1,4 +1,4 @@
-"""Who may come into a crew, and what a worker costs the others that leaves in mid-block."""
+"""Which workers may join a crew, and what one that leaves in mid-block costs the others."""
 
 import time
 from dataclasses import replace
@@ -202,7 +202,7 @@ def test_a_worker_that_leaves_in_mid_block_costs_the_others_no_more_than_a_death
             assert done[number]["first"] == close_to(-STEPS)  # none of their steps is missing
             assert done[number]["undone"] <= 1
         at = done[1]["first"]
-        assert at[0] == at[1] and -27 < at[0] < 0  # the last common point
+        assert at[0] == at[1] and -27 < at[0] < 0  # the last anchor
 
 
 @pytest.mark.parametrize("options", LEAVING, ids=str)
@@ -246,7 +246,7 @@ def test_an_error_before_the_first_sync_round_ends_all_and_a_later_one_does_not(
     roster = Roster().ask_to_join("0.1", -1).ask_to_join("1.1", -1).next(frozenset())
     roster = roster.keep(1, 0, sync_round=False)
     assert roster.fail("1.1").failed == ("1.1",) and roster.fail("1.1").dead == ("1.1",)
-    assert roster.fail("2.1") == roster  # no member yet: nobody has noticed it
+    assert roster.fail("2.1") == roster  # no member yet: the others have not noticed it
     assert roster.without_number(1).failed == ()  # killed: it is started again
     assert roster.keep(1, 1).fail("1.1").failed == ()
     over = roster.fail("1.1").undo(1, 1).without("0.1").ask_to_join("0.2", -1)

@@ -11,7 +11,7 @@ from manyhands.blocks.crew._shared_roster import HeartbeatMonitor
 
 pytestmark = pytest.mark.quick
 
-NOBODY: frozenset[str] = frozenset()
+NONE_SILENT: frozenset[str] = frozenset()
 
 
 def generation_of(*ids, version=3):
@@ -19,15 +19,15 @@ def generation_of(*ids, version=3):
     roster = Roster()
     for id in ids:
         roster = roster.ask_to_join(id, version)
-    return roster.next(NOBODY)
+    return roster.next(NONE_SILENT)
 
 
 def test_the_first_generation_waits_for_those_expected_unless_it_is_late():
     roster = Roster().ask_to_join("2.1", -1).ask_to_join("0.1", -1)
-    assert not roster.complete(NOBODY, 3)
-    assert roster.complete(NOBODY, 3, late=True)
-    assert roster.ask_to_join("1.1", -1).complete(NOBODY, 3)
-    assert roster.ask_to_join("1.1", -1).next(NOBODY).ids == ("0.1", "1.1", "2.1")
+    assert not roster.complete(NONE_SILENT, 3)
+    assert roster.complete(NONE_SILENT, 3, late=True)
+    assert roster.ask_to_join("1.1", -1).complete(NONE_SILENT, 3)
+    assert roster.ask_to_join("1.1", -1).next(NONE_SILENT).ids == ("0.1", "1.1", "2.1")
 
 
 def test_if_no_member_holds_a_state_the_first_sends_its_own_to_all():
@@ -48,7 +48,7 @@ def test_the_member_with_the_most_sends_the_state_to_those_with_less():
         .ask_to_join("2.1", 7)
         .ask_to_join("3.1", 6)
     )
-    roster = roster.next(NOBODY)
+    roster = roster.next(NONE_SILENT)
     assert (roster.source, roster.joiners) == (1, (0, 3))
     assert generation_of("0.1", "1.1").joiners == ()
 
@@ -74,9 +74,9 @@ def test_all_living_members_are_waited_for():
     roster = (
         generation_of("0.1", "1.1", "2.1").undo(1, 0).ask_to_join("0.1", 3).ask_to_join("3.1", -1)
     )
-    assert roster.absent(NOBODY) == ("1.1", "2.1")
+    assert roster.absent(NONE_SILENT) == ("1.1", "2.1")
     roster = roster.without("2.1")
-    assert not roster.complete(NOBODY, 4)
+    assert not roster.complete(NONE_SILENT, 4)
     assert roster.complete(frozenset({"1.1"}), 4)
     assert roster.next(frozenset({"1.1"})).ids == ("0.1", "3.1")
 
@@ -90,7 +90,11 @@ def test_a_stopped_member_learns_what_became_of_its_round_and_the_dead_are_forgo
         .ask_to_join("0.1", 4)
     )
     roster = (
-        roster.next(frozenset({"1.1"})).keep(2, 0).undo(2, 1).ask_to_join("0.1", 5).next(NOBODY)
+        roster.next(frozenset({"1.1"}))
+        .keep(2, 0)
+        .undo(2, 1)
+        .ask_to_join("0.1", 5)
+        .next(NONE_SILENT)
     )
     assert roster.settled(1, 0, "1.1") is True
     assert roster.settled(1, 1, "1.1") is False
@@ -102,7 +106,7 @@ def test_a_stopped_member_learns_what_became_of_its_round_and_the_dead_are_forgo
 
 def test_of_two_with_one_number_neither_begins():
     roster = Roster().ask_to_join("0.1", -1).ask_to_join("0.2", -1)
-    assert not roster.complete(NOBODY, 2, late=True)
+    assert not roster.complete(NONE_SILENT, 2, late=True)
     assert roster.complete(frozenset({"0.1"}), 1)
 
 
@@ -158,10 +162,10 @@ def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed
 def test_silence_is_what_was_watched_and_not_what_was_slept():
     monitor = HeartbeatMonitor(stall=5.0)
     monitor.observe({"0.1": 1}, now=0.0)
-    monitor.observe({"0.1": 1}, now=1000.0)  # we were stopped ourselves
-    assert monitor.silent == NOBODY
+    monitor.observe({"0.1": 1}, now=1000.0)  # this process was stopped, too
+    assert monitor.silent == NONE_SILENT
     for second in range(1001, 1005):
         monitor.observe({"0.1": 1}, now=float(second))
     assert monitor.silent == {"0.1"} and not monitor.has_advanced("0.1")
     monitor.observe({"0.1": 2}, now=1005.0)
-    assert monitor.silent == NOBODY and monitor.has_advanced("0.1")
+    assert monitor.silent == NONE_SILENT and monitor.has_advanced("0.1")

@@ -365,7 +365,7 @@ def test_no_worker_outlives_the_command(tmp_path, number):
     assert gone(pids)
 
 
-def test_the_guard_is_replaced_when_somebody_kills_it(tmp_path):
+def test_a_guard_that_was_killed_is_replaced(tmp_path):
     with Command(tmp_path, SLEEPERS, "--workers", "2", "--stall", "1") as command:
         command.until(r"\[0\] pids")
         command.until(r"\[1\] pids")

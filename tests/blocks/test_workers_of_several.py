@@ -23,7 +23,7 @@ from manyhands.blocks.crew._roster import Roster
 from test_crew_faults import tell
 from test_run_command import Command
 
-NOBODY: frozenset[str] = frozenset()
+NONE_SILENT: frozenset[str] = frozenset()
 PARTS = 2
 
 
@@ -40,36 +40,36 @@ def waiting(*members, roster=None):
 
 def test_a_worker_is_there_when_all_of_its_processes_are():
     roster = waiting((0, -1, 7), (1, -1, 7), (3, -1, 9))
-    assert not roster.complete(NOBODY, 2)
-    assert roster.complete(NOBODY, 2, late=True)
-    first = roster.next(NOBODY)
+    assert not roster.complete(NONE_SILENT, 2)
+    assert roster.complete(NONE_SILENT, 2, late=True)
+    first = roster.next(NONE_SILENT)
     assert first.workers == (0,) and [m.id for m in first.waiting] == ["3.1"]
-    assert not first.keep(1, 0).ended  # nobody can be taken in yet
+    assert not first.keep(1, 0).ended  # no complete worker waits yet
     assert first.ask_to_join("2.1", -1, 9).keep(1, 0).ended
 
 
 def test_processes_of_two_lives_are_not_one_worker():
     roster = waiting((0, 4, 7), (1, 4, 7), (2, 4, 8), (3, -1, 9))
-    assert roster.next(NOBODY).workers == (0,)
+    assert roster.next(NONE_SILENT).workers == (0,)
 
 
 def test_the_source_and_the_joiners_are_workers():
     roster = waiting((0, -1, 1), (1, -1, 1), (2, 5, 2), (3, 5, 2), (4, 5, 3), (5, 5, 3))
-    roster = roster.next(NOBODY)
+    roster = roster.next(NONE_SILENT)
     assert (roster.workers, roster.source, roster.joiners) == ((0, 1, 2), 1, (0,))
 
 
-def test_nobody_waits_for_the_rest_of_a_broken_worker():
-    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NOBODY)
+def test_the_rest_of_a_broken_worker_is_not_waited_for():
+    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NONE_SILENT)
     roster = roster.without("3.1").undo(1, 0)
     roster = waiting((0, 0, 1), (1, 0, 1), roster=roster)
-    assert roster.complete(NOBODY, 2) and roster.next(NOBODY).workers == (0,)
+    assert roster.complete(NONE_SILENT, 2) and roster.next(NONE_SILENT).workers == (0,)
     roster = waiting((0, 0, 1), (1, 0, 1), roster=roster.without("2.1"))
     assert roster.complete(frozenset({"2.1"}), 2)
 
 
 def test_a_member_that_settles_a_round_does_not_learn_yet_that_a_later_one_is_undone():
-    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NOBODY)
+    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NONE_SILENT)
     kept = roster.keep(1, 0)
     assert not kept.ends_with(1, 0, "2.1") and not kept.undo(1, 1).ends_with(1, 0, "2.1")
     assert kept.undo(1, 1).ends_with(1, 1, "2.1")
@@ -180,7 +180,7 @@ def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path)
     with PairedWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
         workers.start(range(3), 150, {"every": 5})
         workers.wait_for_rounds(0, 3)
-        workers.kill(3)  # nobody says so: of worker 1 the second process
+        workers.kill(3)  # unreported: the second process of worker 1
         died = time.monotonic()
         workers.until(lambda: 2 in workers.ended())  # its other process cannot go on, and says so
         said = workers.errors(2)
