@@ -207,7 +207,7 @@ class Blocks(OptimizerWrapper):
             [param.device for param in everything],
             background=sync.schedule.overlap > 0,
             shared_memory=self._shared_memory,
-            rounds=sync.anchor.codec.rounds,
+            exact=not sync.anchor.codec.rounds,
         )
         workers.broadcast_from_first([local_shard(tensor) for tensor in [*everything, *buffers]])
         sync.anchor.begin()

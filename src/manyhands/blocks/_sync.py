@@ -2,7 +2,7 @@
 
 send      the schedule says that a fragment is due: a sync round averages its difference from the
           anchor, at once or, with overlap, while training goes on
-commit    all workers agree that the round took place (`blocks/crew/_membership.py`)
+commit    all workers agree that the round took place (`averaging/_round.py`)
 merge     the outer step moves the anchor, and the parameters with it
 undo      a member was lost in the round: it is repeated among those who are left, or, if it ran
           in the background, sent again when it is next due

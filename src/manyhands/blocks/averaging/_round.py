@@ -55,45 +55,6 @@ SyncRound = Callable[[RankGroup], RoundResult]
 # -- who takes part --------------------------------------------------------------------------------
 
 
-class BackgroundSync(threading.Thread):
-    """A sync round in a thread of its own. `run` instead of `start` holds it at once."""
-
-    def __init__(
-        self, sync_round: SyncRound, workers: RankGroup, before: BackgroundSync | None
-    ) -> None:
-        super().__init__(name="manyhands sync round", daemon=True)
-        self._sync_round, self._workers, self._before = sync_round, workers, before
-        self._done = threading.Event()
-        self.result: RoundResult | None = None
-        self.error: BaseException | None = None
-
-    @classmethod
-    def already_done(cls, result: RoundResult) -> BackgroundSync:
-        """Return one that has ended with this result."""
-        background = cls(lambda _: result, RankGroup(), None)
-        background.run()
-        return background
-
-    def run(self) -> None:
-        before, self._before = self._before, None
-        try:
-            if before is not None:  # an earlier round of the same group, which may have failed
-                before.finished()
-                if before.error is not None:
-                    raise before.error
-            self.result = self._sync_round(self._workers)
-        except BaseException as error:
-            clear_frames(error.__traceback__)  # frames hold the process group, which has to end
-            self.error = error
-        finally:
-            del self._sync_round, self._workers
-            self._done.set()
-
-    def finished(self, seconds: float | None = None) -> bool:
-        """Wait for the end, for `seconds` at most; return whether it has ended."""
-        return self._done.wait(seconds)
-
-
 class Membership(Protocol):
     """What `Sync` needs to know of the workers."""
 
@@ -138,18 +99,18 @@ class FixedMembers:
         *,
         background: bool,
         shared_memory: bool | None,
-        rounds: bool,
+        exact: bool,
     ) -> None:
         """Give the workers the collectives that sync rounds will use.
 
-        `devices` are those of the parameters, `background` says that rounds run while training goes
-        on, `shared_memory` is the option, and `rounds` says whether the codec does.
+        `devices` are those of the parameters. `background`: rounds run while training goes on.
+        `shared_memory` is the option of `Blocks`. `exact`: the codec does not round.
         """
         workers = self.workers
         if background:  # a group of their own, so that they do not mix with training's collectives
             workers = workers.with_background_group(devices[0])
         if shared_memory is None:
-            can = not rounds and all(d.type == "cpu" and workers.on_gloo(d) for d in {*devices})
+            can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in {*devices})
             workers = workers.with_shared_memory(required=False) if can else workers
         elif shared_memory:
             workers = workers.with_shared_memory()
@@ -172,7 +133,46 @@ class FixedMembers:
         raise AssertionError("a process group is fixed")
 
 
-# -- a round and what it shows ---------------------------------------------------------------------
+# -- a round, and what it shows --------------------------------------------------------------------
+
+
+class BackgroundSync(threading.Thread):
+    """A sync round in a thread of its own. `run` instead of `start` holds it at once."""
+
+    def __init__(
+        self, sync_round: SyncRound, workers: RankGroup, before: BackgroundSync | None
+    ) -> None:
+        super().__init__(name="manyhands sync round", daemon=True)
+        self._sync_round, self._workers, self._before = sync_round, workers, before
+        self._done = threading.Event()
+        self.result: RoundResult | None = None
+        self.error: BaseException | None = None
+
+    @classmethod
+    def already_done(cls, result: RoundResult) -> BackgroundSync:
+        """Return one that has ended with this result."""
+        background = cls(lambda _: result, RankGroup(), None)
+        background.run()
+        return background
+
+    def run(self) -> None:
+        before, self._before = self._before, None
+        try:
+            if before is not None:  # an earlier round of the same group, which may have failed
+                before.finished()
+                if before.error is not None:
+                    raise before.error
+            self.result = self._sync_round(self._workers)
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # frames hold the process group, which has to end
+            self.error = error
+        finally:
+            del self._sync_round, self._workers
+            self._done.set()
+
+    def finished(self, seconds: float | None = None) -> bool:
+        """Wait for the end, for `seconds` at most; return whether it has ended."""
+        return self._done.wait(seconds)
 
 
 class RoundRunner:
