@@ -13,5 +13,5 @@ _codec.py        differences in 16, 8 or 4 bits
 averaging/       one sync round: from differences to their mean
 crew/            elastic membership: workers that come and go
 _outer.py        outer steps, which move the anchor by the mean
-_state.py        what is saved, and how a run continues
+_saving.py       what is saved, and how a run continues
 """

@@ -19,7 +19,7 @@ from manyhands._core import amp as _amp
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
 from manyhands._core.wrappers import OptimizerWrapper, SharedAttribute
-from manyhands.blocks import _state
+from manyhands.blocks import _saving
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._block_state import NO_VERSION, BlockState
 from manyhands.blocks._checks import (
@@ -117,7 +117,7 @@ class Blocks(OptimizerWrapper):
 
     layer = "blocks"
     _known = SharedAttribute[set[int]]()
-    #: From the engine's names of options to the subclass's (`_state.py`).
+    #: From the engine's names of options to the subclass's (`_checks.py`).
     _names: ClassVar[Mapping[str, str]] = {}
     _described: Outer | None = None  # the outer step that is saved, if not the one in use
 
@@ -431,7 +431,7 @@ class Blocks(OptimizerWrapper):
         own, training continues bit for bit; worker 0's can be loaded by any number of workers.
         """
         state = self._inner_optimizer.state_dict()
-        state[_state.KEY] = {"options": self._options, **_state.save_worker(self._sync)}
+        state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}
         return state
 
     def load_state_dict(
@@ -449,8 +449,8 @@ class Blocks(OptimizerWrapper):
         changed, for_groups = split_overrides(
             type(self).__name__, overrides, self._options, self._names, groups
         )
-        saved = self.checked_state(state_dict.get(_state.KEY), changed)
-        inner = {key: value for key, value in state_dict.items() if key != _state.KEY}
+        saved = self.checked_state(state_dict.get(_saving.KEY), changed)
+        inner = {key: value for key, value in state_dict.items() if key != _saving.KEY}
         self._inner_optimizer.load_state_dict(inner)
         for group in self.param_groups:
             group.update(for_groups)
@@ -465,27 +465,27 @@ class Blocks(OptimizerWrapper):
 
         For a checkpoint of your own that all workers continue from. (`mh.save` does not need it.)
         """
-        _state.check_not_diverged(self._sync)
-        _state.check_unsharded(self._sync)
-        return {"options": self._options, **_state.save_common(self._sync)}
+        _saving.check_not_diverged(self._sync)
+        _saving.check_unsharded(self._sync)
+        return {"options": self._options, **_saving.save_common(self._sync)}
 
     def checked_state(
         self, saved: object, changed: Mapping[str, object] | None = None
-    ) -> _state.SavedWorker | None:
+    ) -> _saving.SavedWorker | None:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
-        state = _state.check_saved(saved, self._options, changed or {}, self._names)
+        state = _saving.check_saved(saved, self._options, changed or {}, self._names)
         if state is not None:
-            _state.check_fits(state, self._sync)
+            _saving.check_fits(state, self._sync)
         return state
 
     @torch.no_grad()
-    def load_common_state(self, saved: _state.SavedWorker | None) -> None:
+    def load_common_state(self, saved: _saving.SavedWorker | None) -> None:
         """Continue from what `checked_state` returned; if None, from the parameters as they are."""
-        _state.load_saved(saved, self._sync)
+        _saving.load_saved(saved, self._sync)
 
-    def state_parts(self) -> _state.OuterStateParts:
+    def state_parts(self) -> _saving.OuterStateParts:
         """Return what `mh.save` and `mh.load` ask of blocks."""
-        return _state.OuterStateParts(self._sync, self._options)
+        return _saving.OuterStateParts(self._sync, self._options)
 
     def __repr__(self) -> str:
         workers = self._sync.members.workers.size

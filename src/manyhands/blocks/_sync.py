@@ -418,7 +418,7 @@ class Sync:
         )
         self.restart_clock()
 
-    # -- state that is saved (`_state.py`) -----------------------------------------------------
+    # -- state that is saved (`_saving.py`) ----------------------------------------------------
 
     def common_state(self) -> CommonState:
         """Return the state that is equal on every worker."""
