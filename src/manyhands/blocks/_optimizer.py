@@ -223,7 +223,7 @@ class Blocks(OptimizerWrapper):
             self._model.modules,
         )
 
-    # -- what a user can read---------------------------------------------------------------------
+    # -- what a user can read --------------------------------------------------------------------
 
     @property
     def alone(self) -> bool:
@@ -242,7 +242,7 @@ class Blocks(OptimizerWrapper):
 
     @property
     def left_out(self) -> list[int]:
-        """Workers that were left out of the last mean, because a number of theirs was not finite.
+        """Workers that were left out of the last mean, because not all their values were finite.
 
         Ranks in the process group, or the numbers of a crew's workers.
         """
@@ -359,7 +359,7 @@ class Blocks(OptimizerWrapper):
         )
         self._add_unfrozen_params()
 
-    # -- sync rounds outside of the schedule---------------------------------------------------
+    # -- sync rounds outside of the schedule --------------------------------------------------
 
     @torch.no_grad()
     def synchronize(self) -> None:

@@ -95,7 +95,7 @@ class Pending:
         return isinstance(self.differences[0], OverlappedDifference)
 
     def merge(self, result: RoundResult, anchor: Anchor, extras: Extras) -> None:
-        """Move the anchor and the parameters by the mean, and set buffers and state to theirs."""
+        """Move anchor and parameters by the mean, and set buffers and state to their means."""
         anchor.reset_frozen_memories()  # once more: parameters may have frozen since it was sent
         for difference in self.differences:
             difference.merge(result, self.note.included)
@@ -365,7 +365,7 @@ class Sync:
     def regroup(self) -> None:
         """Let members leave and joiners in, if any do; then repeat an undone round.
 
-        It is repeated by those who are members now, so that no work of theirs is lost.
+        It is repeated by those who are members now, so that none of their work is lost.
         """
         while self.members.regroup_due:
             self.pending.clear()  # they have changed nothing yet, and are sent again when due

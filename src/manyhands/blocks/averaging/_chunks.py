@@ -180,7 +180,7 @@ class SharedMemoryChunk:
     it has been averaged.
 
     Places are reused after PLACES = 6 chunks. By then no worker still reads them: a worker reaches
-    the barrier of a chunk only after it has written the mean of the fourth before it, and nobody
+    the barrier of a chunk only after it has written the mean of the fourth before it, and no worker
     reads the second before it until that barrier is passed.
     """
 
@@ -208,7 +208,7 @@ class SharedMemoryChunk:
         square = square_of(values) if self.measured else 0.0
         own_note = torch.tensor([*note.numbers(), square], dtype=torch.float64)
         self._notes[self.workers.rank][:NOTE] = own_note
-        # The barrier comes last: whoever passes it may read the note and the values.
+        # The barrier comes last: a worker that passes it may read the note and the values.
         self._barrier = host.barrier()
 
     def receive_notes(self) -> list[list[float]]:
@@ -260,7 +260,7 @@ class PairwiseChunk:
     The chunk is cut into one slice per worker, its owner:
 
         values    send every other worker its slice of this worker's values, encoded
-        mean      send everybody the mean of the slice that this worker owns, encoded
+        mean      send all others the mean of the slice that this worker owns, encoded
 
     So 2 (N-1)/N of the encoded payload leaves each worker, as in a ring all_reduce. A ring itself
     adds up on the way, and would have to decode and encode again at every hop.
@@ -312,7 +312,7 @@ class PairwiseChunk:
             values = self._values_in(message, length)
             payload.read(self.start + self.cuts[owner], values)
             if not note.included:
-                values.zero_()  # codecs take finite numbers only, and nobody adds these
+                values.zero_()  # codecs take finite numbers only, and these are not added
             if self.measured:
                 square += square_of(values)
             if owner == rank:
@@ -339,7 +339,7 @@ class PairwiseChunk:
         return self._notes
 
     def send_mean(self, result: RoundResult) -> None:
-        """Send the mean of the own slice to everybody."""
+        """Send the mean of the own slice to all others."""
         self._average(result.included)
         rank, size = self.workers.rank, self.workers.size
         if self.payload.codec.rounds:

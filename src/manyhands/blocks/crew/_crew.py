@@ -271,7 +271,7 @@ class Crew(CrewBase):
             roster = shared.refresh()
         self._round += 1
         self.regroup_due = roster.ends_with(generation, round_index, enrollment.id)
-        # All members have connected by now, so nobody needs the addresses any more.
+        # All members have connected by now, so the addresses are not needed any more.
         if kept and round_index == 0 and self.rank == self.inner.rank == 0:
             shared.sweep(generation)
         return kept

@@ -83,11 +83,11 @@ class Terms:
         # The checksum comes from the roster, and is right. The text may be missing or forged.
         if text is None or Terms(text).digest != digest:
             return ["what it trains (the store does not hold the run's description any more)"]
-        own, theirs = json.loads(self.text), json.loads(text)
-        found = list(_option_differences(own.get("options", {}), theirs.get("options", {})))
+        own, run = json.loads(self.text), json.loads(text)
+        found = list(_option_differences(own.get("options", {}), run.get("options", {})))
         for kind in KINDS:
             found += _tensor_differences(
-                kind, _described_tensors(kind, own), _described_tensors(kind, theirs)
+                kind, _described_tensors(kind, own), _described_tensors(kind, run)
             )
         return found
 
@@ -192,7 +192,7 @@ class Enrollment:
                     f"{self.number} was in. Start a new run, with a store of its own, to train on."
                 )
             if not any(member.id == self.id for member in roster.waiting):
-                # The others considered this process lost, as after a long stop. Come again.
+                # The others considered this process lost, as after a long stop. Ask again.
                 self.begin_incarnation()
                 self._ask_to_join(version)
                 began = time.monotonic()
@@ -300,22 +300,22 @@ def _described_tensors(kind: str, described: Mapping[str, Any]) -> list[Describe
     return list(zip(names, tensors, strict=True))
 
 
-def _option_differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[str]:
-    for name in {**own, **theirs}:  # the options of both, in order
-        here, there = own.get(name, "missing"), theirs.get(name, "missing")
+def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> Iterator[str]:
+    for name in {**own, **run}:  # the options of both, in order
+        here, there = own.get(name, "missing"), run.get(name, "missing")
         if here != there:
             yield f"{name}: {here} here, {there} in the run"
 
 
 def _tensor_differences(
-    kind: str, own: Sequence[DescribedTensor], theirs: Sequence[DescribedTensor]
+    kind: str, own: Sequence[DescribedTensor], run: Sequence[DescribedTensor]
 ) -> Iterator[str]:
-    if len(own) != len(theirs):
-        yield f"the number of {kind}s: {len(own)} here, {len(theirs)} in the run"
+    if len(own) != len(run):
+        yield f"the number of {kind}s: {len(own)} here, {len(run)} in the run"
     # Names that both workers have. Any other name says nothing: one model may be wrapped.
-    common = {name for name, _ in own} & {name for name, _ in theirs} - {""}
+    common = {name for name, _ in own} & {name for name, _ in run} - {""}
     found = 0
-    for position, (here, there) in enumerate(zip(own, theirs, strict=False)):
+    for position, (here, there) in enumerate(zip(own, run, strict=False)):
         moved = here[0] != there[0] and not common.isdisjoint((here[0], there[0]))
         if here[1] == there[1] and not moved:
             continue

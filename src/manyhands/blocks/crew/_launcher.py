@@ -104,7 +104,7 @@ class Launcher:
         monitor = HeartbeatMonitor(STOPPED_LIMIT)
         self.shared: SharedRoster | None = SharedRoster(client, monitor, processes)
         self.id = f"host-{secrets.token_hex(4)}"
-        # The heartbeat first: whoever finds this launcher in the roster finds its heartbeat too.
+        # The heartbeat first: a process that finds this launcher finds its heartbeat, too.
         client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
         self.shared.change(lambda roster: roster.with_launcher(self.id))
         self.environment = {

@@ -13,15 +13,15 @@ All keys begin with "manyhands/":
 Keys of a generation are deleted when a later generation has kept its first round.
 
 All values but the revision, which is only a hint, are signed (_store.py). A stranger may overwrite
-or delete the roster, or put back an older one. Whoever notices this writes the roster that it knows
-again, unless a living process knows a newer one: each heartbeat carries the revision that its
-sender knows.
+or delete the roster, or put back an older one. A process that notices this writes the roster
+that it knows again, unless a living process knows a newer one: each heartbeat carries the revision
+that its sender knows.
 
-Clocks are not compared between hosts. Each worker reads the others' heartbeat counters, and
-measures with its own clock for how long it has *watched* a counter stand still (`HeartbeatMonitor`,
-plain numbers). The time between two observations counts for no more than an observation should
-take. So workers that were all stopped together, as on a laptop that sleeps, do not consider each
-other lost when they wake up.
+`HeartbeatMonitor` decides which processes have no heartbeat any more. Clocks are not compared
+between hosts. Each worker reads the others' counters, and measures with its own clock for how long
+it has *watched* a counter stand still. The time between two observations counts for no more than an
+observation should take. So workers that were all stopped together, as on a laptop that sleeps, do
+not consider each other lost when they wake up.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HeartbeatMonitor:
     @property
     def interval(self) -> float:
         """Seconds between two heartbeats, and between two observations."""
-        # Five heartbeats for each stall time: one lost or late heartbeat makes nobody silent.
+        # Five heartbeats for each stall time: one lost or late heartbeat makes no process silent.
         return min(1.0, self.stall / 5)
 
     def observe(self, counts: Mapping[str, int], now: float) -> None:

@@ -168,7 +168,7 @@ class StoreClient:
         self.call("set", key, self.signer.sign(key, text))
 
     def fetch(self, key: str) -> bytes | None:
-        """Return the stored value, whoever wrote it; None if there is none."""
+        """Return the stored value, without a look at its signature; None if there is none."""
         # `get` would wait for a missing key. compare_set answers at once: it never matches
         # MISSING, writes nothing, and returns the stored value, or MISSING if there is none.
         value: bytes = self.call("compare_set", key, MISSING, MISSING)

@@ -6,7 +6,7 @@ which of the process's sockets belong to the group, and shut them down. Every wa
 fails at once, at both ends.
 
 There is one rare exception. If gloo is about to send a message and the sending thread itself finds
-the connection broken, gloo forgets the message. Whoever waits for that message waits until the
+the connection broken, gloo forgets the message. A thread that waits for it waits until the
 timeout, in a thread of the group, and the group's destructor waits for that thread. So a group is
 destroyed in a thread of its own.
 """
@@ -37,7 +37,7 @@ class StoreConnection:
     """The connection to the store through which groups are made, kept between two groups.
 
     A new connection is expensive where name look-ups are slow: torch looks up the other side's name
-    at both ends, and the store answers nobody meanwhile.
+    at both ends, and the store answers no other call meanwhile.
     """
 
     def __init__(self, store: str, signer: Signer) -> None:
@@ -136,8 +136,8 @@ class GlooTransport:
     def release(self) -> None:
         """Abort, and let the group be destroyed without a wait.
 
-        Otherwise whoever drops the last reference, even the garbage collector, waits for the
-        group's threads.
+        Otherwise the thread that drops the last reference, even by garbage collection, waits for
+        the group's threads.
         """
         self.abort()
         with self._lock:  # the connecting thread may release too, if the group came too late
