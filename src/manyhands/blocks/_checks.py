@@ -40,11 +40,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.shared_memory import check_on_cpu
 from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.wrappers import modules_holding, unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.blocks._outer import Outer
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
@@ -213,7 +214,7 @@ def check_agreement(
 def _shards(params: Sequence[Tensor]) -> list[str]:
     """Describe which shards of DTensors are on this rank."""
     return [
-        f"{tuple(p.placements)} at {p.device_mesh.get_coordinate()}"  # type: ignore[attr-defined]
+        f"{tuple(p.placements)} at {p.device_mesh.get_coordinate()}"
         for p in params
         if is_dtensor(p)
     ]

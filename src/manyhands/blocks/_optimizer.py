@@ -15,10 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core import amp as _amp
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands._core.wrappers import OptimizerWrapper, SharedAttribute
+from manyhands._core.wrappers import (
+    OptimizerWrapper,
+    ScalerSignals,
+    SharedAttribute,
+    apply_signals,
+    supports_amp,
+    unscale,
+)
 from manyhands.blocks import _saving
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._block_state import NO_VERSION, BlockState
@@ -156,7 +162,7 @@ class Blocks(OptimizerWrapper):
         ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
-        self._supports_amp = _amp.supports_amp(optimizer)
+        self._supports_amp = supports_amp(optimizer)
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
             "every": repr(interval),
@@ -276,7 +282,7 @@ class Blocks(OptimizerWrapper):
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
-        signals = _amp.ScalerSignals.read_from(self, self._inner_optimizer)
+        signals = ScalerSignals.read_from(self, self._inner_optimizer)
         if sync.state.steps_together and not self.alone:
             result = self._step_together(signals, closure, *args, **kwargs)
         else:
@@ -293,23 +299,23 @@ class Blocks(OptimizerWrapper):
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
 
     def _step_inner(
-        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
+        self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
         step: Step = self._inner_optimizer.step
-        with _amp.apply_signals(signals, self._inner_optimizer, self._supports_amp):
+        with apply_signals(signals, self._inner_optimizer, self._supports_amp):
             return step(*positional, **kwargs)
 
     def _step_together(
-        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
+        self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
         """Take a step along the mean of all workers' gradients."""
 
         def average() -> bool:
             if signals.grad_scale is not None:
-                _amp.unscale(self.param_groups, signals.grad_scale)
+                unscale(self.param_groups, signals.grad_scale)
             return self._sync.average_gradients(trainable_params(self._inner_optimizer))
 
         step: Step = self._inner_optimizer.step
