@@ -4,12 +4,12 @@
     python benchmarks/blocks_faults.py --quick          a smoke test of a minute; writes nothing
 
 8 workers, started by `manyhands run`, train an LSTM on the characters of tinyshakespeare.txt.xz
-(which FOLDER holds) inside `mh.DiLoCo` in a `mh.Crew`, for --minutes where nothing happens. Then
-the same number of steps with a random worker killed or stopped every 30 s, and every 15 s. At last
-nothing happens again, with other batches: how far apart two runs are by themselves. One more run
+(which FOLDER holds) inside `mh.DiLoCo` in a `mh.Crew`, for --minutes without faults. Then they take
+the same number of steps with a random worker killed or stopped every 30 s, and every 15 s. The last
+run has no faults again, and other batches: how far apart two runs are by themselves. One more run
 has all kinds of harm, every 10 s: also bad newcomers, strangers that write to the store, workers
 that leave in mid-block, and a line between two hosts that is cut (--hostile: only this one).
-`faults/` has the rest: what a worker runs, what is done to it, how that is counted.
+`faults/` has the rest: the workers' script, the faults, and the figures.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _steps(minutes: float) -> int:
 
 
 def measured(plans: dict[str, Plan], data: Path | None, log: Path | None) -> dict[str, Any]:
-    """One run after the other; the first shows how long a block takes where nothing happens."""
+    """One run after the other; the first shows how long a block takes without faults."""
     rows: dict[str, Any] = {}
     for name, plan in plans.items():
         print(f"{name}: {plan.workers} workers, {plan.steps} steps", flush=True)
@@ -112,7 +112,7 @@ def measured(plans: dict[str, Plan], data: Path | None, log: Path | None) -> dic
             kept = {**asdict(trial), "output": trial.output.splitlines()}
             (log / f"{name.replace(' ', '-')}.json").write_text(json.dumps(kept, indent=1) + "\n")
         if not rows:
-            usual = tally.usual_block(tally.meetings(trial.log), plan.every)
+            usual = tally.usual_block(tally.kept_rounds(trial.log), plan.every)
         rows[name] = {"usual": usual, **tally.tally(trial, usual)}
         print(f"  {page.summary(rows[name])}", flush=True)
         if trial.code:

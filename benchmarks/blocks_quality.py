@@ -4,9 +4,9 @@
     python benchmarks/blocks_quality.py --data FOLDER --quick    # a smoke test, writes nothing
     python benchmarks/blocks_quality.py --draw           # the page from the results so far
 
-One worker that takes the batch of four, and four workers that step on their own quarter and meet
-every H steps. Same number of steps, samples, schedule and inner optimizer (AdamW); loss on what was
-not trained on, at the end. Each finished run is one line in results/blocks-quality.jsonl, and the
+One worker that takes the batch of four, and four workers that step on their own quarter and
+synchronize every H steps. Same number of steps, samples, schedule and inner optimizer (AdamW); loss
+on held-out data, at the end. Each finished run is one line in results/blocks-quality.jsonl, and the
 same command goes on where it was interrupted.
 """
 
@@ -122,12 +122,12 @@ python benchmarks/blocks_quality.py --data FOLDER  # mnist.npz and tinyshakespea
 ```
 
 One worker that takes the batch of {WORKERS} at each step, and {WORKERS} workers that step on a
-quarter of it and meet every H steps: as many steps, as many samples, the same schedule, AdamW
-inside. **The first quarter of each run is a warm-up in which all step together**: while the loss
-falls steeply workers that step alone fall behind, and in so short a run the time to catch up is
-short, too (what shorter runs and other settings gave stands in [the notes](../notes.md)). Loss (in
-nats) on what was not trained on, at the end: mean ± standard deviation of {len(SEEDS)} seeds, and
-how much more it is than the synchronous loss. BMUF has `nesterov=True` and the block momentum that
+quarter of it and synchronize every H steps: as many steps, as many samples, the same schedule,
+AdamW inside. **The first quarter of each run is a warm-up in which all step together**: while the
+loss falls steeply workers that step alone fall behind, and in so short a run the time to catch up
+is short, too ([the notes](../notes.md) have what shorter runs and other settings gave). Loss (in
+nats) on held-out data, at the end: mean ± standard deviation of {len(SEEDS)} seeds, and how much
+more it is than the synchronous loss. BMUF has `nesterov=True` and the block momentum that
 its paper advises for {WORKERS} workers, 0.75; DiLoCo an outer rate of 1 and a momentum of 0.8. With
 overlap a mean arrives 4 steps after it was sent.
 

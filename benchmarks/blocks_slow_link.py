@@ -7,7 +7,7 @@
 
 The hosts are two network namespaces on this machine, joined at 50 Mbit/s with a round trip of 20 ms
 (`slow_link/`), which needs Linux, root and /dev/net/tun. Each has one rank of 10 M parameters that
-sleeps for 300 ms where it would compute. `blocks/contenders.py` lists who is compared.
+sleeps for 300 ms where it would compute. `blocks/contenders.py` lists what is compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from slow_link.wire import Terms  # noqa: E402
 from blocks import slow_page  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "blocks-slow-link.json"
-STEPWISE = (DDP.name, DDP_HALVES.name)  # who sends in every step: a few of them tell
+STEPWISE = (DDP.name, DDP_HALVES.name)  # they send in every step: a few steps are enough
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Setting:
     warm_up: int  # blocks that are not measured
     blocks: int
     seconds: float  # that a step "computes"
-    stepwise: int  # steps of who sends in each
+    stepwise: int  # steps of a contender that sends in every step
 
     def order(self, contender: Contender) -> dict[str, Any]:
-        """What a rank is told."""
+        """Return what each rank is to do."""
         if contender.name in STEPWISE:
             return {"warm_up": 1, "blocks": 1, "length": self.stepwise, "seconds": self.seconds}
         return {
@@ -80,7 +80,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    parser.add_argument("--only", action="append", metavar="NAME", help="who has it in the name")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="only with this in the name"
+    )
     parser.add_argument("--bytes", action="store_true", help="no slow line: only bytes at H = 100")
     parser.add_argument("--draw", action="store_true", help="write the page of the last run again")
     args = parser.parse_args()

@@ -5,7 +5,7 @@
     python benchmarks/blocks_sync.py --only BMUF   whose names contain it; writes nothing
 
 10 M parameters in about 150 tensors, on 2 ranks of this machine (gloo, one thread each).
-`blocks/contenders.py` lists who is compared, `sharding/team.py` says why each has processes of its
+`blocks/contenders.py` lists what is compared, `sharding/team.py` says why each has processes of its
 own, and `rounds.py` how times become ratios.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help="who has it in the name; writes nothing"
+        "--only", action="append", metavar="NAME", help="only with this in the name; writes nothing"
     )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--draw", action="store_true", help="write the page of the last run again")

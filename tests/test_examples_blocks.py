@@ -30,7 +30,7 @@ def test_a_killed_worker_is_done_without_and_comes_back(tmp_path):
 
 
 def run_and_kill(folder, pause):
-    """What two workers print, of whom the second is killed when they have met."""
+    """Return what two workers print; the second is killed after their first sync round."""
     command = [sys.executable, "-c", PROGRAM, "run", "--workers", "2", SCRIPT]
     command += ["--steps", "1200", "--every", "20", "--pause", pause]
     with subprocess.Popen(

@@ -91,10 +91,10 @@ def test_both_sides_of_the_example_train_alike(monkeypatch):
 
     for name, module in modules_of_fairseq().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for (theirs, start), (ours, _) in zip(
+    for (fairseq_result, start), (ours, _) in zip(
         run_ranks(2, run, True), run_ranks(2, run, False), strict=True
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, fairseq_result)
         assert not torch.allclose(ours["weight"], start)
 
 
@@ -199,7 +199,7 @@ def test_workers_that_begin_differently_without_a_warm_up(side, expected):
 
 
 def move_in(dtype, side, inner):
-    """How far a model in half precision goes in 4 steps, the last of them a meeting."""
+    """How far a model in half precision goes in 4 steps, with a sync round after the last."""
 
     def moved():
         model = nn.Linear(4, 1).to(dtype)
@@ -272,7 +272,7 @@ def test_steps_counted_when_one_workers_gradients_overflow(side, expected):
 
 @both_sides(original=0.57, ours=0.0)
 @pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
-def test_running_means_after_a_meeting(side, expected):
+def test_running_means_after_a_sync_round(side, expected):
     def running_mean():
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
         optimizer = maker(side)(SGD(model.parameters(), lr=0.1), **{**NOW, "global_sync_iter": 2})
@@ -286,7 +286,7 @@ def test_running_means_after_a_meeting(side, expected):
     assert apart(run_ranks(2, running_mean)) == pytest.approx(expected, abs=5e-3)
 
 
-def momenta_after_a_meeting(side, options):
+def momenta_after_a_sync_round(side, options):
     def buffer():
         _, optimizer = blocks_of(side, {**NOW, **options}, 4, momentum=0.9)
         inner = optimizer.inner if side == "original" else optimizer
@@ -297,14 +297,14 @@ def momenta_after_a_meeting(side, options):
 
 @both_sides(original={"average_sync": True}, ours={"state": "average"})
 def test_momenta_of_sgd(side, expected):
-    found = momenta_after_a_meeting(side, expected)
+    found = momenta_after_a_sync_round(side, expected)
     assert round(found, 2) == (2.56 if side == "original" else 0.0)
 
 
 def test_average_sync_leaves_what_fairseq_leaves():
     options = {"average_sync": True}
-    theirs = momenta_after_a_meeting("original", options)
-    assert momenta_after_a_meeting("ours", options) == pytest.approx(theirs, abs=1e-12)
+    fairseq_result = momenta_after_a_sync_round("original", options)
+    assert momenta_after_a_sync_round("ours", options) == pytest.approx(fairseq_result, abs=1e-12)
 
 
 @both_sides(original=[-1.5] * 4, ours=[-0.5, -0.5, -2.5, -2.5])
@@ -326,7 +326,7 @@ def test_two_groups_of_two_workers(side, expected):
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's
 @both_sides(original=["c10d::allreduce_"] * 20, ours=["c10d::allreduce_"])
-def test_what_is_sent_in_a_meeting_about_20_tensors(side, expected):
+def test_what_is_sent_in_a_sync_round_about_20_tensors(side, expected):
     def count():
         params = [nn.Parameter(torch.ones(3)) for _ in range(20)]
         options = {**NOW, "global_sync_iter": 1}

@@ -4,6 +4,6 @@ model.py       10 M parameters in about 150 tensors, with gradients that need no
 recurrence.py  block momentum as fairseq has it: one all-reduce for each tensor
 ours.py        manyhands' ways to synchronise, the only file that knows their arguments
 contenders.py  all of them under their names
-syncing.py     a rank that synchronises when it is told to
+syncing.py     a rank that synchronises when it is asked to
 stepping.py    a rank that trains on a slow line
 """

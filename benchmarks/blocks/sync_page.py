@@ -38,7 +38,7 @@ class Row:
     sent: int  # bytes, by a rank
     collectives: int
     apart: float  # from the formula written out, over how far parameters have moved
-    kept: float  # between synchronisations, beside parameters and gradients, in models
+    kept: float  # between synchronisations, besides parameters and gradients, in models
     most: float  # more during one, counted by tensors
     resident: float  # the same, counted by pages of the process
 
@@ -123,7 +123,7 @@ def _no_slower(speed: Ratio) -> str:
 
 PAGE = """# What one synchronisation costs
 
-A block of local steps ends when ranks agree on a common point. Here that is measured by itself:
+A block of local steps ends when ranks agree on a new anchor. Here that is measured by itself:
 {elements:.1f} M parameters in {tensors} tensors, on 2 ranks of one machine that have one thread
 each. As they come, ours read each other's memory there; everything else goes through gloo, as
 between machines. Measured on {machine}, with {versions}. Other work on the machine when the run
@@ -147,7 +147,7 @@ python benchmarks/blocks_sync.py
   over {rounds} rounds with its bootstrap interval: **above 1 is faster.** Every contender has
   processes of its own; they take turns in an order drawn anew in each round. **"{control}" is the
   same a second time: what it is away from 1 is noise.** "Least" is the quickest of all rounds.
-- Before anything is measured, every contender makes 3 synchronisations beside its formula written
+- Before anything is measured, every contender makes 3 synchronisations next to its formula written
   out tensor by tensor. "From the formula" is how far it ends from that, over how far the parameters
   have moved: in float32 what rounding leaves, with a codec what the codec leaves. All ranks end at
   the same bits.
@@ -156,7 +156,7 @@ python benchmarks/blocks_sync.py
   one more at the end.
   The memory that is shared is counted in full on each of the ranks.
 - Memory is in units of the model's parameters. "Kept" is what a rank has between synchronisations
-  beside parameters and gradients: with momentum an anchor and the momentum, with a codec that
+  besides parameters and gradients: with momentum an anchor and the momentum, with a codec that
   rounds also what rounding has left. "More at its peak" is what tensors it makes meanwhile, "by
   pages" what the process grows by, which includes gloo's own buffers, and leaves out what the
   process had freed and not given back.

@@ -2,7 +2,7 @@
 
 worker.py  what each worker runs: an ordinary training script that keeps a log
 harm.py    starts a run with `manyhands run`, and harms it at set times
-strangers.py, link.py    who is no member, and a line between two hosts that can be cut
-tally.py   what the log of a run and the list of its faults say, in numbers
+strangers.py, link.py    processes that are no members, and a line between two hosts that can be cut
+tally.py   the figures of a run, from its log and the list of its faults
 page.py    the table, the verdicts and the page
 """

@@ -2,15 +2,15 @@
 
 At set times one of these happens; all are equally many, in a random order:
 
-    kill        a random worker of those that take part gets SIGKILL
-    stop        or SIGSTOP, and SIGCONT after some seconds, as a host that hung
+    kill        a random member gets SIGKILL
+    stop        a random member gets SIGSTOP, and SIGCONT after some seconds, like a host that hung
     partition   the line between the store and the host of the last workers is cut for some seconds
-    newcomer    somebody comes with other options, types or order of parameters
-    stranger    somebody who does not know the secret writes to the store
-    leave       a further worker comes, and leaves in mid-block
+    newcomer    a worker tries to join with other options, types or order of parameters
+    stranger    a process that does not know the secret writes to the store
+    leave       a further worker joins, and leaves in mid-block
 
-Where half of the workers are away already, that waits. Who is hit, how, and when is drawn from a
-seed.
+If half of the workers are away already, the next fault waits. Victim, kind and time are drawn from
+a seed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from manyhands.blocks.crew._store import SECRET_VARIABLE
 
 COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
 HANGS = 90.0  # seconds without a line in the log, after which the benchmark gives up
-ASKED = 15.0  # seconds in which a run must stop when it is told to
+ASKED = 15.0  # seconds in which a run must stop after SIGTERM
 ORDINARY = ("kill", "stop")
 ALL = (*ORDINARY, "partition", "newcomer", "stranger", "leave")
 LogLine = dict[str, Any]
@@ -48,7 +48,7 @@ LogLine = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: who trains, for how long, and what hits them."""
+    """A run: its workers, its length, and its faults."""
 
     workers: int
     steps: int
@@ -58,7 +58,7 @@ class Plan:
     lr: float
     stall: float  # --stall of `manyhands run`
     interval: float = 0.0  # seconds from one fault to the next; 0: none
-    jitter: float = 0.0  # up to so many seconds later, so that any moment of a block is hit
+    jitter: float = 0.0  # up to this many seconds later, so that any moment of a block is hit
     asleep: float = 10.0  # seconds for which a worker is stopped, or a line is cut
     kinds: tuple[str, ...] = ORDINARY
     apart: int = 0  # of the workers, on a second host
@@ -67,14 +67,14 @@ class Plan:
 
 @dataclass
 class Fault:
-    """What was done to whom; times are of the monotonic clock, as in the log."""
+    """What was done to a worker; times are of the monotonic clock, as in the log."""
 
     kind: str
     number: int
     pid: int
     time: float
     woken: float | None = None
-    outcome: str = ""  # of those that are no members
+    outcome: str = ""  # of a newcomer, a stranger or a worker that leaves
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Log:
 
 
 class _Harm:
-    """Decides who is hit when, and does it."""
+    """Decides which worker is hit when, and hits it."""
 
     def __init__(self, plan: Plan, stage: _Stage) -> None:
         self.plan, self.stage = plan, stage
@@ -132,7 +132,7 @@ class _Harm:
             yield from kinds
 
     def _next(self) -> float:
-        """When the next fault is due, after the first meeting."""
+        """Return when the next fault is due, in seconds after the first round."""
         return self.plan.interval * (self._done + 1) + self._dice.uniform(0, self.plan.jitter)
 
     def turn(self, log: Sequence[LogLine]) -> None:
@@ -145,7 +145,7 @@ class _Harm:
         if not self.plan.interval or not log:
             return
         if self._began is None:
-            self._began = next((line["time"] for line in log if line["event"] == "met"), None)
+            self._began = next((line["time"] for line in log if line["event"] == "round"), None)
             return
         if now - self._began < self._due or any(line["event"] == "left" for line in log):
             return
@@ -196,7 +196,7 @@ class _Harm:
             self._say(f"{kind} {number} {bad}")
 
     def end(self) -> None:
-        """Hear how it went for those that are no members."""
+        """Note how the newcomers and the workers that leave have ended."""
         for fault, guest in self._guests:
             fault.outcome = guest.end(HANGS)
             print(f"  {fault.kind} {fault.number}: {fault.outcome}", flush=True)
@@ -227,7 +227,7 @@ class _Stage:
             self.store = f"127.0.0.1:{probe.getsockname()[1]}"
         self.link = Link(self.store)
         self._folder = folder
-        self._told = {
+        self._variables = {
             SECRET_VARIABLE: secrets.token_hex(),
             "MANYHANDS_STORE": self.store,
             "MANYHANDS_WORKERS": str(plan.workers),
@@ -254,12 +254,12 @@ class _Stage:
                 [*COMMAND, *words, "--stall", self._stall, "-m", *self._arguments],
                 stdout=file,
                 stderr=file,
-                env={**os.environ, SECRET_VARIABLE: self._told[SECRET_VARIABLE]},
+                env={**os.environ, SECRET_VARIABLE: self._variables[SECRET_VARIABLE]},
                 preexec_fn=die_with_parent(),
             )
 
     def guest(self, extra: Sequence[str], number: int) -> Guest:
-        return Guest(self._arguments, extra, number, self._told, self._folder)
+        return Guest(self._arguments, extra, number, self._variables, self._folder)
 
     def said(self) -> str:
         return "\n".join(output.read_text(errors="replace") for output in self.outputs)

@@ -10,8 +10,8 @@ PAGE_AT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "blocks-
 NONE, AGAIN = "no faults", "no faults, other batches"
 HOSTILE = "all kinds"
 OTHERS = ("partition", "stranger", "newcomer", "leave")
-FINE = {"refused", "left", "late"}  # outcomes of those that are no members
-AIM, AIM_AT = 0.90, 30.0  # of the throughput, with a fault every so many seconds
+FINE = {"refused", "left", "late"}  # outcomes of processes that are no members
+AIM, AIM_AT = 0.90, 30.0  # of the throughput, with a fault in so many seconds
 Row = dict[str, Any]
 
 
@@ -20,7 +20,7 @@ def every(seconds: float) -> str:
 
 
 def is_sound(row: Row) -> bool:
-    """Whether nobody differs, no survivor has lost anything, and the run has ended well."""
+    """Return whether no worker differs, no survivor has lost a step, and the run has ended well."""
     agree = row["differing"] == 0 and row["finals"] == 1
     nothing_lost = row["missing"]["survivors"] == 0 and row["thrown_away"] == 0
     outcomes = {one for kind in OTHERS for one in row.get(kind, {}).get("outcomes", {})}
@@ -31,7 +31,7 @@ def is_sound(row: Row) -> bool:
 def summary(row: Row) -> str:
     """For the terminal."""
     return (
-        f"{row['seconds']:.1f} s, {row['meetings']} meetings, {row['rate']:.1f} steps/s, "
+        f"{row['seconds']:.1f} s, {row['rounds']} rounds, {row['rate']:.1f} steps/s, "
         f"{row['kill']['count']} kills, {row['stop']['count']} stops, {_others(row)}, "
         f"missing {row['missing']}, "
         f"thrown away {row['thrown_away']}, differing {row['differing']} of {row['compared']} "
@@ -41,13 +41,13 @@ def summary(row: Row) -> str:
 
 
 def _others(row: Row) -> str:
-    """How often what is done to no single worker was done, and what came of it."""
-    told = []
+    """Return how often each of the other faults happened, and how it ended."""
+    parts = []
     for kind in OTHERS:
         found = row.get(kind, {"count": 0, "outcomes": {}})
         outcomes = ", ".join(f"{n} {outcome}" for outcome, n in found["outcomes"].items())
-        told.append(f"{kind} {found['count']}" + (f" ({outcomes})" if outcomes else ""))
-    return "; ".join(told)
+        parts.append(f"{kind} {found['count']}" + (f" ({outcomes})" if outcomes else ""))
+    return "; ".join(parts)
 
 
 def kept(rows: dict[str, Row], name: str) -> float:
@@ -74,7 +74,7 @@ def table(rows: dict[str, Row]) -> str:
             each("seconds", lambda r: f"{r['seconds']:.1f}"),
             each("worker-steps that count, a second", lambda r: f"{r['rate']:.1f}"),
             line("throughput kept, %", [f"{100 * kept(rows, name):.1f}" for name in names]),
-            each("meetings kept", lambda r: f"{r['meetings']}"),
+            each("sync rounds kept", lambda r: f"{r['rounds']}"),
             each("of these, at the second attempt", lambda r: f"{r['undone']}"),
             each("victims' blocks that are missing", lambda r: f"{r['missing']['victims']:.0f}"),
             each("survivors' blocks missing", lambda r: f"{r['missing']['survivors']:.0f}"),
@@ -84,7 +84,7 @@ def table(rows: dict[str, Row]) -> str:
             each("a killed worker counts again after, s", lambda r: _spread(r["kill"]["back"])),
             each("a stopped worker counts again after, s", lambda r: _spread(r["stop"]["back"])),
             each("states compared", lambda r: f"{r['compared']:,}"),
-            each("meetings after which some differ", lambda r: f"{r['differing']}"),
+            each("rounds after which some differ", lambda r: f"{r['differing']}"),
             each(
                 "workers at the end, different results",
                 lambda r: f"{r['finished']}, {r['finals'] - 1}",
@@ -134,8 +134,9 @@ def verdict(rows: dict[str, Row]) -> str:
     steps = sum(rows[name]["thrown_away"] for name in faulty)
     codes = [name for name in rows if rows[name]["code"]]
     lines += [
-        f"- **All who held a meeting have bitwise the same state after it:** {_yes(not differing)}"
-        f", {differing} meetings with different states of {compared:,} that were compared.",
+        "- **After a sync round all its members have bitwise the same state:** "
+        f"{_yes(not differing)}, {differing} rounds with different states; {compared:,} states "
+        "were compared.",
         f"- **All parameters are bitwise equal at the end of each run:** {_yes(not ends)}.",
         f"- **Workers that are not hit lose nothing:** {_yes(not blocks and not steps)}, "
         f"{blocks:.0f} blocks and {steps} steps.",
@@ -162,15 +163,15 @@ PAGE = """# Workers that are killed and stopped
 
 {workers} workers train an LSTM (93,000 parameters) on the characters of Shakespeare's plays, with
 AdamW inside `mh.DiLoCo` (H = {every}, int8) in a `mh.Crew`, started by `manyhands run --workers
-{workers} --stall {stall:g}`. A block takes {usual:.2f} s where nothing happens. At set times a
-random worker is killed (SIGKILL) or stopped (SIGSTOP), the one as often as the other. Who is killed
-is started again by `manyhands run`; who is stopped is woken after {asleep:g} s, as a host that hung
-would be. In the column "{hostile}" four further things happen as often: the line between the store
-and the host of the last two workers is cut for {asleep:g} s; somebody comes with another interval,
-overlap, codec, type or order of parameters; somebody without the run's secret overwrites, replays
-or deletes a key of the store; a further worker comes, and leaves in mid-block. Each run is of
-{steps:,} steps, which take {minutes:.1f} minutes without faults. Measured on {machine}, with
-{versions}. The load average when the run began was {load}.
+{workers} --stall {stall:g}`. A block takes {usual:.2f} s without faults. At set times a
+random worker is killed (SIGKILL) or stopped (SIGSTOP), the one as often as the other. A killed
+worker is started again by `manyhands run`; a stopped one is woken after {asleep:g} s, like a host
+that hung. In the column "{hostile}" four further things happen as often: the line between the store
+and the host of the last two workers is cut for {asleep:g} s; a worker tries to join with another
+interval, overlap, codec, type or order of parameters; a process without the run's secret
+overwrites, replays or deletes a key of the store; a further worker joins, and leaves in mid-block.
+Each run is of {steps:,} steps, which take {minutes:.1f} minutes without faults. Measured on
+{machine}, with {versions}. The load average when the run began was {load}.
 
 ```bash
 python benchmarks/blocks_faults.py --data FOLDER
@@ -180,29 +181,29 @@ python benchmarks/blocks_faults.py --data FOLDER
 
 {table}
 
-- **Throughput** is the number of worker-steps that count over the time from the first meeting to
-  the last: of each meeting that was kept, the workers whose differences are in the mean times the
-  steps of the block. What a victim did since its last meeting does not count, nor does anything
-  while it is away, nor the first meeting that it is at again, if it brings nothing to that.
+- **Throughput** is the number of worker-steps that count over the time from the first sync round to
+  the last: for each round that was kept, the workers whose differences are in the mean times the
+  steps of the block. What a victim did since its last round does not count, nor does anything
+  while it is away, nor its first round afterwards if it contributes nothing to that.
 - **Each step is padded by a sleep** to {pace:.0f} ms, so that a dead worker's share of the cores
   makes the others no faster. Without faults {cores:.2f} of {machine_cores} cores are used, which is
   {share:.0f} %. What a restart costs (Python, torch, the data) is in the time.
 - **Missing** is a worker's block that does not count. A victim's, if the worker was hit since one
   block before; a survivor's otherwise. "Thrown away" are steps of workers that were not hit, and
   went back.
-- **Delay** is the longer of the two blocks after a fault, over the usual time of one. (Of two: who
-  is hit when the others have its difference already is missed at the next meeting.) After a kill,
-  which `manyhands run` sees, the others go on at once; who is stopped is waited for as long as the
-  stall time allows, {stall:g} s here. (The default is 5 s; each second of it is a second that all
-  wait for each stop.)
-- **Counts again**: from the fault to the end of the first block that the worker has brought.
+- **Delay** is the longer of the two blocks after a fault, over the usual time of one. (Of
+  two: a worker that is hit when the others have its difference already is missed only in the next
+  round.) After a kill, which `manyhands run` sees, the others go on at once; a stopped worker is
+  waited for as long as the stall time allows, {stall:g} s here. (The default is 5 s; each second of
+  it is a second that all wait for each stop.)
+- **Counts again**: from the fault to the end of the first block that the worker contributes.
   Stopped ones have slept for {asleep:g} s of it. Delays and these are medians, and the worst.
-- **States** are SHA-1 sums of the common point and the outer momentum, which each worker writes
-  down after each meeting, and when it is given the others' state.
+- **States** are SHA-1 sums of the anchor and the outer momentum, which each worker logs after
+  each round, and when it has received the common state.
 - **Loss** is on the last tenth of the text, of the parameters at the end. "{again}" is the first
   run with other batches and another start: what lies between the two is chance.
-- Who is hit, how and when is drawn from a fixed seed; the moment within a block is not, as it
-  depends on the time that blocks take. Faults go on until the first worker is done.
+- Victim, kind and time of each fault are drawn from a fixed seed; the moment within a block is
+  not, because it depends on the time that blocks take. Faults go on until the first worker is done.
 
 torchft's published run has 32 replicas on one machine of 16 cores and 62 faults in 30 minutes, and
 keeps 97.7 % of its throughput. It is another workload on another machine: it says what is possible,

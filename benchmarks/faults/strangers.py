@@ -1,4 +1,4 @@
-"""Those who are no members: they write to the store, or want to come in with something else."""
+"""Processes that are no members: they write to the store, or try to join with other options."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from manyhands.blocks.crew._processes import die_with_parent
 from manyhands.blocks.crew._shared_roster import ROSTER
 from manyhands.blocks.crew._store import Signer, connect_to_store
 
-BAD = ("every", "overlap", "codec", "float64", "order")  # what a bad newcomer has otherwise
-GUEST = 100  # the first number of those that `manyhands run` does not start
+BAD = ("every", "overlap", "codec", "float64", "order")  # in what a bad newcomer differs
+GUEST = 100  # the first number of the workers that `manyhands run` does not start
 
 
 class Writer:
-    """Who reaches the store and does not know the secret."""
+    """A stranger: it reaches the store, and does not know the secret."""
 
     def __init__(self, address: str, dice: random.Random) -> None:
         self._address, self._dice = address, dice
         self._old: dict[str, bytes] = {}
 
     def write(self) -> str:
-        """Do one thing to one key; says what."""
+        """Change one key; return what was done."""
         client = connect_to_store(self._address)
         keys = sorted(key for key in client.list_keys() if key.startswith("manyhands/"))
         for key in keys:
@@ -49,19 +49,19 @@ class Writer:
 
 
 class Guest:
-    """A worker that nobody expects: a bad newcomer, or one that leaves in mid-block."""
+    """An unexpected worker: a bad newcomer, or one that leaves in mid-block."""
 
     def __init__(
         self,
         arguments: Sequence[str],
         extra: Sequence[str],
         number: int,
-        told: Mapping[str, str],
+        variables: Mapping[str, str],
         folder: Path,
     ) -> None:
         self.number, self.bad = number, "--bad" in extra
         self._output = folder / f"guest-{number}"
-        environment = {**os.environ, **told, "MANYHANDS_WORKER": str(number)}
+        environment = {**os.environ, **variables, "MANYHANDS_WORKER": str(number)}
         with self._output.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *arguments, *extra],
@@ -72,7 +72,7 @@ class Guest:
             )
 
     def end(self, seconds: float) -> str:
-        """Wait for its end; says how it went."""
+        """Wait for its end; return how it ended."""
         until = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < until:
             time.sleep(0.05)

@@ -1,12 +1,12 @@
-"""What a run's log and the list of its faults say. Plain values: no process, no clock.
+"""The figures of a run, from its log and the list of its faults: no process, no clock.
 
-counts          a worker's block counts if the worker held the meeting at its end, and brought
-                to it all steps from the meeting before
-work            worker-steps that count: the sum over meetings of steps x workers that count
-missing         blocks (one worker's) that do not count. A victim's: there was a fault of the
+counts          a worker's block counts if the worker held the sync round at its end, and
+                contributed all steps since the round before
+work            worker-steps that count: the sum over rounds of steps x workers that count
+missing         blocks (of one worker) that do not count. A victim's: there was a fault of the
                 worker from one block before until it counts again. A survivor's: all others
 delay           of a fault: the longer of the two blocks after it, over the usual one. Of two,
-                for a worker may be hit when the others have all that they need of it
+                because a worker may be hit when the others have all that they need of it
 back            of a fault: until the worker's block counts again
 """
 
@@ -24,8 +24,8 @@ GUESTS = ("newcomer", "leave")
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """One that was kept."""
+class KeptRound:
+    """A sync round that was kept."""
 
     number: int
     time: float  # when the first worker had its result
@@ -34,11 +34,11 @@ class Meeting:
     counted: frozenset[int]  # workers
 
 
-def meetings(log: list[LogLine]) -> list[Meeting]:
-    """Those in which anything counts, in order."""
+def kept_rounds(log: list[LogLine]) -> list[KeptRound]:
+    """Return the rounds in which any block counts, in order."""
     by_number: dict[int, list[LogLine]] = defaultdict(list)
     for line in log:
-        if line["event"] in ("met", "left"):
+        if line["event"] in ("round", "left"):
             by_number[line["rounds"]].append(line)
     found, before = [], 0
     for number, lines in sorted(by_number.items()):
@@ -47,20 +47,20 @@ def meetings(log: list[LogLine]) -> list[Meeting]:
         counted = frozenset(line["number"] for line in lines if line["own"] == length > 0)
         if counted:
             when = min(line["time"] for line in lines)
-            found.append(Meeting(number, when, steps, length, counted))
+            found.append(KeptRound(number, when, steps, length, counted))
     return found
 
 
-def usual_block(held: list[Meeting], every: int) -> float:
-    """Seconds."""
+def usual_block(held: list[KeptRound], every: int) -> float:
+    """Return the seconds of a block without faults."""
     return median(b.time - a.time for a, b in pairwise(held) if b.length == every)
 
 
 def tally(trial: Trial, usual: float) -> dict[str, Any]:
-    """The figures of a run; `usual` is the time of a block where nothing happens."""
+    """Return the figures of a run; `usual` is the time of a block without faults."""
     plan = trial.plan
     log = [line for line in trial.log if line["number"] < plan.workers]
-    held = meetings(log)
+    held = kept_rounds(log)
     seconds = held[-1].time - held[0].time
     work = sum(m.length * len(m.counted) for m in held[1:])
     victims, survivors = missing(held, trial.faults, plan.workers)
@@ -69,7 +69,7 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
     result: dict[str, Any] = {
         "interval": plan.interval,
         "seconds": seconds,
-        "meetings": len(held),
+        "rounds": len(held),
         "undone": undone(log),
         "rate": work / seconds,
         "missing": {"victims": victims, "survivors": survivors},
@@ -96,32 +96,32 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
     return result
 
 
-def missing(held: list[Meeting], faults: list[Fault], workers: int) -> tuple[float, float]:
-    """Blocks that do not count: of workers that were hit, and of others."""
+def missing(held: list[KeptRound], faults: list[Fault], workers: int) -> tuple[float, float]:
+    """Return the blocks that do not count: of workers that were hit, and of others."""
     full = max(m.length for m in held)
     victims = survivors = 0.0
-    for place, meeting in enumerate(held):
-        for number in set(range(workers)) - meeting.counted:
+    for place, kept in enumerate(held):
+        for number in set(range(workers)) - kept.counted:
             before = [p for p in range(place) if number in held[p].counted]
             since = held[max(before[-1] - 1, 0)].time if before else 0.0
             later = (m.time for m in held[place:] if number in m.counted)
             until = next(later, float("inf"))
             if any(f.number == number and since <= f.time <= until for f in faults):
-                victims += meeting.length / full
+                victims += kept.length / full
             else:
-                survivors += meeting.length / full
+                survivors += kept.length / full
     return victims, survivors
 
 
 def thrown_away(log: list[LogLine], faults: list[Fault]) -> int:
-    """Steps that workers took for nothing without having been hit."""
+    """Return the steps that workers lost without having been hit."""
     hit = {(fault.number, fault.pid) for fault in faults}
-    given = [line for line in log if line["event"] == "in" and line["own"] > 0]
-    return sum(line["own"] for line in given if (line["number"], line["pid"]) not in hit)
+    restored = [line for line in log if line["event"] == "in" and line["own"] > 0]
+    return sum(line["own"] for line in restored if (line["number"], line["pid"]) not in hit)
 
 
 def undone(log: list[LogLine]) -> int:
-    """Meetings that had to be held again, or not at all, as far as anybody wrote it down."""
+    """Return the rounds that were undone, as far as a worker has logged it."""
     seen: set[int] = set()
     before: dict[int, int] = {}
     for line in log:
@@ -132,21 +132,21 @@ def undone(log: list[LogLine]) -> int:
 
 
 def differing(log: list[LogLine]) -> int:
-    """Meetings after which not all had the same bits: who held it, who was given its result."""
+    """Return the rounds after which members or joiners had different bits."""
     states = defaultdict(set)
     for line in log:
         states[line["rounds"]].add((line["steps"], line["state"]))
     return sum(len(seen) > 1 for seen in states.values())
 
 
-def delay(fault: Fault, held: list[Meeting], usual: float) -> float | None:
+def delay(fault: Fault, held: list[KeptRound], usual: float) -> float | None:
     after = [p for p, m in enumerate(held) if m.time > fault.time][:2]
     blocks = [held[p].time - held[p - 1].time for p in after if p]
     return max(blocks) - usual if blocks else None
 
 
-def back(fault: Fault, held: list[Meeting]) -> float | None:
-    """Seconds until it counts again; a meeting that it missed lies between."""
+def back(fault: Fault, held: list[KeptRound]) -> float | None:
+    """Return the seconds until the worker counts again, if it has missed a round."""
     after = [m for m in held if m.time > fault.time]
     missed = next((p for p, m in enumerate(after) if fault.number not in m.counted), None)
     if missed is None:

@@ -4,13 +4,13 @@
 
 One line of JSON is appended to the log, at once, for each of
 
-    in     it has come in, or has been given the others' state after it was away
-    met    a meeting that was kept, with the steps of its own that it brought
-    left   it is done
-    gone   it was asked to leave after so many steps of its own, in mid-block
-    loss   by who is done first: of the final parameters, on text that was not trained on
+    in     the worker has joined, or has received the common state after it was away
+    round  a sync round was kept, with the steps of its own that the worker contributed
+    left   the worker is done
+    gone   the worker has left in mid-block, as --leave-after asks
+    loss   of the final parameters on held-out text, by the first worker that is done
 
-"state" is the SHA-1 of the common point and the outer momentum, "final" that of the parameters.
+"state" is the SHA-1 of the anchor and the outer momentum, "final" that of the parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, required=True, help="seconds that a step takes")
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--bad", choices=BAD, help="come with something else than the others")
+    parser.add_argument("--bad", choices=BAD, help="differ from the other workers in this")
     parser.add_argument("--leave-after", type=int, help="steps of its own")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -90,22 +90,22 @@ def main() -> None:
 
 
 class Diary:
-    """Writes down what happens to this worker."""
+    """Logs what happens to this worker."""
 
     def __init__(self, path: Path, crew: mh.Crew, optimizer: mh.Blocks) -> None:
         self.crew, self.optimizer = crew, optimizer
         self._log = path.open("a", buffering=1)
-        self._own = 0  # steps since the last common point
-        self._met = optimizer.rounds
+        self._own = 0  # steps since the last anchor
+        self._rounds = optimizer.rounds
         self._generation = crew.generation
 
     def after_step(self) -> None:
         crew = self.crew
         self._own += 1
-        if self.optimizer.rounds != self._met or crew.generation != self._generation:
-            given = crew.generation != self._generation and crew.rank in crew.joiners
-            met = self.optimizer.rounds == self._met + 1
-            self.note("in" if given else "met" if met else "regrouped")
+        if self.optimizer.rounds != self._rounds or crew.generation != self._generation:
+            joined = crew.generation != self._generation and crew.rank in crew.joiners
+            kept = self.optimizer.rounds == self._rounds + 1
+            self.note("in" if joined else "round" if kept else "regrouped")
 
     def note(self, event: str, **more: Any) -> None:
         seen = self.optimizer.snapshot()
@@ -126,11 +126,11 @@ class Diary:
         self._log.write(json.dumps(line) + "\n")
         if event != "regrouped":
             self._own = 0
-        self._met, self._generation = seen["rounds"], self.crew.generation
+        self._rounds, self._generation = seen["rounds"], self.crew.generation
 
 
 def common_state(optimizer: mh.Blocks) -> str:
-    """Of what all workers have alike."""
+    """Return the SHA-1 of the state that is equal on all workers."""
     state = optimizer.state_dict()["blocks"]
     return sha1([*state["anchor"], *(memory for row in state["memories"] for memory in row)])
 
@@ -143,7 +143,7 @@ def sha1(tensors: Iterable[Tensor]) -> str:
 
 
 def python_source() -> Text:
-    """Characters that come with Python, for the smoke test."""
+    """Return text that comes with Python, for the smoke test."""
     text = Path(argparse.__file__).read_text()
     number = {symbol: i for i, symbol in enumerate(sorted(set(text)))}
     codes = torch.tensor([number[symbol] for symbol in text])

@@ -1,4 +1,4 @@
-"""The life of a block by itself: which change makes sense when, and what always holds."""
+"""The states of a block by themselves: which change makes sense when, and what always holds."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ ALL = tuple(range(FRAGMENTS))
 
 
 def after(steps, warmup=0, local_warmup=False):
-    """The state after so many steps, with the round that ends the warm-up."""
+    """Return the state after this many steps, with the round that ends the warm-up."""
     state = BlockState.begin(warmup, local_warmup)
     for _ in range(steps):
         state = state.step()
@@ -122,7 +122,7 @@ def test_a_change_that_makes_no_sense_raises(change):
         change()
 
 
-# -- any life --------------------------------------------------------------------------------------
+# -- any sequence of changes -----------------------------------------------------------------------
 
 
 class Life(RuleBasedStateMachine):

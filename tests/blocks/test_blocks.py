@@ -425,7 +425,7 @@ def test_a_worker_that_is_not_finite_is_left_out_and_healed(overlap):
 
 
 @pytest.mark.filterwarnings("ignore:in the first block all")  # of one parameter, and one way
-def test_if_nobody_is_finite_all_go_back():
+def test_if_no_worker_is_finite_all_go_back():
     def blocks():
         param = nn.Parameter(torch.ones(2))
         optimizer = mh.DiLoCo(SGD([param], lr=0.1), every=2)
@@ -618,9 +618,9 @@ def test_one_worker_may_use_the_anchor_alone():
         optimizer.synchronize()
         return seen, flat_of(params)
 
-    (seen, met), (anchor, met_too) = run_ranks(2, blocks)
-    assert torch.equal(seen, anchor) and torch.equal(met, met_too)
-    assert not torch.equal(seen, met)
+    (seen, after), (anchor, after_too) = run_ranks(2, blocks)
+    assert torch.equal(seen, anchor) and torch.equal(after, after_too)
+    assert not torch.equal(seen, after)
 
 
 def test_drift_is_that_of_the_differences():
@@ -794,7 +794,7 @@ def test_workers_that_have_taken_different_numbers_of_steps():
 
 
 def test_checkpoints_for_any_number_of_workers(tmp_path):
-    """mh.save keeps the anchor, once all have met."""
+    """mh.save keeps the anchor, once all have synchronized."""
     path = tmp_path / "checkpoint"
 
     class Model(nn.Module):
@@ -856,7 +856,7 @@ def test_a_worker_that_is_not_finite_is_healed_in_all_fragments():
         assert torch.isfinite(param).all() and left_out == 1
 
 
-def test_buffers_stay_if_nobody_is_finite_and_inf_in_one_workers_stays_with_it():
+def test_buffers_stay_if_no_worker_is_finite_and_inf_in_one_workers_stays_with_it():
     def blocks(everybody):
         model = nn.BatchNorm1d(3)
         optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=1)
@@ -937,8 +937,8 @@ def test_after_a_resume_inside_a_block_workers_synchronize():
         optimizer.synchronize()
         return flat_of(params), optimizer.rounds
 
-    (first, met), (second, _) = run_ranks(2, blocks)
-    assert torch.equal(first, second) and met == 1
+    (first, rounds), (second, _) = run_ranks(2, blocks)
+    assert torch.equal(first, second) and rounds == 1
 
 
 def test_after_a_warm_up_all_have_the_same_whatever_their_gradients_were():
@@ -995,7 +995,7 @@ def test_frozen_parameters_are_the_first_workers_too():
     def blocks():
         param = nn.Parameter(torch.full((2,), 1.0 + dist.get_rank()), requires_grad=False)
         optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=1)
-        optimizer.step()  # with nothing to train, there is nothing to meet about
+        optimizer.step()  # with nothing to train, there is nothing to synchronize
         optimizer.synchronize()
         return param.tolist()
 

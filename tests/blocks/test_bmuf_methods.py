@@ -115,10 +115,10 @@ def test_a_closure_is_called_once_on_each_worker_and_its_loss_is_returned():
         losses = [optimizer.step(closure).item() for _ in range(2)]
         return losses, calls, flat(params)
 
-    (mine, calls, first), (theirs, _, second) = run_ranks(2, blocks)
+    (own, calls, first), (other, _, second) = run_ranks(2, blocks)
     assert calls == [True, True] and torch.equal(first, second)
-    assert mine == pytest.approx([0.0, -0.1 * 20], abs=1e-12)
-    assert theirs == pytest.approx([0.0, -0.2 * 2 * 20], abs=1e-12)
+    assert own == pytest.approx([0.0, -0.1 * 20], abs=1e-12)
+    assert other == pytest.approx([0.0, -0.2 * 2 * 20], abs=1e-12)
 
 
 # -- gradients -----------------------------------------------------------------------------------
@@ -201,14 +201,14 @@ def sync_steps(every, begin_at=0, warmup=0, steps=12):
         SGD(params, lr=0.1), global_sync_iter=every, warmup_iterations=warmup, block_momentum=0.5
     )
     optimizer.set_num_updates(begin_at)
-    met, before = [], 0
+    synced, before = [], 0
     for _ in range(steps):
         put_gradients(params, optimizer.get_num_updates())
         optimizer.step()
         if optimizer.rounds > before:
-            met.append(optimizer.get_num_updates())
+            synced.append(optimizer.get_num_updates())
         before = optimizer.rounds
-    return met, optimizer.get_num_updates(), flat(params)
+    return synced, optimizer.get_num_updates(), flat(params)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def sync_steps(every, begin_at=0, warmup=0, steps=12):
 )
 def test_sync_rounds_are_at_multiples_wherever_the_count_begins(every, begin_at, warmup, expected):
     results = run_ranks(2, sync_steps, every, begin_at, warmup)
-    for met, count, _ in results:
-        assert met == expected and count == begin_at + 12
+    for synced, count, _ in results:
+        assert synced == expected and count == begin_at + 12
     assert torch.equal(results[0][2], results[1][2]) is (count == expected[-1])
 
 
@@ -278,18 +278,18 @@ def counted(workers, steps, saved=None):
         if saved is not None:
             nn.utils.vector_to_parameters(saved["params"], params)
             optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-        begin, met, before = optimizer.get_num_updates(), [], optimizer.rounds
+        begin, synced, before = optimizer.get_num_updates(), [], optimizer.rounds
         for step in range(begin + 1, begin + 1 + steps):
             put_gradients(params, step)
             optimizer.step()
             if optimizer.rounds > before:
-                met.append(step)
+                synced.append(step)
             before = optimizer.rounds
         return {
             "params": flat(params),
             "optimizer": optimizer.state_dict(),
             "counts": [begin, optimizer.get_num_updates()],
-            "met": met,
+            "synced": synced,
         }
 
     return [train()] if workers is None else run_ranks(workers, train)
@@ -305,7 +305,7 @@ def test_a_run_that_grows_or_shrinks_keeps_its_count(first, then, steps):
     for found in counted(then, 12 - steps, saved):
         assert found["counts"] == [steps, 12]
         last = [12] if steps == 10 else [8, 12]
-        assert found["met"] == ([] if alone else last)
+        assert found["synced"] == ([] if alone else last)
     again = counted(None, 1, saved=counted(then, 0, saved)[0])[0]
     assert again["counts"] == [steps, steps + 1]
 
@@ -339,7 +339,7 @@ def test_parameters_are_averaged_on_request():
 
 
 def test_fairseqs_name_for_averaging_moments_is_an_error():
-    """Theirs leaves the parameters: who calls it shall not have them averaged without a word."""
+    """fairseq's leaves the parameters, so a caller must not have them averaged without a word."""
     params = parameters()
     optimizer = mh.BMUF(Adam(params))
     with pytest.raises(RuntimeError, match=r"averages Adam's moments, .* average_sync=True"):

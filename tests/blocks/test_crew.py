@@ -17,11 +17,11 @@ from contextlib import closing
 import pytest
 import torch
 
-from helpers.crew_workers import SECRET, Store, Team
+from helpers.crew_workers import SECRET, Store, Workers
 from manyhands._core.ranks import RankGroup
+from manyhands.blocks.averaging._round import BackgroundSync
 from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._membership import BackgroundSync
 from manyhands.blocks.crew._roster import Roster
 from manyhands.blocks.crew._store import Signer
 from manyhands.errors import CrewFinished, StoreLost, WorkerLost
@@ -35,12 +35,12 @@ def store():
         yield store
 
 
-def kill_at(place, number, meeting):
-    """A hook: that worker dies at a place once it has settled so many meetings."""
+def kill_at(place, number, rounds):
+    """Return a hook: this worker dies at this place once it has settled this many rounds."""
 
     def of(worker):
         def hook(where, crew):
-            if worker == number and where == place and crew._round >= meeting:
+            if worker == number and where == place and crew._round >= rounds:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return hook
@@ -50,46 +50,46 @@ def kill_at(place, number, meeting):
 
 @pytest.mark.parametrize("place", ["steps", "exchange", "settle"])
 def test_the_others_go_on_at_once_when_a_death_is_reported(store, tmp_path, place):
-    with Team(store, tmp_path, expected=4, stall=5.0) as team:
-        team.start(range(4), 30, kill_at(place, 2, 4))
-        team.until(lambda: team.ended() == {2: -signal.SIGKILL})
+    with Workers(store, tmp_path, expected=4, stall=5.0) as workers:
+        workers.start(range(4), 30, kill_at(place, 2, 4))
+        workers.until(lambda: workers.ended() == {2: -signal.SIGKILL})
         died = time.monotonic()
-        team.shared.report_end(2)
-        assert max(team.next_kept(number, died) for number in (0, 1, 3)) < AT_ONCE
-        team.start([2], 30)
-        team.finish()
-        answers = team.agreed()
+        workers.shared.report_end(2)
+        assert max(workers.next_kept(number, died) for number in (0, 1, 3)) < AT_ONCE
+        workers.start([2], 30)
+        workers.finish()
+        answers = workers.agreed()
         assert [kept for kept in answers.values()].count(False) <= 1
-        back = team.events(2, "entered")[-1]
+        back = workers.events(2, "entered")[-1]
         assert back["members"] == [0, 1, 2, 3] and back["joiners"] == [2]
         assert back["source"] == 0
 
 
 def test_a_worker_that_dies_while_all_regroup_is_left_behind(store, tmp_path):
-    with Team(store, tmp_path, expected=3, stall=5.0) as team:
-        team.start(range(3), 60, kill_at("regroup", 1, 1))
-        team.met(0, 3)
-        team.start([3], 60)  # for whose sake all regroup
-        team.until(lambda: 1 in team.ended())
+    with Workers(store, tmp_path, expected=3, stall=5.0) as workers:
+        workers.start(range(3), 60, kill_at("regroup", 1, 1))
+        workers.wait_for_rounds(0, 3)
+        workers.start([3], 60)  # for whose sake all regroup
+        workers.until(lambda: 1 in workers.ended())
         died = time.monotonic()
-        team.shared.report_end(1)
-        assert max(team.next_kept(number, died) for number in (0, 2, 3)) < AT_ONCE
-        team.start([1], 60)
-        team.finish()
-        team.agreed()
+        workers.shared.report_end(1)
+        assert max(workers.next_kept(number, died) for number in (0, 2, 3)) < AT_ONCE
+        workers.start([1], 60)
+        workers.finish()
+        workers.agreed()
 
 
 def test_without_a_report_silence_tells(store, tmp_path):
-    with Team(store, tmp_path, expected=3, stall=1.0) as team:
-        team.start(range(3), 70)
-        team.met(0, 3)
-        team.kill(1)
+    with Workers(store, tmp_path, expected=3, stall=1.0) as workers:
+        workers.start(range(3), 70)
+        workers.wait_for_rounds(0, 3)
+        workers.kill(1)
         died = time.monotonic()
-        assert max(team.next_kept(number, died + 0.1) for number in (0, 2)) < 1.0 + 3.0
-        team.start([1], 70)
-        team.finish()
-        team.agreed()
-        assert team.events(1, "entered")[-1]["joiners"] == [1]
+        assert max(workers.next_kept(number, died + 0.1) for number in (0, 2)) < 1.0 + 3.0
+        workers.start([1], 70)
+        workers.finish()
+        workers.agreed()
+        assert workers.events(1, "entered")[-1]["joiners"] == [1]
 
 
 @pytest.mark.parametrize("place", ["steps", "exchange", "settle", "regroup"])
@@ -101,74 +101,76 @@ def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
 
         return hook
 
-    with Team(store, tmp_path, expected=3, stall=0.5) as team:
-        team.start(range(3), 70, stop_itself)
-        team.met(0, 3)
+    with Workers(store, tmp_path, expected=3, stall=0.5) as workers:
+        workers.start(range(3), 70, stop_itself)
+        workers.wait_for_rounds(0, 3)
         if place == "regroup":
-            team.start([3], 70)
-        team.until(lambda: team.last(0, "entered", "members") not in (None, [0, 1, 2]))
-        team.met(0, 8)
-        team.wake(1)
-        team.finish()
-        team.agreed()
-        first, *_, last = team.events(1, "entered")
+            workers.start([3], 70)
+        workers.until(lambda: workers.last(0, "entered", "members") not in (None, [0, 1, 2]))
+        workers.wait_for_rounds(0, 8)
+        workers.wake(1)
+        workers.finish()
+        workers.agreed()
+        first, *_, last = workers.events(1, "entered")
         assert first["generation"] == 1 and last["members"][last["rank"]] == 1
         assert last["joiners"] == [last["rank"]]
-        assert 0 < last["version"] < team.events(0, "done")[0]["version"]
+        assert 0 < last["version"] < workers.events(0, "done")[0]["version"]
 
 
 def test_the_time_to_go_on_after_a_stop_is_the_stall_time(store, tmp_path):
-    with Team(store, tmp_path, expected=3, stall=0.5) as team:
-        team.start(range(3), 200)
-        team.met(0, 3)
-        team.stop(1)
+    with Workers(store, tmp_path, expected=3, stall=0.5) as workers:
+        workers.start(range(3), 200)
+        workers.wait_for_rounds(0, 3)
+        workers.stop(1)
         stopped = time.monotonic()
-        assert 0.4 < max(team.next_kept(n, stopped + 0.05) for n in (0, 2)) < 0.5 + 3.0
+        assert 0.4 < max(workers.next_kept(n, stopped + 0.05) for n in (0, 2)) < 0.5 + 3.0
 
 
-def test_who_leaves_is_not_waited_for(store, tmp_path):
-    with Team(store, tmp_path, expected=3, stall=5.0) as team:
-        team.start([0, 2], 20)
-        team.start([1], 5)
-        team.until(lambda: team.ended() == {1: 0})
-        left = team.events(1, "done")[0]["time"]
-        assert max(team.next_kept(number, left) for number in (0, 2)) < AT_ONCE
-        team.finish()
-        team.agreed()
-        assert [team.events(n, "done")[0]["version"] for n in (0, 2)] == [20, 20]
+def test_a_worker_that_leaves_is_not_waited_for(store, tmp_path):
+    with Workers(store, tmp_path, expected=3, stall=5.0) as workers:
+        workers.start([0, 2], 20)
+        workers.start([1], 5)
+        workers.until(lambda: workers.ended() == {1: 0})
+        left = workers.events(1, "done")[0]["time"]
+        assert max(workers.next_kept(number, left) for number in (0, 2)) < AT_ONCE
+        workers.finish()
+        workers.agreed()
+        assert [workers.events(n, "done")[0]["version"] for n in (0, 2)] == [20, 20]
 
 
-def test_who_comes_when_all_have_finished_is_told_so(store, tmp_path):
-    with Team(store, tmp_path, expected=2) as team:
-        team.start(range(2), 3)
-        team.finish()
+def test_a_worker_that_comes_when_all_have_finished_gets_an_error(store, tmp_path):
+    with Workers(store, tmp_path, expected=2) as workers:
+        workers.start(range(2), 3)
+        workers.finish()
         crew = Crew(store.address, number=1, stall=1.0)
         with pytest.raises(CrewFinished, match="the run has ended"):
             crew.join()
-        assert issubclass(CrewFinished, SystemExit)  # says so and ends, where nobody catches it
+        assert issubclass(
+            CrewFinished, SystemExit
+        )  # uncaught, it prints the message and ends the script
 
 
 def test_when_all_have_died_new_ones_begin_again(store, tmp_path):
-    with Team(store, tmp_path, expected=2, stall=0.5) as team:
-        team.start(range(2), 1000)
-        team.met(0, 2)
+    with Workers(store, tmp_path, expected=2, stall=0.5) as workers:
+        workers.start(range(2), 1000)
+        workers.wait_for_rounds(0, 2)
         for number in (0, 1):
-            team.kill(number)
-        team.start([0], 6, version=4)  # as from checkpoints, one older than the other
-        team.start([1], 6, version=2)
-        team.finish()
-        first = [team.events(n, "entered")[-1] for n in (0, 1)]
+            workers.kill(number)
+        workers.start([0], 6, version=4)  # as from checkpoints, one older than the other
+        workers.start([1], 6, version=2)
+        workers.finish()
+        first = [workers.events(n, "entered")[-1] for n in (0, 1)]
         assert [e["members"] for e in first] == [[0, 1]] * 2
         assert first[0]["generation"] > 1
         assert (first[0]["source"], first[0]["joiners"]) == (0, [1])
-        team.agreed()
+        workers.agreed()
 
 
 def test_when_all_have_died_and_nothing_is_left_that_is_said(store, tmp_path):
-    with Team(store, tmp_path, expected=1, stall=0.5) as team:
-        team.start([0], 1000)
-        team.met(0, 2)
-        team.kill(0)
+    with Workers(store, tmp_path, expected=1, stall=0.5) as workers:
+        workers.start([0], 1000)
+        workers.wait_for_rounds(0, 2)
+        workers.kill(0)
         crew = Crew(store.address, number=0, expected=1, stall=0.5)
         with pytest.warns(RuntimeWarning, match="all workers of this run were lost at once"):
             crew.join()
@@ -182,7 +184,7 @@ def test_a_start_and_a_worker_that_comes_back_are_no_loss():
     roster = roster.next(frozenset())
     assert not roster.all_lost  # nothing was there to lose
     roster = roster.keep(1, 0).without("1.1").ask_to_join("1.2", -1).ask_to_join("0.1", -1)
-    roster = roster.next(frozenset())  # in a local warm-up nobody holds anything yet
+    roster = roster.next(frozenset())  # in a local warm-up no worker holds a state yet
     assert not roster.all_lost and len(roster.ids) == 2
     roster = roster.undo(2, 0).without("0.1", "1.2").ask_to_join("0.2", -1).next(frozenset())
     assert roster.all_lost
@@ -192,13 +194,13 @@ def test_a_start_and_a_worker_that_comes_back_are_no_loss():
 
 def test_a_start_waits_for_those_expected_but_not_for_ever(store, tmp_path, monkeypatch):
     monkeypatch.setattr(_enrollment, "START_PATIENCE", 0.5)
-    with Team(store, tmp_path, expected=3) as team:
-        team.start(range(2), 3)
-        team.finish()
-        assert [team.events(n, "entered")[0]["members"] for n in (0, 1)] == [[0, 1]] * 2
+    with Workers(store, tmp_path, expected=3) as workers:
+        workers.start(range(2), 3)
+        workers.finish()
+        assert [workers.events(n, "entered")[0]["members"] for n in (0, 1)] == [[0, 1]] * 2
 
 
-def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
+def test_patience_ends_with_a_live_worker_that_does_not_come(store, tmp_path):
     def dawdle(worker):
         def hook(where, crew):
             if worker == 1 and where == "steps" and crew._round == 2 and crew.generation == 1:
@@ -206,13 +208,13 @@ def test_patience_ends_with_one_who_lives_but_does_not_come(store, tmp_path):
 
         return hook
 
-    with Team(store, tmp_path, expected=2, stall=0.5, patience=0.7) as team:
-        team.start(range(2), 80, dawdle, steps=0.02)
-        team.met(0, 10)  # alone by now
-        team.finish()
-        team.agreed()
-        assert [0] in [e["members"] for e in team.events(0, "entered")]
-        assert team.events(1, "entered")[-1]["joiners"] == [1]
+    with Workers(store, tmp_path, expected=2, stall=0.5, patience=0.7) as workers:
+        workers.start(range(2), 80, dawdle, steps=0.02)
+        workers.wait_for_rounds(0, 10)  # alone by now
+        workers.finish()
+        workers.agreed()
+        assert [0] in [e["members"] for e in workers.events(0, "entered")]
+        assert workers.events(1, "entered")[-1]["joiners"] == [1]
 
 
 @pytest.mark.long
@@ -238,51 +240,51 @@ def test_a_decision_is_the_same_for_all_however_workers_die(store, tmp_path):
 
         return hook
 
-    with Team(store, tmp_path, expected=4, stall=0.6) as team:
-        team.start(range(4), 100_000, die_somewhere, steps=0.002)
+    with Workers(store, tmp_path, expected=4, stall=0.6) as workers:
+        workers.start(range(4), 100_000, die_somewhere, steps=0.002)
         until, kills, stopped = time.monotonic() + 7, 0, None
         while time.monotonic() < until:
-            for number, code in team.ended().items():
-                assert code == -signal.SIGKILL, team.errors(number)
+            for number, code in workers.ended().items():
+                assert code == -signal.SIGKILL, workers.errors(number)
                 kills += 1
                 if draw.random() < 0.7:
-                    team.shared.report_end(number)
-                team.start([number], 100_000, die_somewhere, steps=0.002)
-            if stopped in team.pids and draw.random() < 0.01:
-                team.wake(stopped)
+                    workers.shared.report_end(number)
+                workers.start([number], 100_000, die_somewhere, steps=0.002)
+            if stopped in workers.pids and draw.random() < 0.01:
+                workers.wake(stopped)
                 stopped = None
             elif stopped is None and draw.random() < 0.005:
-                stopped = draw.choice(list(team.pids))
-                team.stop(stopped)
+                stopped = draw.choice(list(workers.pids))
+                workers.stop(stopped)
             time.sleep(0.01)
-        answers = list(team.agreed().values())
+        answers = list(workers.agreed().values())
         assert kills >= 3 and answers.count(False) >= 3 and answers.count(True) >= 20
 
 
 def test_a_lost_store_is_an_error_that_says_so(store, tmp_path):
-    with Team(store, tmp_path, expected=2) as team:
-        team.start(range(2), 1000)
-        team.met(0, 2)
+    with Workers(store, tmp_path, expected=2) as workers:
+        workers.start(range(2), 1000)
+        workers.wait_for_rounds(0, 2)
         store.kill()
         ended = {}
-        team.until(lambda: ended.update(team.ended()) or len(ended) == 2, 10)
+        workers.until(lambda: ended.update(workers.ended()) or len(ended) == 2, 10)
         assert set(ended.values()) == {1}
         for number in (0, 1):
-            assert f"the store at {store.address} is lost" in team.errors(number)
-            assert "from a checkpoint" in team.errors(number)
+            assert f"the store at {store.address} is lost" in workers.errors(number)
+            assert "from a checkpoint" in workers.errors(number)
 
 
 def test_a_frozen_store_is_an_error_too(store, tmp_path, monkeypatch):
     monkeypatch.setattr(_store, "STORE_TIMEOUT", 1.0)
-    with Team(store, tmp_path, expected=2) as team:
-        team.start(range(2), 1000)
-        team.met(0, 2)
+    with Workers(store, tmp_path, expected=2) as workers:
+        workers.start(range(2), 1000)
+        workers.wait_for_rounds(0, 2)
         os.kill(store.pid, signal.SIGSTOP)
         ended = {}
-        team.until(lambda: ended.update(team.ended()) or len(ended) == 2, 10)
+        workers.until(lambda: ended.update(workers.ended()) or len(ended) == 2, 10)
         os.kill(store.pid, signal.SIGCONT)
         assert set(ended.values()) == {1}
-        assert "no answer for 1 s" in team.errors(0) + team.errors(1)
+        assert "no answer for 1 s" in workers.errors(0) + workers.errors(1)
 
 
 def test_a_store_that_was_never_there_is_an_error(monkeypatch):
@@ -292,29 +294,29 @@ def test_a_store_that_was_never_there_is_an_error(monkeypatch):
 
 
 def test_two_workers_with_one_number_are_an_error(store, tmp_path):
-    with Team(store, tmp_path, expected=2, stall=0.5) as team:
-        team.start(range(2), 1000, steps=0.5)
-        team.until(lambda: team.events(0, "entered") != [])
+    with Workers(store, tmp_path, expected=2, stall=0.5) as workers:
+        workers.start(range(2), 1000, steps=0.5)
+        workers.until(lambda: workers.events(0, "entered") != [])
         with pytest.raises(RuntimeError, match="two workers with the number 1 are alive"):
             Crew(store.address, number=1, stall=0.5).join()
 
 
 def test_the_store_does_not_fill_up(store, tmp_path):
-    with Team(store, tmp_path, expected=2) as team:
-        team.start(range(2), 300, steps=0.0)
-        team.met(0, 3)
+    with Workers(store, tmp_path, expected=2) as workers:
+        workers.start(range(2), 300, steps=0.0)
+        workers.wait_for_rounds(0, 3)
         for _ in range(3):
-            team.kill(1, report=True)
-            team.start([1], 300, steps=0.0)
-            team.met(1, 20)
-        team.finish()
-        keys = [key.removeprefix("manyhands/") for key in team.shared.client.call("list_keys")]
+            workers.kill(1, report=True)
+            workers.start([1], 300, steps=0.0)
+            workers.wait_for_rounds(1, 20)
+        workers.finish()
+        keys = [key.removeprefix("manyhands/") for key in workers.shared.client.call("list_keys")]
         kinds = [key.partition("/")[0] for key in keys]
         assert kinds.count("group") == 0 and kinds.count("arrived") <= 2
         assert len(keys) < 12
 
 
-def test_without_a_store_a_worker_meets_alone():
+def test_without_a_store_a_worker_holds_rounds_alone():
     crew = Crew()
     crew.join()
     assert (crew.size, crew.rank, crew.number, crew.group, crew.joiners) == (1, 0, 0, None, ())
@@ -349,7 +351,7 @@ def test_what_is_missing_or_wrong_is_said(monkeypatch):
         crew.settle(True)
 
 
-def test_who_gives_up_when_the_others_have_just_kept_the_meeting_is_told_so(store, monkeypatch):
+def test_a_worker_that_gives_up_learns_that_the_others_have_kept_the_round(store, monkeypatch):
     crews = [Crew(store.address, number=number, expected=2) for number in range(2)]
     threads = [threading.Thread(target=crew.join) for crew in crews]
     for thread in threads:
@@ -372,12 +374,12 @@ def test_who_gives_up_when_the_others_have_just_kept_the_meeting_is_told_so(stor
 
 
 @pytest.mark.long
-def test_who_ends_without_leaving_is_known_to_be_gone_but_not_to_be_done(store, tmp_path):
+def test_a_worker_that_ends_without_leaving_is_gone_but_not_done(store, tmp_path):
     script = "from manyhands.blocks.crew._crew import Crew\ncrew = Crew()\ncrew.join()\n1 / 0\n"
     environment = {**os.environ, "MANYHANDS_STORE": store.address, "MANYHANDS_WORKER": "0"}
     subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
-    with Team(store, tmp_path, expected=1) as team:
-        roster = team.shared.refresh()
+    with Workers(store, tmp_path, expected=1) as workers:
+        roster = workers.shared.refresh()
         assert roster.dead == ("0.1",) and not roster.finished
 
 
@@ -442,14 +444,14 @@ def test_a_group_that_ends_when_python_goes_is_left_to_the_system(store, monkeyp
         transport.release()
     assert transport.group is None
     gc.collect()
-    assert sys.getrefcount(group) >= 3  # ours, the call's, and one that nobody has
+    assert sys.getrefcount(group) >= 3  # ours, the call's, and one that keeps it alive
 
 
-def test_a_meeting_that_failed_holds_no_group():
+def test_a_round_that_failed_holds_no_group():
     class Group:
         pass
 
-    def meeting(workers):
+    def sync_round(workers):
         group = workers.group
         raise RuntimeError(f"of {group}")
 
@@ -457,26 +459,26 @@ def test_a_meeting_that_failed_holds_no_group():
     seen = weakref.ref(group)
     gc.disable()
     try:
-        errand = BackgroundSync(meeting, RankGroup(2, 0, group), None)
+        background = BackgroundSync(sync_round, RankGroup(2, 0, group), None)
         del group
-        errand.run()
+        background.run()
         assert seen() is None
     finally:
         gc.enable()
-    lines = traceback.format_exception(errand.error)
-    assert "in meeting" in "".join(lines) and "of <" in lines[-1]
+    lines = traceback.format_exception(background.error)
+    assert "in sync_round" in "".join(lines) and "of <" in lines[-1]
 
 
 def test_a_connection_that_the_other_side_ends_while_it_is_given_up(monkeypatch):
     """One that goes between our look at it and our hand on it; the next one is still ended."""
     listening = socket.create_server(("127.0.0.1", 0))
     ours = [socket.create_connection(listening.getsockname()) for _ in range(2)]
-    theirs = [listening.accept()[0] for _ in ours]
+    peers = [listening.accept()[0] for _ in ours]
     resets = struct.pack("ii", 1, 0)  # with close(), at once and without a good-bye
 
     def look(end):
         ends = looked(end)
-        for there in theirs:
+        for there in peers:
             if ends is not None and there.fileno() >= 0 and ends[0] == there.getpeername():
                 there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
                 there.close()

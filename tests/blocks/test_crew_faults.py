@@ -1,4 +1,4 @@
-"""Blocks in a crew: workers die, stall and join in the middle of meetings, and all stay one."""
+"""Blocks in a crew: workers die, stall and join in the middle of sync rounds, and stay equal."""
 
 import hashlib
 import os
@@ -12,37 +12,37 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Team, fork
-from manyhands.blocks.averaging import _average
+from helpers.crew_workers import Log, Store, Workers, fork
+from manyhands.blocks.averaging import _chunks, _round
 from manyhands.blocks.crew._crew import Crew
 
 SIZE = 200_000  # four chunks, as `small_chunks` has them
 
 
-class BlockTeam(Team):
+class BlockWorkers(Workers):
     """Workers that go down a slope of 1: after n steps parameters are -n, or work is lost."""
 
     def start(self, numbers, steps, options=None, harm=None, pause=0.002, make=None):
         for number in numbers:
-            life = self.lives[number] = self.lives.get(number, 0) + 1
-            log_file = self.folder / f"{number}.{life}.jsonl"
+            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{incarnation}.jsonl"
 
-            def live(number=number, life=life, log_file=log_file):
-                if harm is not None and life == 1:
+            def work(number=number, incarnation=incarnation, log_file=log_file):
+                if harm is not None and incarnation == 1:
                     harm(number)
                 crew = Crew(self.store.address, number=number, **self.options)
                 train(crew, Log(log_file), steps, options or {}, pause, make or mh.LocalSGD)
 
-            self.pids[number] = fork(live, self.folder / f"{number}.errors")
+            self.pids[number] = fork(work, self.folder / f"{number}.errors")
 
-    def met(self, number, meetings):
-        self.until(lambda: sum(e["event"] == "met" for e in self.events(number)) >= meetings)
+    def wait_for_rounds(self, number, rounds):
+        self.until(lambda: sum(e["event"] == "round" for e in self.events(number)) >= rounds)
 
-    def one_state_at_each_meeting(self):
-        """Whoever held a meeting has the same bits after it; gives the states by meeting."""
+    def one_state_after_each_round(self):
+        """Check that all have the same bits after each round; return the states by round."""
         states = {}
-        for number in self.lives:
-            for e in self.events(number, "met"):
+        for number in self.incarnations:
+            for e in self.events(number, "round"):
                 state = (e["steps"], e["state"])
                 assert states.setdefault(e["rounds"], state) == state, (number, e, states)
         return states
@@ -54,16 +54,16 @@ def train(crew, log, steps, options, pause, make):
     buffers.extra = param
     optimizer = make(SGD([param], lr=1.0), model=buffers, crew=crew, **options)
     log("in", steps=optimizer.steps, size=crew.size)
-    met = optimizer.rounds
+    rounds = optimizer.rounds
     generator = torch.Generator().manual_seed(crew.number)
     while optimizer.steps < steps:
         noise = torch.randn((), generator=generator)
         param.grad = torch.ones(SIZE)
         param.grad[-1] += noise
         optimizer.step()
-        if optimizer.rounds != met:
-            met = optimizer.rounds
-            tell(log, "met", optimizer)
+        if optimizer.rounds != rounds:
+            rounds = optimizer.rounds
+            tell(log, "round", optimizer)
         time.sleep(pause)
     optimizer.finish()
     tell(log, "done", optimizer, value=float(param.detach()[0]))
@@ -71,8 +71,8 @@ def train(crew, log, steps, options, pause, make):
 
 def tell(log, event, optimizer, **more):
     state = hashlib.sha1()
-    for segment in optimizer._sync.anchor.buckets:
-        for tensor in [segment.anchor, *segment.memories]:
+    for bucket in optimizer._sync.anchor.buckets:
+        for tensor in [bucket.anchor, *bucket.memories]:
             state.update(tensor.numpy().tobytes())
     seen = optimizer.snapshot()
     log(
@@ -86,29 +86,29 @@ def tell(log, event, optimizer, **more):
     )
 
 
-def dies_at(place, worker, meeting):
-    """That worker dies in the middle of its so manyth meeting: sending, sharing or landing."""
+def dies_at(place, worker, round_number):
+    """Return what kills this worker in the middle of a round, where this method is called."""
 
     def harm(number):
         if number != worker:
             return
-        original = getattr(_average._SyncRound, place)
+        original = getattr(_round._SyncRound, place)
         calls = []
 
         def fatal(self, *args, **kwargs):
             calls.append(1)
-            if len(calls) == 4 * meeting - 1:  # the third of its chunks
+            if len(calls) == 4 * round_number - 1:  # the third of its chunks
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(self, *args, **kwargs)
 
-        setattr(_average._SyncRound, place, fatal)
+        setattr(_round._SyncRound, place, fatal)
 
     return harm
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_average, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(_chunks, "SMALLEST", 1 << 16)
 
 
 @pytest.fixture
@@ -118,36 +118,36 @@ def store():
 
 
 @pytest.mark.parametrize("place", ["_send", "_start_mean", "_finish"])
-def test_a_death_in_the_middle_of_a_meeting_loses_no_work_of_the_others(store, tmp_path, place):
-    with BlockTeam(store, tmp_path, expected=4, stall=5.0) as team:
-        team.start(range(4), 100, {"every": 5}, dies_at(place, 2, 6), pause=0.005)
-        team.until(lambda: team.ended() == {2: -signal.SIGKILL})
+def test_a_death_in_the_middle_of_a_round_loses_no_work_of_the_others(store, tmp_path, place):
+    with BlockWorkers(store, tmp_path, expected=4, stall=5.0) as workers:
+        workers.start(range(4), 100, {"every": 5}, dies_at(place, 2, 6), pause=0.005)
+        workers.until(lambda: workers.ended() == {2: -signal.SIGKILL})
         died = time.monotonic()
-        team.shared.report_end(2)
-        team.until(lambda: any(e["time"] > died for e in team.events(0, "met")))
+        workers.shared.report_end(2)
+        workers.until(lambda: any(e["time"] > died for e in workers.events(0, "round")))
         assert time.monotonic() - died < 3.5
-        team.start([2], 100, {"every": 5}, pause=0.005)
-        team.finish()
-        states = team.one_state_at_each_meeting()
+        workers.start([2], 100, {"every": 5}, pause=0.005)
+        workers.finish()
+        states = workers.one_state_after_each_round()
         assert len(states) == 20
-        done = [team.events(number, "done")[-1] for number in range(4)]
+        done = [workers.events(number, "done")[-1] for number in range(4)]
         assert {e["value"] for e in done} == {-100.0}  # not a step of the survivors is missing
         assert len({e["state"] for e in done}) == 1
-        assert team.events(2, "in")[-1]["steps"] % 5 == 0 < team.events(2, "in")[-1]["steps"]
+        assert workers.events(2, "in")[-1]["steps"] % 5 == 0 < workers.events(2, "in")[-1]["steps"]
         assert {e["undone"] for e in done if e["workers"] == 4} <= {0, 1}
 
 
-def test_a_death_in_the_round_that_ends_a_warm_up_sets_nobody_back(store, tmp_path):
+def test_a_death_in_the_round_that_ends_a_warm_up_sets_no_worker_back(store, tmp_path):
     """The first worker dies, and its next incarnation comes before the others know that."""
     options = {"global_sync_iter": 6, "warmup_iterations": 20}
-    with BlockTeam(store, tmp_path, expected=3, stall=4.0) as team:
+    with BlockWorkers(store, tmp_path, expected=3, stall=4.0) as workers:
         harm = dies_at("_send", 0, 1)
-        team.start(range(3), 50, options, harm, make=mh.BMUF, pause=0.005)
-        team.until(lambda: team.ended() == {0: -signal.SIGKILL})
-        team.start([0], 50, options, make=mh.BMUF, pause=0.005)
-        team.finish()
-        team.one_state_at_each_meeting()
-        assert team.events(0, "in")[-1]["steps"] == 20
+        workers.start(range(3), 50, options, harm, make=mh.BMUF, pause=0.005)
+        workers.until(lambda: workers.ended() == {0: -signal.SIGKILL})
+        workers.start([0], 50, options, make=mh.BMUF, pause=0.005)
+        workers.finish()
+        workers.one_state_after_each_round()
+        assert workers.events(0, "in")[-1]["steps"] == 20
 
 
 OPTIONS = [
@@ -160,53 +160,53 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("make", "options"), OPTIONS)
 def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options):
-    with BlockTeam(store, tmp_path, expected=3, stall=1.0) as team:
+    with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
         dice = random.Random(3)
         steps = 150
-        team.start(range(3), steps, options, make=make, pause=0.005)
+        workers.start(range(3), steps, options, make=make, pause=0.005)
         for _ in range(4):
             time.sleep(0.1 + 0.3 * dice.random())
-            if team.ended():
+            if workers.ended():
                 break
-            victim = dice.choice(team.present(2))
-            team.kill(victim, report=dice.random() < 0.7)
-            team.start([victim], steps, options, make=make, pause=0.005)
-        team.finish()
-        states = team.one_state_at_each_meeting()
+            victim = dice.choice(workers.present(2))
+            workers.kill(victim, report=dice.random() < 0.7)
+            workers.start([victim], steps, options, make=make, pause=0.005)
+        workers.finish()
+        states = workers.one_state_after_each_round()
         assert len(states) > 5
-        done = [team.events(number, "done")[-1] for number in range(3)]
+        done = [workers.events(number, "done")[-1] for number in range(3)]
         assert len({e["state"] for e in done}) == 1
 
 
 @pytest.mark.long
 def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path):
-    with BlockTeam(store, tmp_path, expected=3, stall=0.6) as team:
-        team.start(range(3), 400, {"every": 5}, pause=0.005)
-        team.met(1, 4)
-        team.stop(1)
+    with BlockWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
+        workers.start(range(3), 400, {"every": 5}, pause=0.005)
+        workers.wait_for_rounds(1, 4)
+        workers.stop(1)
         stopped = time.monotonic()
-        team.until(lambda: team.last(0, "met", "workers") == 2)
+        workers.until(lambda: workers.last(0, "round", "workers") == 2)
         assert time.monotonic() - stopped < 0.6 + 4.0
-        before = len(team.events(0, "met"))
-        team.until(lambda: len(team.events(0, "met")) > before + 3)
-        team.wake(1)
-        team.until(lambda: (team.last(1, "met", "time") or 0.0) > stopped + 0.6)
-        team.finish()
-        team.one_state_at_each_meeting()
-        done = [team.events(number, "done")[-1] for number in range(3)]
+        before = len(workers.events(0, "round"))
+        workers.until(lambda: len(workers.events(0, "round")) > before + 3)
+        workers.wake(1)
+        workers.until(lambda: (workers.last(1, "round", "time") or 0.0) > stopped + 0.6)
+        workers.finish()
+        workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(3)]
         assert {e["value"] for e in done} == {-400.0} and {e["workers"] for e in done} == {3}
 
 
 def test_one_worker_may_be_left_and_others_join_it(store, tmp_path):
-    with BlockTeam(store, tmp_path, expected=2, stall=0.6) as team:
-        team.start([0, 1], 300, {"every": 5}, pause=0.005)
-        team.met(0, 3)
-        team.kill(1, report=True)
-        team.until(lambda: team.last(0, "met", "workers") == 1)
-        team.start([1, 2], 300, {"every": 5}, pause=0.005)
-        team.finish()
-        team.one_state_at_each_meeting()
-        assert {team.events(n, "done")[-1]["value"] for n in range(3)} == {-300.0}
+    with BlockWorkers(store, tmp_path, expected=2, stall=0.6) as workers:
+        workers.start([0, 1], 300, {"every": 5}, pause=0.005)
+        workers.wait_for_rounds(0, 3)
+        workers.kill(1, report=True)
+        workers.until(lambda: workers.last(0, "round", "workers") == 1)
+        workers.start([1, 2], 300, {"every": 5}, pause=0.005)
+        workers.finish()
+        workers.one_state_after_each_round()
+        assert {workers.events(n, "done")[-1]["value"] for n in range(3)} == {-300.0}
 
 
 def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
@@ -222,19 +222,19 @@ def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
 def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
     def breaks(number):
         if number == 1:
-            original = _average._SyncRound._start_mean
+            original = _round._SyncRound._start_mean
 
             def start_mean(self, chunk):
                 if self.note.step >= 20:
                     raise TypeError("of worker 1")
                 return original(self, chunk)
 
-            _average._SyncRound._start_mean = start_mean
+            _round._SyncRound._start_mean = start_mean
 
-    with BlockTeam(store, tmp_path, expected=3, stall=0.6) as team:
-        team.start(range(3), 60, {"every": 5}, breaks, pause=0.005)
-        team.until(lambda: team.ended() == {1: 1})
-        assert "TypeError: of worker 1" in team.errors(1)
-        team.finish()
-        team.one_state_at_each_meeting()
-        assert team.events(0, "done")[-1]["workers"] == 2
+    with BlockWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
+        workers.start(range(3), 60, {"every": 5}, breaks, pause=0.005)
+        workers.until(lambda: workers.ended() == {1: 1})
+        assert "TypeError: of worker 1" in workers.errors(1)
+        workers.finish()
+        workers.one_state_after_each_round()
+        assert workers.events(0, "done")[-1]["workers"] == 2

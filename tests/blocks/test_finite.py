@@ -12,8 +12,13 @@ import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands.blocks._codec import CODECS
 from manyhands.blocks._schedule import Drift
-from manyhands.blocks.averaging._extras import by_index, drop_nonfinite_state, make_payloads
-from manyhands.blocks.averaging._payload import are_finite, is_payload_finite
+from manyhands.blocks.averaging._payload import (
+    are_finite,
+    by_index,
+    drop_nonfinite_state,
+    is_payload_finite,
+    make_payloads,
+)
 
 LARGE = [3e19, -3e19, 1e30, 3e38]
 NEVER = [math.inf, -math.inf, math.nan]

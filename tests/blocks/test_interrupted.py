@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.blocks import _rounds
+from manyhands.blocks.averaging import _round
 
 STEPS = 13
 EVERY_STEP = range(2, STEPS + 1)
@@ -61,19 +61,20 @@ def build(seed, method, every="4", **options):
 
 
 def share_the_group():
-    """Have all optimizers of this process with the same options meet in one group of theirs.
+    """Let all optimizers of this process with the same options share one group.
 
     Each makes its own, which costs some time, and descriptors until the process ends.
     """
-    made, own = {}, mh.Blocks._choose_transport
+    made, original = {}, _round.FixedMembers.choose_transport
 
-    def who_meet(optimizer, workers):
-        key = repr(optimizer).partition("\n")[0], optimizer._shared_memory
+    def choose_transport(members, devices, **options):
+        key = tuple(options.items())
         if key not in made:
-            made[key] = own(optimizer, workers)
-        return made[key]
+            original(members, devices, **options)
+            made[key] = members.workers
+        members.workers = made[key]
 
-    mh.Blocks._choose_transport = who_meet  # in a process of this test's own
+    _round.FixedMembers.choose_transport = choose_transport  # in a process of this test's own
 
 
 def held(model, optimizer):
@@ -81,22 +82,22 @@ def held(model, optimizer):
     sync = optimizer._sync
     state = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
     moments = [entry[name] for entry in state for name in sorted(entry)]
-    point = [
+    outer = [
         tensor for bucket in sync.anchor.buckets for tensor in (bucket.anchor, *bucket.memories)
     ]
     if not sync.pending:  # which write to them meanwhile
-        point += [s.residual for s in sync.anchor.buckets if s.residual is not None]
+        outer += [s.residual for s in sync.anchor.buckets if s.residual is not None]
     seen = optimizer.snapshot()
     names = ("step", "rounds", "every", "distance", "spread", "cosine", "left_out", "workers")
     numbers = torch.tensor([float(seen[name]) for name in names], dtype=torch.float64)
-    tensors = [*model.parameters(), *model.buffers(), *moments, *point, numbers.nan_to_num(-7.0)]
+    tensors = [*model.parameters(), *model.buffers(), *moments, *outer, numbers.nan_to_num(-7.0)]
     return [torch.as_tensor(tensor).detach().clone() for tensor in tensors]
 
 
 def run(case, interrupted=()):
     """What the run holds after each step, and after a last sync round."""
     clock, seen = Clock(), []
-    _rounds.time = SimpleNamespace(perf_counter=clock.perf_counter)
+    _round.time = SimpleNamespace(perf_counter=clock.perf_counter)
     model, optimizer = build(0, **case)
     for step in range(1, STEPS + 1):
         if step in interrupted:
@@ -249,7 +250,7 @@ def test_state_that_is_not_finite_is_left_out_of_the_mean(overlap):
     assert run_ranks(2, blocks) == [(True, 1)] * 2
 
 
-def test_who_was_left_out_last_is_known_after_a_resume():
+def test_the_workers_left_out_last_are_known_after_a_resume():
     def blocks():
         param = nn.Parameter(torch.ones(3))
         optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=1)

@@ -1,4 +1,4 @@
-"""Who may come into a crew, and what a worker costs the others that leaves in mid-block."""
+"""Which workers may join a crew, and what one that leaves in mid-block costs the others."""
 
 import time
 from dataclasses import replace
@@ -9,11 +9,11 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Team, fork
-from manyhands.blocks import _rounds
+from helpers.crew_workers import Log, Store, Workers, fork
+from manyhands.blocks import _sync
 from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._enrollment import Terms
 from manyhands.blocks.crew._roster import Roster
-from manyhands.blocks.crew._terms import Terms
 from manyhands.errors import RanksDisagree
 
 STEPS = 300
@@ -51,25 +51,25 @@ def transposed(model):
     return list(model.parameters())
 
 
-class Joiners(Team):
+class Joiners(Workers):
     """Workers that go down slopes of 1 and 2: after n steps `first` is -n, or work is lost."""
 
     def start(self, numbers, steps=STEPS, options=OPTIONS, params=as_it_is, harm=None):
         for number in numbers:
-            life = self.lives[number] = self.lives.get(number, 0) + 1
-            log_file = self.folder / f"{number}.{life}.jsonl"
+            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{incarnation}.jsonl"
 
-            def live(number=number, log_file=log_file):
+            def work(number=number, log_file=log_file):
                 crew = Crew(self.store.address, number=number, **self.options)
                 if harm is not None:
                     harm(number)
                 slow = self.folder / "slow"
                 train(crew, Log(log_file), steps, options, params, slow)
 
-            self.pids[number] = fork(live, self.folder / f"{number}.errors")
+            self.pids[number] = fork(work, self.folder / f"{number}.errors")
 
     def step(self, number, steps):
-        """Wait until a worker has taken so many steps."""
+        """Wait until a worker has taken this many steps."""
         self.until(lambda: (self.last(number, "step", "steps") or 0) >= steps, 30.0)
 
 
@@ -111,37 +111,37 @@ BAD = [
 
 
 def test_bad_joiners_are_refused_alone_by_name_and_the_others_lose_nothing(store, tmp_path):
-    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
-        team.start(range(3))
-        team.step(0, 20)
-        team.kill(2, report=True)
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as workers:
+        workers.start(range(3))
+        workers.step(0, 20)
+        workers.kill(2, report=True)
         (tmp_path / "slow").touch()
         for options, params, message in BAD:
-            team.start([2], options=options, params=params)
+            workers.start([2], options=options, params=params)
             ended = {}
-            team.until(lambda ended=ended: ended.update(team.ended()) or 2 in ended, 60.0)
-            assert ended == {2: 1}, team.story()
-            assert "worker 2 was not let in" in team.errors(2)
-            assert message in team.errors(2)
-            assert team.shared.refresh().refused == (2,)
-        assert team.last(0, "step", "steps") < STEPS, "the others have not waited for it"
-        team.start([2])
+            workers.until(lambda ended=ended: ended.update(workers.ended()) or 2 in ended, 60.0)
+            assert ended == {2: 1}, workers.story()
+            assert "worker 2 was not let in" in workers.errors(2)
+            assert message in workers.errors(2)
+            assert workers.shared.refresh().refused == (2,)
+        assert workers.last(0, "step", "steps") < STEPS, "the others have not waited for it"
+        workers.start([2])
         (tmp_path / "slow").unlink()
-        team.finish(60.0)
-        done = [team.events(number, "done")[-1] for number in range(3)]
+        workers.finish(60.0)
+        done = [workers.events(number, "done")[-1] for number in range(3)]
         for e in done:
             assert (e["first"], e["second"]) == ([-STEPS] * 2, [-2 * STEPS] * 2)
         assert {e["undone"] for e in done[:2]} <= {0, 1}  # the round that the killed one missed
-        assert team.shared.refresh().refused == ()
+        assert workers.shared.refresh().refused == ()
 
 
 def test_the_first_to_come_says_what_the_others_must_have(store, tmp_path):
-    with Joiners(store, tmp_path, expected=2, stall=5.0) as team:
-        team.start([0], options={**OPTIONS, "every": 6})
-        team.until(lambda: team.shared.refresh().waiting != ())
-        team.start([1])
-        team.until(lambda: team.ended() == {1: 1})
-        assert "every: 5 here, 6 in the run" in team.errors(1)
+    with Joiners(store, tmp_path, expected=2, stall=5.0) as workers:
+        workers.start([0], options={**OPTIONS, "every": 6})
+        workers.until(lambda: workers.shared.refresh().waiting != ())
+        workers.start([1])
+        workers.until(lambda: workers.ended() == {1: 1})
+        assert "every: 5 here, 6 in the run" in workers.errors(1)
 
 
 def test_names_do_not_matter_where_one_model_is_wrapped_and_do_where_they_are_moved():
@@ -164,8 +164,8 @@ def test_names_do_not_matter_where_one_model_is_wrapped_and_do_where_they_are_mo
 
 def test_many_differences_are_cut_short():
     ours = Terms.of({"every": 1}, [torch.zeros(2)] * 9, [torch.zeros(1)], [])
-    theirs = Terms.of({}, [torch.zeros(3)] * 8, [], [])
-    found = ours.differences(theirs.text, theirs.digest)
+    run = Terms.of({}, [torch.zeros(3)] * 8, [], [])
+    found = ours.differences(run.text, run.digest)
     assert found[0] == "every: 1 here, missing in the run"
     assert found[1] == "the number of parameters: 9 here, 8 in the run"
     assert "and further parameters" in found and len(found) == 7
@@ -187,51 +187,53 @@ LEAVING = [
 
 
 @pytest.mark.parametrize("options", LEAVING, ids=str)
-def test_who_leaves_in_mid_block_costs_the_others_no_more_than_a_death(store, tmp_path, options):
-    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
-        team.start([0, 2], options=options)
-        team.start([1], steps=27, options=options)  # of blocks of 5 and 6
+def test_a_worker_that_leaves_in_mid_block_costs_the_others_no_more_than_a_death(
+    store, tmp_path, options
+):
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as workers:
+        workers.start([0, 2], options=options)
+        workers.start([1], steps=27, options=options)  # of blocks of 5 and 6
         ended = {}
-        team.until(lambda: ended.update(team.ended()) or 1 in ended, 40.0)
-        assert ended == {1: 0}, team.errors(1)
-        team.finish(60.0)
-        done = {number: team.events(number, "done")[-1] for number in range(3)}
+        workers.until(lambda: ended.update(workers.ended()) or 1 in ended, 40.0)
+        assert ended == {1: 0}, workers.errors(1)
+        workers.finish(60.0)
+        done = {number: workers.events(number, "done")[-1] for number in range(3)}
         for number in (0, 2):
-            assert done[number]["first"] == close_to(-STEPS)  # not a step of theirs is missing
+            assert done[number]["first"] == close_to(-STEPS)  # none of their steps is missing
             assert done[number]["undone"] <= 1
         at = done[1]["first"]
-        assert at[0] == at[1] and -27 < at[0] < 0  # the last common point
+        assert at[0] == at[1] and -27 < at[0] < 0  # the last anchor
 
 
 @pytest.mark.parametrize("options", LEAVING, ids=str)
-def test_who_are_all_done_in_mid_block_hold_a_last_meeting(store, tmp_path, options):
-    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
-        team.start(range(3), steps=28, options=options)
-        team.finish(40.0)
+def test_workers_that_are_all_done_in_mid_block_hold_a_last_round(store, tmp_path, options):
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as workers:
+        workers.start(range(3), steps=28, options=options)
+        workers.finish(40.0)
         for number in range(3):
-            e = team.events(number, "done")[-1]
+            e = workers.events(number, "done")[-1]
             assert e["first"] == close_to(-28) and e["undone"] == 0
 
 
-def test_of_those_that_are_done_after_different_steps_the_last_ones_meet(store, tmp_path):
-    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
-        team.start([0], steps=27, options={"every": 50})
-        team.start([1, 2], steps=29, options={"every": 50})
-        team.finish(40.0)
-        assert [team.events(n, "done")[-1]["first"] for n in (1, 2)] == [[-29] * 2] * 2
+def test_of_workers_that_are_done_after_different_steps_the_last_ones_hold_a_round(store, tmp_path):
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as workers:
+        workers.start([0], steps=27, options={"every": 50})
+        workers.start([1, 2], steps=29, options={"every": 50})
+        workers.finish(40.0)
+        assert [workers.events(n, "done")[-1]["first"] for n in (1, 2)] == [[-29] * 2] * 2
 
 
 def test_one_that_dies_while_all_are_done_is_not_waited_for(store, tmp_path):
-    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
-        team.start([0, 1], steps=28, options={"every": 50})
-        team.start([2], options={"every": 50})
-        team.until(lambda: len(team.shared.refresh().closing) == 2)
-        team.kill(2, report=True)
-        team.finish(40.0)
-        assert [team.events(n, "done")[-1]["first"] for n in (0, 1)] == [[-28] * 2] * 2
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as workers:
+        workers.start([0, 1], steps=28, options={"every": 50})
+        workers.start([2], options={"every": 50})
+        workers.until(lambda: len(workers.shared.refresh().closing) == 2)
+        workers.kill(2, report=True)
+        workers.finish(40.0)
+        assert [workers.events(n, "done")[-1]["first"] for n in (0, 1)] == [[-28] * 2] * 2
 
 
-def test_a_generation_forgets_who_was_closing():
+def test_a_generation_forgets_which_members_were_closing():
     roster = Roster().ask_to_join("0.1", 1).ask_to_join("1.1", 1).next(frozenset())
     roster = roster.close("1.1", 1, 0, 7)
     assert roster.closing_at(0) == {"1.1": 7} and roster.closing_at(1) == {}
@@ -244,7 +246,7 @@ def test_an_error_before_the_first_sync_round_ends_all_and_a_later_one_does_not(
     roster = Roster().ask_to_join("0.1", -1).ask_to_join("1.1", -1).next(frozenset())
     roster = roster.keep(1, 0, sync_round=False)
     assert roster.fail("1.1").failed == ("1.1",) and roster.fail("1.1").dead == ("1.1",)
-    assert roster.fail("2.1") == roster  # no member yet: nobody has noticed it
+    assert roster.fail("2.1") == roster  # no member yet: the others have not noticed it
     assert roster.without_number(1).failed == ()  # killed: it is started again
     assert roster.keep(1, 1).fail("1.1").failed == ()
     over = roster.fail("1.1").undo(1, 1).without("0.1").ask_to_join("0.2", -1)
@@ -252,26 +254,26 @@ def test_an_error_before_the_first_sync_round_ends_all_and_a_later_one_does_not(
 
 
 def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
-    """One step too many: it gets the error, and the others meet again without it."""
+    """One step too many: it gets the error, and the others repeat the round without it."""
 
     def skips(number):
         if number == 1:
-            original = _rounds.RoundRunner.write_note
+            original = _sync.Sync._write_note
 
-            def write_note(self, step, status, state):
-                said = original(self, step, status, state)
-                return replace(said, step=said.step + (said.step >= 20))
+            def write_note(self, finite, state):
+                note = original(self, finite, state)
+                return replace(note, step=note.step + (note.step >= 20))
 
-            _rounds.RoundRunner.write_note = write_note
+            _sync.Sync._write_note = write_note
 
-    with Joiners(store, tmp_path, expected=3, stall=5.0) as team:
-        team.start(range(3), harm=skips)
+    with Joiners(store, tmp_path, expected=3, stall=5.0) as workers:
+        workers.start(range(3), harm=skips)
         ended = {}
-        team.until(lambda: ended.update(team.ended()) or ended, 40.0)
-        assert ended == {1: 1}, team.story()
-        assert "workers came to a sync round after different numbers of steps" in team.errors(1)
-        team.finish(60.0)
-        assert [team.events(n, "done")[-1]["first"] for n in (0, 2)] == [[-STEPS] * 2] * 2
+        workers.until(lambda: ended.update(workers.ended()) or ended, 40.0)
+        assert ended == {1: 1}, workers.story()
+        assert "workers came to a sync round after different numbers of steps" in workers.errors(1)
+        workers.finish(60.0)
+        assert [workers.events(n, "done")[-1]["first"] for n in (0, 2)] == [[-STEPS] * 2] * 2
 
 
 def test_the_odd_ones_are_those_that_differ_from_most():

@@ -60,8 +60,8 @@ def test_fairseqs_values():
         )
         for rank, steps in enumerate(seen):
             ours = torch.stack([torch.cat([p.flatten() for p in params]) for params in steps])
-            theirs = torch.tensor(case["ranks"][rank]["traj"], dtype=torch.float64)
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=str(cfg))
+            recorded = torch.tensor(case["ranks"][rank]["traj"], dtype=torch.float64)
+            torch.testing.assert_close(ours, recorded, rtol=1e-9, atol=1e-9, msg=str(cfg))
 
 
 numbers = st.floats(-10, 10, allow_subnormal=False)

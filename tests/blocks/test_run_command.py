@@ -15,8 +15,7 @@ import pytest
 
 from helpers.crew_workers import SECRET, Store, fork
 from manyhands.blocks.crew import _launcher, _store
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
-from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._shared_roster import HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import Signer, StoreClient
 
 
@@ -147,19 +146,19 @@ def test_a_killed_worker_is_started_again(tmp_path):
         run = "run" + os.environ["MANYHANDS_WORKER"]
         with open(run, "a") as file:
             file.write("x")
-        print("life", os.path.getsize(run))
+        print("start", os.path.getsize(run))
         if run == "run1" and os.path.getsize(run) < 3:
             os.kill(os.getpid(), signal.SIGKILL)
     """
     with Command(tmp_path, script, "--workers", "2", "--restarts", "0") as command:
         assert command.wait() == 0
     assert command.err.read_text().count("worker 1 ended (SIGKILL) and is started again.") == 2
-    assert "[1] life 3" in command.out.read_text()
-    assert "[0] life 2" not in command.out.read_text()
+    assert "[1] start 3" in command.out.read_text()
+    assert "[0] start 2" not in command.out.read_text()
 
 
 def test_the_pause_before_a_restart_grows_to_a_limit_and_never_overflows():
-    pauses = [_launcher._restart_pause(lives) for lives in (0, 1, 2, 3, 4, 20, 5000)]
+    pauses = [_launcher._restart_pause(short) for short in (0, 1, 2, 3, 4, 20, 5000)]
     assert pauses == [0, 0, 1, 2, 4, 30, 30]
 
 
@@ -170,7 +169,7 @@ class Others:
         monitor = HeartbeatMonitor(1.0)
         self.shared = SharedRoster(StoreClient(f"127.0.0.1:{port}", 0.2, Signer(SECRET)), monitor)
 
-    def meet(self, *ids):
+    def hold_round(self, *ids):
         for id in ids:
             self.shared.client.put(f"manyhands/heartbeat/{id}", "1 0")
             self.shared.change(lambda roster, id=id: roster.ask_to_join(id, 0))
@@ -207,7 +206,7 @@ ERROR_IN_A_STEP = """
 
 @pytest.mark.long
 def test_an_error_before_the_first_sync_round_ends_the_run(tmp_path, monkeypatch):
-    """Though the workers have found together, and have brought each other the parameters."""
+    """The workers have joined, and joiners have received the parameters: there is no round yet."""
     monkeypatch.setenv("BREAKS_AT", "3")
     with Command(tmp_path, ERROR_IN_A_STEP, "--workers", "2") as command:
         assert command.wait(60) == 1
@@ -296,10 +295,10 @@ def test_hosts_need_a_secret_that_both_know(tmp_path, monkeypatch):
         assert "set MANYHANDS_SECRET to the same" in command.err.read_text()
 
 
-def test_errors_after_the_first_meeting_are_tried_again_so_many_times(tmp_path):
+def test_errors_after_the_first_round_are_tried_again_so_many_times(tmp_path):
     script = """
         import os, sys, time
-        while not os.path.exists("met"):
+        while not os.path.exists("round"):
             time.sleep(0.01)
         print("again")
         sys.exit(7 if os.environ["MANYHANDS_WORKER"] == "1" else 0)
@@ -308,8 +307,8 @@ def test_errors_after_the_first_meeting_are_tried_again_so_many_times(tmp_path):
     options = ("--workers", "2", "--listen", f"127.0.0.1:{port}", "--restarts", "1")
     with Command(tmp_path, script, *options) as command:
         others = Others(port)
-        others.meet("9.1")
-        (tmp_path / "met").touch()
+        others.hold_round("9.1")
+        (tmp_path / "round").touch()
         command.until("it is not started again")
         time.sleep(0.3)
         assert alive(command.pid)  # it serves the store to the others
@@ -329,7 +328,7 @@ def test_what_ends_badly_after_the_others_have_finished_does_not_count(tmp_path)
     port = free_port()
     with Command(tmp_path, script, "--workers", "1", "--listen", f"127.0.0.1:{port}") as command:
         others = Others(port)
-        others.meet("9.1")
+        others.hold_round("9.1")
         others.leave("9.1")
         (tmp_path / "finished").touch()
         assert command.wait() == 0
@@ -347,7 +346,7 @@ def test_a_stopped_worker_is_killed_and_started_again(tmp_path, monkeypatch):
     port = free_port()
     with Command(tmp_path, script, "--workers", "1", "--listen", f"127.0.0.1:{port}") as command:
         others = Others(port)
-        others.meet("0.1")
+        others.hold_round("0.1")
         others.shared.client.close()
         assert command.wait() == 0
     assert "worker 0 had no heartbeat for 0.5 s and is killed" in command.err.read_text()
@@ -366,15 +365,15 @@ def test_no_worker_outlives_the_command(tmp_path, number):
     assert gone(pids)
 
 
-def test_the_guard_is_replaced_when_somebody_kills_it(tmp_path):
+def test_a_guard_that_was_killed_is_replaced(tmp_path):
     with Command(tmp_path, SLEEPERS, "--workers", "2", "--stall", "1") as command:
         command.until(r"\[0\] pids")
         command.until(r"\[1\] pids")
         found = re.findall(r"\[(.)\] pids (\d+) (\d+)", command.said())
         first, second = (tuple(map(int, pids)) for _, *pids in sorted(found))
-        (guard,) = children_running("_guard.py", command.pid)
+        (guard,) = children_running("_processes.py", command.pid)
         os.kill(guard, signal.SIGKILL)
-        os.kill(first[0], signal.SIGKILL)  # is started again, which a guard is told
+        os.kill(first[0], signal.SIGKILL)  # is started again, which the guard has to know
         command.until(r"(?s)\[0\] pids.*\[0\] pids")
         again = re.findall(r"\[0\] pids (\d+) (\d+)", command.said())[-1]
         os.kill(command.pid, signal.SIGKILL)
@@ -388,8 +387,8 @@ def children_running(name, parent):
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().decode()
-            mine = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-            found += [int(folder.name)] if mine and name in words else []
+            is_child = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+            found += [int(folder.name)] if is_child and name in words else []
     return found
 
 
@@ -398,11 +397,11 @@ CREW = """
     from manyhands.blocks.crew._crew import Crew
     crew = Crew()
     crew.join()
-    life = crew._enrollment.id.partition(".")[2]
+    incarnation = crew._enrollment.id.partition(".")[2]
     print("entered", crew.members, crew.joiners, flush=True)
     while not os.path.exists("enough"):
         time.sleep(0.02)
-        if crew.number == 0 and life == "1" and crew._round:
+        if crew.number == 0 and incarnation == "1" and crew._round:
             os.kill(os.getpid(), signal.SIGKILL)
         if crew.number == 1 and crew.members == (0, 1) and crew.generation > 2:
             open("enough", "a").close()
@@ -512,27 +511,27 @@ def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monke
         (("--workers", "1", "--patience", "1"), "--patience must be at least --stall"),
     ],
 )
-def test_options_that_do_not_fit_are_said_at_once(tmp_path, words, message):
+def test_options_that_do_not_fit_are_an_error_at_once(tmp_path, words, message):
     with Command(tmp_path, "", *words) as command:
         assert command.wait() == 2
     assert message in command.err.read_text()
 
 
-def test_a_further_host_waits_to_be_told_how_many_are_expected(monkeypatch):
+def test_a_further_host_waits_for_the_number_of_expected_workers(monkeypatch):
     with Store() as store:
         client = StoreClient(store.address, 1.0, Signer(SECRET))
 
-        def told():
+        def expected():
             launcher = _launcher.Launcher(["true"], range(3), store.address, serving=False)
             launcher.shared.client.close()
             return launcher.environment["MANYHANDS_WORKERS"]
 
         monkeypatch.setattr(_launcher, "EXPECTED_WAIT", 0.0)
-        assert told() == "3"  # nobody says so in time: as many as are here
+        assert expected() == "3"  # not published in time: as many as are here
         client.call("delete_key", "manyhands/expected")
         monkeypatch.setattr(_launcher, "EXPECTED_WAIT", 20.0)
-        said = threading.Timer(0.3, client.put, ("manyhands/expected", "7"))
-        said.start()
-        assert told() == "7"
-        said.join()
+        publish = threading.Timer(0.3, client.put, ("manyhands/expected", "7"))
+        publish.start()
+        assert expected() == "7"
+        publish.join()
         client.close()

@@ -84,8 +84,8 @@ def test_the_drift_is_that_of_the_vectors(moved):
         assert drift.cosine == pytest.approx(max(-1.0, min(1.0, cosine)), abs=1e-6)
 
 
-def test_a_drift_that_nobody_can_know_is_nan():
-    assert math.isnan(Drift.of([], 0.0).distance)  # nobody counted
+def test_a_drift_that_cannot_be_known_is_nan():
+    assert math.isnan(Drift.of([], 0.0).distance)  # no worker was in the mean
     assert math.isnan(Drift.of([math.inf, 1.0], 1.0).distance)  # a square that overflowed
     assert math.isnan(Drift.of([4.0], 4.0).cosine)  # one worker alone
     assert Drift.of([4.0], 4.0).distance == 2.0

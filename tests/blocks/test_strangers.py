@@ -1,4 +1,4 @@
-"""What somebody can do who reaches the store of a run, and does not know its secret."""
+"""What a stranger can do: a process that reaches a run's store and does not know its secret."""
 
 import json
 import logging
@@ -9,12 +9,11 @@ import time
 import pytest
 import torch
 
-from helpers.crew_workers import SECRET, Store, Team
+from helpers.crew_workers import SECRET, Store, Workers
 from manyhands.blocks.crew import _shared_roster
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Member, Roster
-from manyhands.blocks.crew._shared_roster import REVISION, ROSTER, SharedRoster
+from manyhands.blocks.crew._shared_roster import REVISION, ROSTER, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import Signer, StoreClient, connect_to_store
 from manyhands.blocks.crew._transport import GlooTransport, SignedStore, StoreConnection
 from manyhands.errors import StoreLost
@@ -100,10 +99,10 @@ def forged_rosters():
 
 @pytest.mark.parametrize("name", forged_rosters())
 def test_a_forged_roster_is_put_right(store, name):
-    ours, theirs = shared(store), connect_to_store(store.address)
+    ours, stranger = shared(store), connect_to_store(store.address)
     ours.change(lambda roster: roster.ask_to_join("0.1", 3))
-    theirs.set(ROSTER, forged_rosters()[name])
-    theirs.check([ROSTER])  # its answer comes after what was set is there
+    stranger.set(ROSTER, forged_rosters()[name])
+    stranger.check([ROSTER])  # its answer comes after what was set is there
     assert [member.id for member in ours.refresh().waiting] == ["0.1"]
     assert ours.client.signer.ignored == 1
     assert ours.change(lambda roster: roster.ask_to_join("1.1", 3)).revision == 2
@@ -112,32 +111,32 @@ def test_a_forged_roster_is_put_right(store, name):
 
 
 def test_an_older_roster_and_a_deleted_one_are_put_right(store):
-    ours, theirs = shared(store), connect_to_store(store.address)
+    ours, stranger = shared(store), connect_to_store(store.address)
     ours.change(lambda roster: roster.ask_to_join("0.1", 3))
-    old = theirs.get(ROSTER)
+    old = stranger.get(ROSTER)
     ours.change(lambda roster: roster.ask_to_join("1.1", 3))
-    theirs.set(ROSTER, old)
-    theirs.check([ROSTER])
+    stranger.set(ROSTER, old)
+    stranger.check([ROSTER])
     assert ours.change(lambda roster: roster.ask_to_join("2.1", 3)).revision == 3
     for key in (ROSTER, REVISION):
-        theirs.delete_key(key)
+        stranger.delete_key(key)
     assert ours.change(lambda roster: roster.ask_to_join("3.1", 3)).revision == 4
     assert len(shared(store).refresh().waiting) == 4 and ours.client.signer.ignored == 2
     ours.client.close()
 
 
-def test_who_knows_less_than_somebody_alive_does_not_put_back_what_it_knows(store):
-    first, second, theirs = shared(store), shared(store), connect_to_store(store.address)
+def test_a_process_that_knows_less_than_a_live_one_does_not_put_back_what_it_knows(store):
+    first, second, stranger = shared(store), shared(store), connect_to_store(store.address)
     first.change(lambda roster: roster.ask_to_join("0.1", 3))
     second.refresh()
     first.client.start_heartbeat("manyhands/heartbeat/0.1")
     first.change(lambda roster: roster.ask_to_join("1.1", 3))  # that the second has not seen
-    theirs.set(ROSTER, "garbage")
+    stranger.set(ROSTER, "garbage")
     seen = []
     looking = threading.Thread(target=lambda: seen.append(second.refresh()))
     looking.start()
     time.sleep(1.5)
-    assert seen == [] and theirs.get(ROSTER) == b"garbage"
+    assert seen == [] and stranger.get(ROSTER) == b"garbage"
     first.refresh()
     looking.join(5.0)
     assert len(seen[0].waiting) == 2
@@ -148,12 +147,12 @@ def test_who_knows_less_than_somebody_alive_does_not_put_back_what_it_knows(stor
 def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
     monkeypatch.setattr(_shared_roster, "STORE_TIMEOUT", 1.0)
     monkeypatch.setattr(_shared_roster, "REPAIR_DELAY", 0.1)
-    ours, theirs = shared(store), connect_to_store(store.address)
+    ours, stranger = shared(store), connect_to_store(store.address)
     ours.change(lambda roster: roster.ask_to_join("0.1", 3))
 
     def overwrite():
-        theirs.set(ROSTER, "garbage")
-        theirs.check([ROSTER])
+        stranger.set(ROSTER, "garbage")
+        stranger.check([ROSTER])
 
     heal = ours._repair
     monkeypatch.setattr(ours, "_repair", lambda: (heal(), overwrite()))
@@ -164,41 +163,41 @@ def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
 
 
 def test_a_beat_that_is_put_back_or_forged_is_no_sign_of_life(store):
-    ours, theirs = shared(store, stall=1.0), connect_to_store(store.address)
+    ours, stranger = shared(store, stall=1.0), connect_to_store(store.address)
     ours.change(lambda roster: roster.ask_to_join("0.1", 3))
     signer = Signer(SECRET)
     for value in ("3 0", "2 0", "forged", "1 0", "2 0"):
         signed = value if value == "forged" else signer.sign("manyhands/heartbeat/0.1", value)
-        theirs.set("manyhands/heartbeat/0.1", signed)
+        stranger.set("manyhands/heartbeat/0.1", signed)
         ours.observe_heartbeats()
         time.sleep(0.35)
     assert ours.monitor.silent == {"0.1"} and not ours.monitor.has_advanced("0.1")
-    theirs.set("manyhands/heartbeat/0.1", signer.sign("manyhands/heartbeat/0.1", "4 0"))
+    stranger.set("manyhands/heartbeat/0.1", signer.sign("manyhands/heartbeat/0.1", "4 0"))
     ours.observe_heartbeats()
     assert ours.monitor.silent == frozenset()
     ours.client.close()
 
 
-def test_an_arrival_counts_for_its_member_its_generation_and_its_meeting(store):
-    ours, theirs = shared(store), connect_to_store(store.address)
+def test_an_arrival_counts_for_its_member_its_generation_and_its_round(store):
+    ours, stranger = shared(store), connect_to_store(store.address)
     ours.arrive(1, 0, "0.1")
     assert not ours.have_arrived(1, 0, ["0.1", "1.1"])
-    theirs.set("manyhands/arrived/1/1.1", "0")
-    theirs.set("manyhands/arrived/2/1.1", theirs.get("manyhands/arrived/1/0.1"))
+    stranger.set("manyhands/arrived/1/1.1", "0")
+    stranger.set("manyhands/arrived/2/1.1", stranger.get("manyhands/arrived/1/0.1"))
     assert not ours.have_arrived(1, 0, ["0.1", "1.1"]) and ours.client.signer.ignored == 1
     ours.arrive(1, 0, "1.1")
     assert ours.have_arrived(1, 0, ["0.1", "1.1"]) and not ours.have_arrived(1, 1, ["0.1"])
-    theirs.set("manyhands/group/nonsense", "x")
-    theirs.set("manyhands/arrived/", "x")
+    stranger.set("manyhands/group/nonsense", "x")
+    stranger.set("manyhands/arrived/", "x")
     ours.sweep(2)
-    assert not theirs.check(["manyhands/arrived/1/1.1"])
+    assert not stranger.check(["manyhands/arrived/1/1.1"])
     ours.client.close()
 
 
 def test_members_find_each_others_addresses_and_no_strangers(store):
-    theirs = connect_to_store(store.address)
+    stranger = connect_to_store(store.address)
     for key in ("ports/0", "ports/1", "0/0", "0/1"):
-        theirs.set(f"here/{key}", "10.9.9.9")
+        stranger.set(f"here/{key}", "10.9.9.9")
     connections = [StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
     transports = [
         GlooTransport(connections[rank], "here", rank, 2, timeout=30.0) for rank in range(2)
@@ -215,8 +214,8 @@ def test_members_find_each_others_addresses_and_no_strangers(store):
 
 
 def test_an_address_that_only_a_stranger_has_written_is_waited_for_in_vain(store):
-    theirs = connect_to_store(store.address)
-    theirs.set("here/ports/1", "1234")
+    stranger = connect_to_store(store.address)
+    stranger.set("here/ports/1", "1234")
     signer = Signer(SECRET)
     with pytest.raises(RuntimeError, match=r"no member has written here/ports/1 for 0\.3 s"):
         SignedStore(connect_to_store(store.address), "here", signer, 0.3).get("ports/1")
@@ -267,17 +266,17 @@ class Stranger:
 
 @pytest.mark.long
 def test_a_crew_goes_on_whatever_a_stranger_writes(store, tmp_path):
-    with Team(store, tmp_path, expected=3, stall=2.0) as team:
-        team.start(range(3), 400, steps=0.02)
-        team.met(0, 3)
+    with Workers(store, tmp_path, expected=3, stall=2.0) as workers:
+        workers.start(range(3), 400, steps=0.02)
+        workers.wait_for_rounds(0, 3)
         with Stranger(store.address, 5, 1.0) as stranger:
-            team.until(lambda: stranger.writes >= 1)
-            team.kill(1, report=True)
-            team.start([1], 400, steps=0.02)
-            team.until(lambda: stranger.writes >= 4, 60.0)
-        team.finish(60.0)
-        team.agreed()
-        done = [team.events(number, "done")[-1]["version"] for number in range(3)]
+            workers.until(lambda: stranger.writes >= 1)
+            workers.kill(1, report=True)
+            workers.start([1], 400, steps=0.02)
+            workers.until(lambda: stranger.writes >= 4, 60.0)
+        workers.finish(60.0)
+        workers.agreed()
+        done = [workers.events(number, "done")[-1]["version"] for number in range(3)]
         assert done == [400] * 3
 
 
@@ -305,12 +304,12 @@ def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
     with Command(tmp_path, RUN, "--workers", "2", "--listen", address) as command:
         command.until(r"\[0\] in")
         command.until(r"\[1\] in")
-        theirs = connect_to_store(address)
+        stranger = connect_to_store(address)
         forged = forged_rosters()
         for name in ("a finished run, not signed", "a finished run, signed by a stranger"):
-            theirs.set(ROSTER, forged[name])
+            stranger.set(ROSTER, forged[name])
             until = time.monotonic() + 15
-            while theirs.get(ROSTER).decode() == forged[name]:
+            while stranger.get(ROSTER).decode() == forged[name]:
                 assert time.monotonic() < until, command.said()
                 time.sleep(0.05)
         (tmp_path / "enough").touch()
@@ -319,7 +318,7 @@ def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
     assert "value(s) in the store were ignored here" in command.err.read_text()
 
 
-def test_a_worker_with_another_secret_is_told_so_and_changes_nothing(store, monkeypatch):
+def test_a_worker_with_another_secret_gets_an_error_and_changes_nothing(store, monkeypatch):
     ours = shared(store)
     ours.change(lambda roster: roster.ask_to_join("0.1", 3))
     before = ours.client.fetch(ROSTER)

@@ -1,4 +1,4 @@
-"""Blocks among workers that torchft's lighthouse keeps: one decision for all, and one state."""
+"""Blocks in a crew that torchft's lighthouse keeps: one decision for all, and one state."""
 
 import importlib.util
 import os
@@ -13,9 +13,9 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.crew_workers import Log, fork
-from manyhands.blocks.averaging import _average
+from manyhands.blocks.averaging import _chunks
 from manyhands.blocks.crew import _torchft
-from test_crew_faults import BlockTeam, train
+from test_crew_faults import BlockWorkers, train
 
 needs_torchft = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="torchft is not installed"
@@ -61,7 +61,7 @@ class Lighthouse:
         os.waitpid(self.pid, 0)
 
 
-class TorchftTeam(BlockTeam):
+class TorchftWorkers(BlockWorkers):
     """The workers of the tests of `Crew`, in the other crew."""
 
     def __enter__(self):
@@ -73,23 +73,23 @@ class TorchftTeam(BlockTeam):
 
     def start(self, numbers, steps, options=None, pause=0.005):
         for number in numbers:
-            life = self.lives[number] = self.lives.get(number, 0) + 1
-            log_file = self.folder / f"{number}.{life}.jsonl"
+            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{incarnation}.jsonl"
 
-            def live(number=number, log_file=log_file):
+            def work(number=number, log_file=log_file):
                 crew = mh.TorchftCrew(
                     self.store.address, number=number, patience=self.options["patience"]
                 )
                 train(crew, Log(log_file), steps, options or {}, pause, mh.LocalSGD)
 
-            self.pids[number] = fork(live, self.folder / f"{number}.errors")
+            self.pids[number] = fork(work, self.folder / f"{number}.errors")
 
     def start_with_0(self, steps, options):
         """Three workers that begin with the first one's parameters, which are 0."""
         self.start([0, 1], steps, options)
-        self.met(0, 1)
+        self.wait_for_rounds(0, 1)
         self.start([2], steps, options)
-        self.met(2, 1)
+        self.wait_for_rounds(2, 1)
 
     def story(self):
         return "\n".join(f"{n}: {self.events(n)[-3:]}\n{self.errors(n)}" for n in self.pids)
@@ -97,7 +97,7 @@ class TorchftTeam(BlockTeam):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_average, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(_chunks, "SMALLEST", 1 << 16)
 
 
 @pytest.fixture
@@ -108,46 +108,46 @@ def lighthouse():
 
 @needs_torchft
 def test_workers_train_and_one_comes_late(lighthouse, tmp_path):
-    with TorchftTeam(lighthouse, tmp_path, expected=2) as team:
-        team.start([0, 1], 200, {"every": 5})
-        team.met(0, 2)
-        team.start([2], 200, {"every": 5})
-        team.finish()
-        team.one_state_at_each_meeting()
-        done = [team.events(number, "done")[-1] for number in range(3)]
+    with TorchftWorkers(lighthouse, tmp_path, expected=2) as workers:
+        workers.start([0, 1], 200, {"every": 5})
+        workers.wait_for_rounds(0, 2)
+        workers.start([2], 200, {"every": 5})
+        workers.finish()
+        workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(3)]
         assert {(e["value"], e["workers"]) for e in done} == {(-200.0, 3)}
-        assert team.events(2, "in")[-1]["steps"] >= 10
+        assert workers.events(2, "in")[-1]["steps"] >= 10
 
 
 @pytest.mark.long
 @needs_torchft
-def test_who_comes_with_other_options_is_refused_and_the_others_lose_nothing(lighthouse, tmp_path):
-    with TorchftTeam(lighthouse, tmp_path, expected=2) as team:
-        team.start([0, 1], 600, {"every": 5})
-        team.met(0, 2)
-        team.start([2], 600, {"every": 6})
+def test_a_worker_with_other_options_is_refused_and_the_others_lose_nothing(lighthouse, tmp_path):
+    with TorchftWorkers(lighthouse, tmp_path, expected=2) as workers:
+        workers.start([0, 1], 600, {"every": 5})
+        workers.wait_for_rounds(0, 2)
+        workers.start([2], 600, {"every": 6})
         ended = {}
-        team.until(lambda: ended.update(team.ended()) or 2 in ended, 30.0)
-        assert ended == {2: 1}, team.story()
-        assert "every: 6 here, 5 in the run" in team.errors(2)
-        team.finish(60.0)
-        assert {team.events(n, "done")[-1]["value"] for n in (0, 1)} <= {-600.0, -599.0}
+        workers.until(lambda: ended.update(workers.ended()) or 2 in ended, 30.0)
+        assert ended == {2: 1}, workers.story()
+        assert "every: 6 here, 5 in the run" in workers.errors(2)
+        workers.finish(60.0)
+        assert {workers.events(n, "done")[-1]["value"] for n in (0, 1)} <= {-600.0, -599.0}
 
 
 @pytest.mark.long
 @needs_torchft
 def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse, tmp_path):
-    with TorchftTeam(lighthouse, tmp_path, expected=3) as team:
-        team.start_with_0(250, {"every": 5, "codec": "int8"})
-        team.met(0, 5)
-        team.kill(1)
+    with TorchftWorkers(lighthouse, tmp_path, expected=3) as workers:
+        workers.start_with_0(250, {"every": 5, "codec": "int8"})
+        workers.wait_for_rounds(0, 5)
+        workers.kill(1)
         died = time.monotonic()
-        team.until(lambda: team.last(0, "met", "workers") == 2)
+        workers.until(lambda: workers.last(0, "round", "workers") == 2)
         assert time.monotonic() - died < BEAT + 6
-        team.start([1], 250, {"every": 5, "codec": "int8"})
-        team.finish()
-        team.one_state_at_each_meeting()
-        done = [team.events(number, "done")[-1] for number in range(3)]
+        workers.start([1], 250, {"every": 5, "codec": "int8"})
+        workers.finish()
+        workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(3)]
         assert len({e["state"] for e in done}) == 1 and {e["workers"] for e in done} == {3}
         values = torch.tensor([e["value"] for e in done])
         torch.testing.assert_close(values, torch.full((3,), -250.0), rtol=0, atol=0.5)
@@ -156,61 +156,63 @@ def test_a_death_costs_the_others_the_heartbeats_timeout_and_no_work(lighthouse,
 @pytest.mark.long
 @needs_torchft
 def test_a_stopped_worker_is_given_up_after_patience_and_comes_back(lighthouse, tmp_path):
-    with TorchftTeam(lighthouse, tmp_path, expected=3, patience=1.5) as team:
-        team.start_with_0(300, {"every": 5})
-        team.met(1, 4)
-        team.stop(1)
+    with TorchftWorkers(lighthouse, tmp_path, expected=3, patience=1.5) as workers:
+        workers.start_with_0(300, {"every": 5})
+        workers.wait_for_rounds(1, 4)
+        workers.stop(1)
         stopped = time.monotonic()
-        team.until(lambda: team.last(0, "met", "workers") == 2)
+        workers.until(lambda: workers.last(0, "round", "workers") == 2)
         assert time.monotonic() - stopped < 1.5 + BEAT + 6
-        team.wake(1)
-        team.until(lambda: (team.last(1, "met", "time") or 0.0) > stopped + 1.5)
-        team.finish()
-        team.one_state_at_each_meeting()
-        done = [team.events(number, "done")[-1] for number in range(3)]
+        workers.wake(1)
+        workers.until(lambda: (workers.last(1, "round", "time") or 0.0) > stopped + 1.5)
+        workers.finish()
+        workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(3)]
         assert {(e["value"], e["workers"]) for e in done} == {(-300.0, 3)}
 
 
 @pytest.mark.long
 @needs_torchft
-def test_who_comes_with_a_number_that_is_taken_ends_and_the_others_do_not(
+def test_a_worker_with_a_number_in_use_ends_and_the_others_do_not(
     lighthouse, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(_torchft, "NUMBER_TAKEN", 0.3)
-    with TorchftTeam(lighthouse, tmp_path, expected=2) as team:
-        team.start([0, 1], 300, {"every": 5})
-        team.met(0, 2)
-        first = team.pids.pop(0)
-        team.start([0], 300)
-        team.until(lambda: team.ended() == {0: 1})
-        assert "two workers have the same number: [0, 0, 1]" in team.errors(0)
-        team.pids[0] = first
-        team.finish()
-        assert team.events(1, "done")[-1]["value"] == -300.0
+    with TorchftWorkers(lighthouse, tmp_path, expected=2) as workers:
+        workers.start([0, 1], 300, {"every": 5})
+        workers.wait_for_rounds(0, 2)
+        first = workers.pids.pop(0)
+        workers.start([0], 300)
+        workers.until(lambda: workers.ended() == {0: 1})
+        assert "two workers have the same number: [0, 0, 1]" in workers.errors(0)
+        workers.pids[0] = first
+        workers.finish()
+        assert workers.events(1, "done")[-1]["value"] == -300.0
 
 
 @needs_torchft
 def test_a_worker_is_waited_for_while_the_lighthouse_lives(lighthouse, tmp_path):
     """For longer than one question to the lighthouse lasts."""
-    with TorchftTeam(lighthouse, tmp_path, expected=2, patience=0.5) as team:
-        team.start([0], 20, {"every": 5})
+    with TorchftWorkers(lighthouse, tmp_path, expected=2, patience=0.5) as workers:
+        workers.start([0], 20, {"every": 5})
         time.sleep(1.5)
-        assert team.ended() == {}
-        team.start([1], 20, {"every": 5})
-        team.finish()
-        assert team.events(0, "done")[-1]["value"] == -20.0
+        assert workers.ended() == {}
+        workers.start([1], 20, {"every": 5})
+        workers.finish()
+        assert workers.events(0, "done")[-1]["value"] == -20.0
 
 
 @needs_torchft
 def test_a_lost_lighthouse_is_an_error(lighthouse, tmp_path):
-    with TorchftTeam(lighthouse, tmp_path, expected=2, patience=1.0) as team:
-        team.start([0, 1], 10_000, {"every": 5})
-        team.met(0, 2)
+    with TorchftWorkers(lighthouse, tmp_path, expected=2, patience=1.0) as workers:
+        workers.start([0, 1], 10_000, {"every": 5})
+        workers.wait_for_rounds(0, 2)
         os.kill(lighthouse.pid, signal.SIGSTOP)
         ended = {}
-        team.until(lambda: ended.update(team.ended()) or set(ended) == {0, 1})
+        workers.until(lambda: ended.update(workers.ended()) or set(ended) == {0, 1})
         assert set(ended.values()) == {1}
-        assert "lighthouse at http" in team.errors(0) and "from a checkpoint" in team.errors(0)
+        assert "lighthouse at http" in workers.errors(0) and "from a checkpoint" in workers.errors(
+            0
+        )
 
 
 def test_mistakes(monkeypatch):

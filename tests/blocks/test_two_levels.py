@@ -138,7 +138,7 @@ def test_fragments_of_shares():
 
 
 def test_a_worker_whose_processes_are_not_all_finite_is_left_out_as_a_whole():
-    """A buffer is infinite in one process of the first worker: nobody may take its share."""
+    """A buffer is infinite in one process of the first worker: no worker may average its slice."""
 
     def train():
         rank = dist.get_rank()

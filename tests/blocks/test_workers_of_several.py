@@ -1,4 +1,4 @@
-"""Crews whose workers are several processes each, as under DDP: they live and die together.
+"""Crews whose workers are several processes each, as under DDP: they start and end together.
 
 A worker goes down a slope of 1, which its two processes see as the mean of 0.5 and 1.5: after n
 steps all parameters are -n, or work is lost.
@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Team, fork
+from helpers.crew_workers import Log, Store, Workers, fork
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Roster
 from test_crew_faults import tell
 from test_run_command import Command
 
-NOBODY: frozenset[str] = frozenset()
+NONE_SILENT: frozenset[str] = frozenset()
 PARTS = 2
 
 
@@ -31,45 +31,45 @@ PARTS = 2
 
 
 def waiting(*members, roster=None):
-    """A roster at whose door these are: (number of the process, version, team)."""
+    """A roster at whose door these are: (number of the process, version, workers)."""
     roster = roster or Roster(processes=PARTS)
-    for number, version, team in members:
-        roster = roster.ask_to_join(f"{number}.1", version, team)
+    for number, version, workers in members:
+        roster = roster.ask_to_join(f"{number}.1", version, workers)
     return roster
 
 
 def test_a_worker_is_there_when_all_of_its_processes_are():
     roster = waiting((0, -1, 7), (1, -1, 7), (3, -1, 9))
-    assert not roster.complete(NOBODY, 2)
-    assert roster.complete(NOBODY, 2, late=True)
-    first = roster.next(NOBODY)
+    assert not roster.complete(NONE_SILENT, 2)
+    assert roster.complete(NONE_SILENT, 2, late=True)
+    first = roster.next(NONE_SILENT)
     assert first.workers == (0,) and [m.id for m in first.waiting] == ["3.1"]
-    assert not first.keep(1, 0).ended  # nobody can be taken in yet
+    assert not first.keep(1, 0).ended  # no complete worker waits yet
     assert first.ask_to_join("2.1", -1, 9).keep(1, 0).ended
 
 
 def test_processes_of_two_lives_are_not_one_worker():
     roster = waiting((0, 4, 7), (1, 4, 7), (2, 4, 8), (3, -1, 9))
-    assert roster.next(NOBODY).workers == (0,)
+    assert roster.next(NONE_SILENT).workers == (0,)
 
 
 def test_the_source_and_the_joiners_are_workers():
     roster = waiting((0, -1, 1), (1, -1, 1), (2, 5, 2), (3, 5, 2), (4, 5, 3), (5, 5, 3))
-    roster = roster.next(NOBODY)
+    roster = roster.next(NONE_SILENT)
     assert (roster.workers, roster.source, roster.joiners) == ((0, 1, 2), 1, (0,))
 
 
-def test_nobody_waits_for_the_rest_of_a_broken_worker():
-    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NOBODY)
+def test_the_rest_of_a_broken_worker_is_not_waited_for():
+    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NONE_SILENT)
     roster = roster.without("3.1").undo(1, 0)
     roster = waiting((0, 0, 1), (1, 0, 1), roster=roster)
-    assert roster.complete(NOBODY, 2) and roster.next(NOBODY).workers == (0,)
+    assert roster.complete(NONE_SILENT, 2) and roster.next(NONE_SILENT).workers == (0,)
     roster = waiting((0, 0, 1), (1, 0, 1), roster=roster.without("2.1"))
     assert roster.complete(frozenset({"2.1"}), 2)
 
 
-def test_that_a_later_meeting_is_undone_is_not_yet_told_to_who_settles_this_one():
-    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NOBODY)
+def test_a_member_that_settles_a_round_does_not_learn_yet_that_a_later_one_is_undone():
+    roster = waiting((0, 0, 1), (1, 0, 1), (2, 0, 2), (3, 0, 2)).next(NONE_SILENT)
     kept = roster.keep(1, 0)
     assert not kept.ends_with(1, 0, "2.1") and not kept.undo(1, 1).ends_with(1, 0, "2.1")
     assert kept.undo(1, 1).ends_with(1, 1, "2.1")
@@ -82,20 +82,20 @@ def test_that_a_later_meeting_is_undone_is_not_yet_told_to_who_settles_this_one(
 # -- processes -------------------------------------------------------------------------------------
 
 
-class TeamOfPairs(Team):
+class PairedWorkers(Workers):
     """Each worker is two forked processes; they are known by their own numbers."""
 
     parts = PARTS
 
-    def start(self, workers, steps, options):
-        for worker in workers:
+    def start(self, numbers, steps, options):
+        for worker in numbers:
             for part in range(PARTS):
                 number = PARTS * worker + part
-                life = self.lives[number] = self.lives.get(number, 0) + 1
-                file = str(self.folder / f"inner{worker}.{life}")
-                log_file = self.folder / f"{number}.{life}.jsonl"
+                incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
+                file = str(self.folder / f"inner{worker}.{incarnation}")
+                log_file = self.folder / f"{number}.{incarnation}.jsonl"
 
-                def live(worker=worker, part=part, file=file, log_file=log_file):
+                def work(worker=worker, part=part, file=file, log_file=log_file):
                     store = dist.FileStore(file, PARTS)
                     dist.init_process_group("gloo", store=store, rank=part, world_size=PARTS)
                     crew = Crew(
@@ -106,10 +106,10 @@ class TeamOfPairs(Team):
                     )
                     train(crew, Log(log_file), steps, part, dict(options))
 
-                self.pids[number] = fork(live, self.folder / f"{number}.errors")
+                self.pids[number] = fork(work, self.folder / f"{number}.errors")
 
-    def met(self, number, meetings):
-        self.until(lambda: len(self.events(number, "met")) >= meetings)
+    def wait_for_rounds(self, number, rounds):
+        self.until(lambda: len(self.events(number, "round")) >= rounds)
 
     def restart(self, worker, steps, options, report):
         """As a launcher does when one of its processes has died."""
@@ -131,16 +131,16 @@ def train(crew, log, steps, part, options):
     inner_optimizer = SGD(inside.parameters(), lr=1.0)
     optimizer = mh.DiLoCo(inner_optimizer, lr=1.0, momentum=0.0, crew=crew, **inner, **options)
     log("in", steps=optimizer.steps, members=crew.members)
-    met = optimizer.rounds
+    rounds = optimizer.rounds
     while optimizer.steps < steps:
         optimizer.zero_grad()
         inside(torch.full((1, 100), 0.5 + part)).sum().backward()
         if (crew.number, optimizer.steps) == (hangs, 23):
             time.sleep(4.0)  # and beats
         optimizer.step()
-        if optimizer.rounds != met:
-            met = optimizer.rounds
-            tell(log, "met", optimizer)
+        if optimizer.rounds != rounds:
+            rounds = optimizer.rounds
+            tell(log, "round", optimizer)
         time.sleep(0.005)
     optimizer.finish()
     weight = inside.state_dict()["weight"] if sharded else model.weight
@@ -153,15 +153,15 @@ def store():
         yield store
 
 
-def check(team, workers, steps):
-    """Processes with the same place had the same state after each meeting; nothing is lost."""
+def check(workers, count, steps):
+    """Processes with the same place had the same state after each round; nothing is lost."""
     for part in range(PARTS):
         states = {}
-        for worker in range(workers):
-            for e in team.events(PARTS * worker + part, "met"):
+        for worker in range(count):
+            for e in workers.events(PARTS * worker + part, "round"):
                 assert states.setdefault(e["rounds"], e["state"]) == e["state"]
-    for number in range(PARTS * workers):
-        assert team.events(number, "done")[-1]["values"] == [-float(steps)]
+    for number in range(PARTS * count):
+        assert workers.events(number, "done")[-1]["values"] == [-float(steps)]
 
 
 @pytest.mark.parametrize(
@@ -169,69 +169,69 @@ def check(team, workers, steps):
     [{"every": 5}, {"every": 6, "overlap": 2, "fragments": 2}, {"every": 5, "sharded": True}],
 )
 def test_pairs_train_and_end_as_one(store, tmp_path, options):
-    with TeamOfPairs(store, tmp_path, expected=2) as team:
-        team.start(range(2), 30, options)
-        team.finish()
-        check(team, 2, 30)
-        assert team.events(0, "in")[0]["members"] == [0, 1]
+    with PairedWorkers(store, tmp_path, expected=2) as workers:
+        workers.start(range(2), 30, options)
+        workers.finish()
+        check(workers, 2, 30)
+        assert workers.events(0, "in")[0]["members"] == [0, 1]
 
 
 def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path):
-    with TeamOfPairs(store, tmp_path, expected=3, stall=0.6) as team:
-        team.start(range(3), 150, {"every": 5})
-        team.met(0, 3)
-        team.kill(3)  # nobody says so: of worker 1 the second process
+    with PairedWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
+        workers.start(range(3), 150, {"every": 5})
+        workers.wait_for_rounds(0, 3)
+        workers.kill(3)  # unreported: the second process of worker 1
         died = time.monotonic()
-        team.until(lambda: 2 in team.ended())  # its other process cannot go on, and says so
-        said = team.errors(2)
+        workers.until(lambda: 2 in workers.ended())  # its other process cannot go on, and says so
+        said = workers.errors(2)
         assert "another process of worker 1 is lost" in said or "Connection" in said, said
-        team.until(lambda: team.last(0, "met", "workers") == 2)
-        assert team.events(0, "met")[-1]["time"] - died < 0.6 + 3
-        team.start([1], 150, {"every": 5})
-        team.finish()
-        check(team, 3, 150)
-        assert team.events(0, "done")[-1]["workers"] == 3
+        workers.until(lambda: workers.last(0, "round", "workers") == 2)
+        assert workers.events(0, "round")[-1]["time"] - died < 0.6 + 3
+        workers.start([1], 150, {"every": 5})
+        workers.finish()
+        check(workers, 3, 150)
+        assert workers.events(0, "done")[-1]["workers"] == 3
 
 
 @pytest.mark.long
 def test_pairs_go_on_without_one_that_hangs_for_longer_than_patience(store, tmp_path):
-    with TeamOfPairs(store, tmp_path, expected=2, stall=0.6, patience=1.5) as team:
-        team.start(range(2), 250, {"every": 5, "hangs": 1})
-        team.until(lambda: team.last(0, "met", "workers") == 2)
-        team.until(lambda: team.last(1, "met", "workers") == 1)
-        team.finish()
-        check(team, 2, 250)
-        assert team.events(0, "done")[-1]["workers"] == 2
+    with PairedWorkers(store, tmp_path, expected=2, stall=0.6, patience=1.5) as workers:
+        workers.start(range(2), 250, {"every": 5, "hangs": 1})
+        workers.until(lambda: workers.last(0, "round", "workers") == 2)
+        workers.until(lambda: workers.last(1, "round", "workers") == 1)
+        workers.finish()
+        check(workers, 2, 250)
+        assert workers.events(0, "done")[-1]["workers"] == 2
 
 
 @pytest.mark.long
 def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
-    with TeamOfPairs(store, tmp_path, expected=3, stall=1.0) as team:
+    with PairedWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
         dice = random.Random(5)
         options = {"every": 6, "codec": "int8"}
-        team.start(range(3), 200, options)
-        team.met(0, 1)
+        workers.start(range(3), 200, options)
+        workers.wait_for_rounds(0, 1)
         for _ in range(4):
             time.sleep(0.1 + 0.3 * dice.random())
-            if team.ended():
+            if workers.ended():
                 break
-            victim = dice.choice(team.present(2 * PARTS))
-            os.kill(team.pids[victim], signal.SIGKILL)
+            victim = dice.choice(workers.present(2 * PARTS))
+            os.kill(workers.pids[victim], signal.SIGKILL)
             time.sleep(0.2 * dice.random())
-            team.restart(victim // PARTS, 200, options, report=dice.random() < 0.7)
-        team.finish()
+            workers.restart(victim // PARTS, 200, options, report=dice.random() < 0.7)
+        workers.finish()
         states = {}
         for number in range(PARTS * 3):
-            for e in team.events(number, "met"):
+            for e in workers.events(number, "round"):
                 place = (number % PARTS, e["rounds"])
                 assert states.setdefault(place, e["state"]) == e["state"]
-        done = [team.events(number, "done")[-1] for number in range(PARTS * 3)]
+        done = [workers.events(number, "done")[-1] for number in range(PARTS * 3)]
         assert len({str(e["values"]) for e in done}) == 1
 
 
 def test_a_worker_of_another_size_is_an_error(store, tmp_path):
     message = r"2 process.* each, and this one has 1"
-    with TeamOfPairs(store, tmp_path, expected=2), pytest.raises(ValueError, match=message):
+    with PairedWorkers(store, tmp_path, expected=2), pytest.raises(ValueError, match=message):
         Crew(store.address, number=7).join()
 
 

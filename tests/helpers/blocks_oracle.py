@@ -19,7 +19,7 @@ INNER = {
 
 
 def loss_of(params, x, y):
-    """Of the reference's problem: a tanh network of two layers."""
+    """Return the loss of the reference's problem: a tanh network of two layers."""
     w1, b1, w2, b2 = params
     return ((torch.tanh(x @ w1.T + b1) @ w2.T + b2 - y) ** 2).mean()
 
@@ -29,7 +29,7 @@ def reference():
 
 
 def problem(table):
-    """Of the reference: each rank's initial parameters, and each step's batch of each rank."""
+    """Return each rank's initial parameters, and each step's batch of each rank."""
     init = [torch.tensor(value, dtype=torch.float64) for value in table["inputs"]["init"]]
     x, y = (torch.tensor(table["inputs"][name], dtype=torch.float64) for name in "xy")
     return [init, init], list(zip(zip(*x, strict=True), zip(*y, strict=True), strict=True))
@@ -53,12 +53,12 @@ class Worker:
             for param, value in zip(self.params, values, strict=True):
                 param.copy_(value)
 
-    def forget(self):
+    def reset_state(self):
         self.optimizer = INNER[self.kind](self.params)
 
 
 def assert_fairseqs_values(wrap):
-    """On two ranks `wrap(optimizer, **options)` gives all of fairseq's recorded runs."""
+    """Check that `wrap(optimizer, **options)` repeats fairseq's recorded runs on two ranks."""
     table = reference()
     init, data = problem(table)
 
@@ -78,7 +78,7 @@ def assert_fairseqs_values(wrap):
 
 
 def trained(wrap, init, kind, data, options):
-    """This rank's parameters after every step."""
+    """Return this rank's parameters after every step."""
     rank = torch.distributed.get_rank()
     params = [p.clone().requires_grad_() for p in init[rank]]
     optimizer = wrap(INNER[kind](params), **options)
@@ -92,13 +92,13 @@ def trained(wrap, init, kind, data, options):
 
 
 def mean(workers):
-    """Of their parameters, one after the other."""
+    """Return the mean of the workers' parameters."""
     columns = zip(*(worker.params for worker in workers), strict=True)
     return [torch.stack([p.detach() for p in column]).mean(dim=0) for column in columns]
 
 
 def average_states(workers):
-    """Of Adam's moments, as fairseq does it; of other optimizers nothing."""
+    """Average Adam's moments, as fairseq does; do nothing for other optimizers."""
     for i in range(len(workers[0].params)):
         states = [worker.optimizer.state[worker.params[i]] for worker in workers]
         for name in ("exp_avg", "exp_avg_sq"):
@@ -109,9 +109,9 @@ def average_states(workers):
 
 
 def train(init, kind, data, outer, *, every, warmup=0, average_sync=False):
-    """Each worker's parameters after every step.
+    """Return each worker's parameters after every step.
 
-    `outer(rank, anchor, mean)` is the next common point, as the worker of that rank finds it.
+    `outer(rank, anchor, mean)` is the next anchor, as the worker of that rank computes it.
     """
     workers = [Worker(start, kind) for start in init]
     anchors = [[p.detach().clone() for p in worker.params] for worker in workers]
@@ -127,7 +127,7 @@ def train(init, kind, data, outer, *, every, warmup=0, average_sync=False):
                 average_states(workers)
             else:
                 for worker in workers:
-                    worker.forget()
+                    worker.reset_state()
         if step > warmup and step % every == 0:
             average = mean(workers)
             anchors = [outer(rank, anchor, average) for rank, anchor in enumerate(anchors)]

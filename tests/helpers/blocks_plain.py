@@ -7,7 +7,7 @@ import torch
 
 
 def outer_step(name, options, anchor, mean_difference, memory):
-    """The next common point and memory, by the papers' formulas."""
+    """Return the next anchor and memory, by the papers' formulas."""
     g = mean_difference
     if name == "LocalSGD":
         return anchor - g, memory
@@ -24,31 +24,33 @@ def outer_step(name, options, anchor, mean_difference, memory):
 
 
 def train(start, gradient, workers, steps, lr, name, options, *, every, overlap=0, fragments=1):
-    """Each worker's vector after every step of plain gradient descent."""
+    """Return each worker's vector after every step of plain gradient descent."""
     xs = [start.clone() for _ in range(workers)]
     anchor, memory = start.clone(), torch.zeros_like(start)
     n = len(start)
-    parts = [slice(n * f // fragments, n * (f + 1) // fragments) for f in range(fragments)]
-    flying, seen = [], []
+    fragment_slices = [
+        slice(n * f // fragments, n * (f + 1) // fragments) for f in range(fragments)
+    ]
+    in_flight, seen = [], []
     for step in range(1, steps + 1):
         xs = [x - lr * gradient(x, rank, step) for rank, x in enumerate(xs)]
-        while flying and flying[0][0] <= step:
-            merge(flying.pop(0), xs, anchor, memory, name, options)
-        for f, part in enumerate(parts):
+        while in_flight and in_flight[0][0] <= step:
+            merge(in_flight.pop(0), xs, anchor, memory, name, options)
+        for f, where in enumerate(fragment_slices):
             if every * (f + 1) // fragments == (step - 1) % every + 1:
-                differences = [anchor[part] - x[part] for x in xs]
-                flying.append((step + overlap, part, differences))
+                differences = [anchor[where] - x[where] for x in xs]
+                in_flight.append((step + overlap, where, differences))
                 if not overlap:
-                    merge(flying.pop(0), xs, anchor, memory, name, options)
+                    merge(in_flight.pop(0), xs, anchor, memory, name, options)
         seen.append(torch.stack(xs))
     return torch.stack(seen)
 
 
-def merge(landed, xs, anchor, memory, name, options):
-    _, part, differences = landed
+def merge(arrived, xs, anchor, memory, name, options):
+    _, where, differences = arrived
     mean = torch.stack(differences).mean(dim=0)
-    before = anchor[part].clone()
-    anchor[part], memory[part] = outer_step(name, options, before, mean, memory[part])
+    before = anchor[where].clone()
+    anchor[where], memory[where] = outer_step(name, options, before, mean, memory[where])
     for x, difference in zip(xs, differences, strict=True):
-        sent = before - difference  # where it was then; what it has done since, it keeps
-        x[part] = anchor[part] + (x[part] - sent)
+        sent = before - difference  # where the worker was then; it keeps its steps since
+        x[where] = anchor[where] + (x[where] - sent)

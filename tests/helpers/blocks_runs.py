@@ -1,7 +1,7 @@
 """Blocks in every combination: which blocks, which sharding inside, which rule on which side.
 
-A *run* is four workers (or another number) as some machines of some workers each. Inside a machine
-the workers train as one, in one of the SHARDINGS; between the machines they meet in blocks.
+A *run* is four ranks (or another number) as some machines of some ranks each. The ranks of a
+machine train as one worker, in one of the SHARDINGS; the machines synchronize in blocks.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class Groups:
-    """The workers as `machines` of equally many each."""
+    """The ranks as `machines` of equally many each."""
 
     def __init__(self, machines):
         self.inside = dist.get_world_size() // machines
@@ -77,7 +77,7 @@ class Groups:
 
 
 class Run:
-    """One worker's model and optimizer."""
+    """One rank's model and optimizer."""
 
     def __init__(self, combination, groups, seed=0):
         blocks, self.sharding, rule, inner = combination
@@ -85,9 +85,9 @@ class Run:
         self.module = module = Model(seed)
         cls, options = INNER[inner]
         inside = groups.group("inside")
-        given = {"process_group": groups.group("machines")}
+        options_of_blocks = {"process_group": groups.group("machines")}
         if self.sharding in ("DDP", "OSS", "ShardedDataParallel"):
-            given["inner_group"] = inside
+            options_of_blocks["inner_group"] = inside
         if self.sharding == "fully_shard":
             fully_shard(module.first, mesh=groups.mesh["inside"])
             self.model = fully_shard(module, mesh=groups.mesh["inside"])
@@ -113,7 +113,7 @@ class Run:
             return MEASURED[inner](optimizer, **more)
 
         optimizer = ruled(self.inner) if rule == "inside" else self.inner
-        optimizer = self.blocks = BLOCKS[blocks](optimizer, **given)
+        optimizer = self.blocks = BLOCKS[blocks](optimizer, **options_of_blocks)
         self.optimizer = ruled(optimizer) if rule == "outside" else optimizer
 
     def train(self, steps, start=0):
@@ -140,27 +140,27 @@ class Run:
 
     @torch.no_grad()
     def outer(self):
-        """Anchor and memories, by way of the parameters: `go_back` writes them there."""
-        point = self.blocks._sync.anchor
+        """Return anchor and memories by parameter; `restore_params` writes them there."""
+        anchor = self.blocks._sync.anchor
         if self.blocks.alone:
             return {}
         kept = [(param, param.detach().clone()) for param in self.module.parameters()]
-        anchors = [segment.anchor for segment in point.buckets]
+        anchors = [bucket.anchor for bucket in anchor.buckets]
         found = {}
-        for number in range(-1, point.outer.memories):
-            for segment, anchor in zip(point.buckets, anchors, strict=True):
-                segment.anchor = anchor if number < 0 else segment.memories[number]
-            point.restore_params()
+        for number in range(-1, anchor.outer.memories):
+            for bucket, value in zip(anchor.buckets, anchors, strict=True):
+                bucket.anchor = value if number < 0 else bucket.memories[number]
+            anchor.restore_params()
             what = "anchor" if number < 0 else f"memory {number}"
             found |= {f"{what} of {name}": value for name, value in self.params().items()}
-        for segment, anchor in zip(point.buckets, anchors, strict=True):
-            segment.anchor = anchor
+        for bucket, value in zip(anchor.buckets, anchors, strict=True):
+            bucket.anchor = value
         for param, value in kept:
             param.copy_(value)
         return found
 
     def state(self):
-        """The inner optimizer's, whole; each machine has its own."""
+        """Return the inner optimizer's state as whole tensors; each machine has its own."""
         if isinstance(self.inner, mh.OSS):
             self.inner.consolidate_state_dict(-1)
         packed = self.inner.state_dict()
@@ -173,11 +173,11 @@ class Run:
         }
 
     def residuals(self):
-        """What rounding has left, on this rank."""
+        """Return what rounding has cut off, on this rank."""
         sync = self.blocks._sync
         for pending in sync.pending:
             pending.background.finished()  # it writes to them
-        found = [segment.residual for segment in sync.anchor.buckets]
+        found = [bucket.residual for bucket in sync.anchor.buckets]
         return {f"residual {i}": r.clone() for i, r in enumerate(found) if r is not None}
 
     def counts(self):

@@ -1,14 +1,14 @@
 """Workers of a crew as forked processes, which a test kills, stops and starts again.
 
-    with Store() as store, Team(store, tmp_path, expected=4, stall=1.0) as team:
-        team.start(range(4), meetings=10)
-        team.kill(2, report=True)
-        team.start([2], meetings=10)
-        team.finish()
-        team.agreed()          # what all of them wrote down fits together
+    with Store() as store, Workers(store, tmp_path, expected=4, stall=1.0) as workers:
+        workers.start(range(4), rounds=10)
+        workers.kill(2, report=True)
+        workers.start([2], rounds=10)
+        workers.finish()
+        workers.agreed()          # all of them saw the same members and the same decisions
 
-A worker trains a number: every kept meeting adds the mean of what the members bring, which is 1.
-What it sees it writes down at once, a line for each event, so that a kill loses nothing.
+A worker trains a number: every kept round adds the mean of what the members send, which is 1.
+It logs each event at once, in a line of its own, so that a kill loses nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
-from manyhands.blocks.crew._shared_roster import SharedRoster
+from manyhands.blocks.crew._shared_roster import HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import SECRET_VARIABLE, Signer, StoreClient, serve_store
 from manyhands.errors import WorkerLost
 
@@ -49,9 +48,9 @@ def fork(fn: Callable[[], None], errors: Path) -> int:
         gc.freeze()
         torch.set_num_threads(1)
         null = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(null, 2)  # where torch tells of lost connections
+        os.dup2(null, 2)  # torch reports lost connections there
         warnings.filterwarnings("ignore", "all workers of this run were lost")
-        warnings.filterwarnings("ignore", "in the first block all")  # as they are to, in tests
+        warnings.filterwarnings("ignore", "in the first block all")  # on purpose, in tests
         fn()
         code = 0
     except BaseException:
@@ -91,7 +90,7 @@ class Store:
 
 
 class Log:
-    """One worker's events, written down at once."""
+    """One worker's events, each written at once."""
 
     def __init__(self, path: Path) -> None:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -101,18 +100,18 @@ class Log:
         os.write(self.file, line.encode() + b"\n")
 
 
-Hook = Callable[[str, Crew], None]  # told where the worker is: "steps", "exchange", "settle", ...
+Hook = Callable[[str, Crew], None]  # called with the place: "steps", "exchange", "settle", ...
 
 
 def train(
     crew: Crew,
     log: Log,
-    meetings: int,
+    rounds: int,
     hook: Hook,
     version: int = -1,
     steps: float = 0.01,
 ) -> None:
-    """Hold so many meetings; `version` counts the outer steps, whose number is the state."""
+    """Hold this many rounds; `version` counts the outer steps, and the state is their number."""
     state = torch.full((1000,), float(max(version, 0)))
 
     def entered() -> None:
@@ -126,12 +125,12 @@ def train(
             version=version,
         )
 
-    def meet(exchange: Callable[[], None]) -> bool:
-        generation, meeting = crew.generation, crew._round
+    def hold_round(exchange: Callable[[], None]) -> bool:
+        generation, round_index = crew.generation, crew._round
         arrived = attempt(crew, exchange)
         hook("settle", crew)
         kept = crew.settle(arrived)
-        log("settled", generation=generation, meeting=meeting, kept=kept, arrived=arrived)
+        log("settled", generation=generation, round=round_index, kept=kept, arrived=arrived)
         return kept
 
     def regroup() -> None:
@@ -141,13 +140,13 @@ def train(
 
     crew.join(version)
     entered()
-    brought = False
-    while version < meetings:
-        if not brought and crew.joiners:
-            told = torch.cat([state, torch.tensor([float(max(version, 0))])])
+    transferred = False
+    while version < rounds:
+        if not transferred and crew.joiners:
+            message = torch.cat([state, torch.tensor([float(max(version, 0))])])
             hook("state", crew)
-            if brought := meet(lambda told=told: broadcast(crew, told)):
-                state, version = told[:-1].clone(), int(told[-1])
+            if transferred := hold_round(lambda message=message: broadcast(crew, message)):
+                state, version = message[:-1].clone(), int(message[-1])
         elif version < 0:
             version = 0
         else:
@@ -155,18 +154,18 @@ def train(
             time.sleep(steps)
             mean = torch.ones(1000)
             hook("exchange", crew)
-            if meet(lambda mean=mean: average(crew, mean)):
+            if hold_round(lambda mean=mean: average(crew, mean)):
                 state, version = state + mean, version + 1
                 assert state.unique().tolist() == [float(version)], (state, version)
-        if crew.regroup_due and version < meetings:
+        if crew.regroup_due and version < rounds:
             regroup()
-            brought = False
+            transferred = False
     crew.leave()
     log("done", version=version)
 
 
 def attempt(crew: Crew, exchange: Callable[[], None]) -> bool:
-    """Run an exchange on a thread and say whether it arrived."""
+    """Run an exchange on a thread; return whether it arrived."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -201,8 +200,8 @@ def broadcast(crew: Crew, tensor: torch.Tensor) -> None:
     crew.group.broadcast([tensor], options).wait()
 
 
-class Team:
-    """The workers of one run as their test sees them; none is left behind."""
+class Workers:
+    """The workers of one run, in processes of their own; none is left behind."""
 
     parts = 1  # processes of a worker
 
@@ -213,9 +212,9 @@ class Team:
         self.folder = folder
         self.options = {"expected": expected, "stall": stall, "patience": patience}
         self.pids: dict[int, int] = {}
-        self.lives: dict[int, int] = {}
+        self.incarnations: dict[int, int] = {}
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> Workers:
         monitor = HeartbeatMonitor(self.options["stall"])
         self.shared = SharedRoster(
             StoreClient(self.store.address, monitor.interval, Signer(SECRET)), monitor, self.parts
@@ -230,19 +229,19 @@ class Team:
     def start(
         self,
         numbers: Iterable[int],
-        meetings: int,
+        rounds: int,
         hook: Callable[[int], Hook] = lambda _: lambda *_: None,
         **options: Any,
     ) -> None:
         for number in numbers:
-            life = self.lives[number] = self.lives.get(number, 0) + 1
-            log_file = self.folder / f"{number}.{life}.jsonl"
+            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{incarnation}.jsonl"
 
-            def live(number: int = number, log_file: Path = log_file) -> None:
+            def work(number: int = number, log_file: Path = log_file) -> None:
                 crew = Crew(self.store.address, number=number, **self.options)
-                train(crew, Log(log_file), meetings, hook(number), **options)
+                train(crew, Log(log_file), rounds, hook(number), **options)
 
-            self.pids[number] = fork(live, self.folder / f"{number}.errors")
+            self.pids[number] = fork(work, self.folder / f"{number}.errors")
 
     def kill(self, number: int, report: bool = False) -> None:
         pid = self.pids.pop(number)
@@ -259,7 +258,7 @@ class Team:
         os.kill(self.pids[number], signal.SIGCONT)
 
     def ended(self) -> dict[int, int]:
-        """The numbers of those that have ended since, with how (negative: by which signal)."""
+        """Return the exit codes of the workers that have ended since, by number."""
         found = {}
         for number, pid in list(self.pids.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -269,7 +268,7 @@ class Team:
         return found
 
     def finish(self, timeout: float = 30.0) -> None:
-        """Wait until all have ended, all of them well."""
+        """Wait until all have ended, with exit code 0."""
         until = time.monotonic() + timeout
         while self.pids:
             for number, code in self.ended().items():
@@ -285,17 +284,17 @@ class Team:
         return "\n".join([*lines, self.shared.refresh().text])
 
     def last(self, number: int, event: str, fact: str) -> Any:
-        """What the latest event of a worker says; None if there is none yet."""
+        """Return a fact of a worker's latest event of this kind; None if there is none yet."""
         return next((e[fact] for e in reversed(self.events(number, event))), None)
 
-    # -- what they wrote down ------------------------------------------------------------------
+    # -- their logs ----------------------------------------------------------------------------
 
     def events(self, number: int, event: str = "") -> list[dict[str, Any]]:
         found = []
-        for life in range(1, self.lives[number] + 1):
-            path = self.folder / f"{number}.{life}.jsonl"
+        for incarnation in range(1, self.incarnations[number] + 1):
+            path = self.folder / f"{number}.{incarnation}.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []
-            found += [{**json.loads(line), "life": life} for line in lines]
+            found += [{**json.loads(line), "incarnation": incarnation} for line in lines]
         return [line for line in found if event in ("", line["event"])]
 
     def until(self, fact: Callable[[], bool], timeout: float = 15.0) -> None:
@@ -304,20 +303,20 @@ class Team:
             assert time.monotonic() < limit, self.story()
             time.sleep(0.005)
 
-    def met(self, number: int, meetings: int) -> None:
-        """Wait until a worker has held so many meetings in its present life."""
-        life = self.lives[number]
+    def wait_for_rounds(self, number: int, rounds: int) -> None:
+        """Wait until a worker has held this many rounds in its present incarnation."""
+        incarnation = self.incarnations[number]
 
         def held() -> bool:
             settled = self.events(number, "settled")
-            return sum(e["kept"] for e in settled if e["life"] == life) >= meetings
+            return sum(e["kept"] for e in settled if e["incarnation"] == incarnation) >= rounds
 
         self.until(held)
 
     def present(self, least: int) -> list[int]:
-        """The processes that are in the crew; waits until there are so many.
+        """Return the processes that are in the crew, once there are at least this many.
 
-        (Where the last one is killed before another is in, all begin anew.)
+        (If the last one is killed before another is in, all begin anew.)
         """
         found: list[int] = []
 
@@ -325,7 +324,9 @@ class Team:
             found[:] = [
                 number
                 for number in self.pids
-                if any(e["life"] == self.lives[number] for e in self.events(number, "in"))
+                if any(
+                    e["incarnation"] == self.incarnations[number] for e in self.events(number, "in")
+                )
             ]
             return len(found) >= least
 
@@ -333,7 +334,7 @@ class Team:
         return found
 
     def next_kept(self, number: int, after: float) -> float:
-        """Seconds from a time to the first kept meeting of a worker after it."""
+        """Return the seconds from a time to the first kept round of a worker after it."""
         times: list[float] = []
 
         def found() -> bool:
@@ -345,17 +346,17 @@ class Team:
         return times[0]
 
     def agreed(self) -> dict[tuple[int, int], bool]:
-        """Check that nobody was told anything else than the others; gives the decisions."""
+        """Check that all workers saw the same members and decisions; return the decisions."""
         answers: dict[tuple[int, int], bool] = {}
         rosters: dict[int, Any] = {}
-        for number in self.lives:
+        for number in self.incarnations:
             for e in self.events(number):
                 if e["event"] == "settled":
-                    meeting = (e["generation"], e["meeting"])
-                    assert answers.setdefault(meeting, e["kept"]) == e["kept"], meeting
-                    assert e["arrived"] or not e["kept"], meeting
+                    where = (e["generation"], e["round"])
+                    assert answers.setdefault(where, e["kept"]) == e["kept"], where
+                    assert e["arrived"] or not e["kept"], where
                 if e["event"] == "entered":
-                    told = (e["members"], e["source"], e["joiners"])
-                    assert rosters.setdefault(e["generation"], told) == told, e
+                    seen = (e["members"], e["source"], e["joiners"])
+                    assert rosters.setdefault(e["generation"], seen) == seen, e
                     assert e["members"][e["rank"]] == number
         return answers

@@ -2,19 +2,16 @@
 
 In the order in which a step meets them:
 
-_methods.py          LocalSGD, DiLoCo, SlowMo and BMUF: Blocks with the outer step of that name
-_optimizer.py        Blocks, the optimizer wrapper: options, step, save and load
-_arguments.py        numbers and flags, checked
-_checks.py           options that exclude each other; do all workers agree?
-_other_averaging.py  is a DDP averaging the same gradients already?
-_sync.py             the life of a block: send, commit, merge, undo; the steps of a warm-up
-_block_state.py      where a worker is in that life, as one value
-_schedule.py         after which step a fragment is sent, how long the next block is; the drift
-_anchor.py           the anchor, and the differences from it
-_codec.py            differences in 16, 8 or 4 bits
-averaging/           one sync round: from differences to their mean
-crew/                elastic membership: workers that come and go
-_outer.py            outer steps, which move the anchor by the mean
-_rounds.py           what runs a sync round, and what a round leaves behind
-_state.py            what is saved, and how a run continues
+_methods.py      LocalSGD, DiLoCo, SlowMo and BMUF: Blocks with the outer step of that name
+_optimizer.py    Blocks, the optimizer wrapper: options, step, save and load
+_checks.py       arguments and options, checked: alone, together, and against the other workers'
+_sync.py         the life of a block: send, commit, merge, undo; the steps of a warm-up
+_block_state.py  where a worker is in that life, as one value
+_schedule.py     after which step a fragment is sent, how long the next block is; the drift
+_anchor.py       the anchor, and the differences from it
+_codec.py        differences in 16, 8 or 4 bits
+averaging/       one sync round: from differences to their mean
+crew/            elastic membership: workers that come and go
+_outer.py        outer steps, which move the anchor by the mean
+_saving.py       what is saved, and how a run continues
 """

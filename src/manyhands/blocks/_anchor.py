@@ -27,7 +27,7 @@ from torch import Tensor
 from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, read_range
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands.blocks._checks import memory_order
+from manyhands.blocks._checks import fingerprint
 from manyhands.blocks._codec import Codec
 from manyhands.blocks._outer import Outer
 from manyhands.blocks.averaging._payload import LARGEST, RoundResult
@@ -193,6 +193,12 @@ class OverlappedDifference(AnchorDifference):
                 params.add(self.first + start, moved.add_(held))
             else:
                 params.write(self.first + start, anchor)
+
+
+def memory_order(params: Sequence[Tensor]) -> float:
+    """Return a checksum of the strides: elements are averaged in the order of memory."""
+    parts = [local_shard(param) for param in params]
+    return fingerprint([(i, p.stride()) for i, p in enumerate(parts) if not p.is_contiguous()])
 
 
 class AnchorState(TypedDict):

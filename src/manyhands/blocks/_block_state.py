@@ -71,8 +71,8 @@ class BlockState:
     def version(self) -> int:
         """How far this worker is: the one with the highest version sends joiners its state.
 
-        It is negative without an anchor. If nobody has one, the steps decide, so that a joiner,
-        which has taken none, sets nobody back.
+        It is negative without an anchor. If no worker has one, the steps decide, so that a joiner,
+        which has taken none, sets no other worker back.
         """
         return ((self.rounds if self.has_anchor else -1) << 32) + self.steps
 

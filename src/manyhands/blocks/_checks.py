@@ -1,25 +1,116 @@
-"""Checks before training begins: arguments that exclude each other, and workers that disagree.
+"""Checks: arguments, options that exclude each other, and workers that do not fit together.
 
-All of them come before the first tensor is sent, and raise on every worker.
+In the order in which they are made:
+
+numbers and flags    the result is Python's own int, float or bool, so that workers have equal
+                     options even if one of them was given a NumPy number
+options              may they be combined?
+the other workers    have they the same options and the same model? This comes before the first
+                     tensor is sent, and every worker raises
+other averaging      does something else average the workers' gradients already?
+a saved run          had it the same options?
+
+Other averaging: in blocks each worker follows its own gradients. If a trainer leaves the model in
+`DistributedDataParallel` or `ShardedDataParallel`, all workers have the mean gradient, take the
+same steps, and a sync round changes nothing. Nothing fails, and DDP's traffic stays. So there is an
+error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise a
+warning after the first block, if all workers moved exactly the same way.
+
+A saved run: options are saved under the engine's names ("every", "outer.momentum"), which all
+methods have in common, so that a run may continue under another name of the same method. Users see
+and give the names of their class: for `BMUF` these two are `global_sync_iter` and `block_momentum`.
+`names` below leads from the engine's names to the class's.
 """
 
 from __future__ import annotations
 
+import gc
+import math
+import operator
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from numbers import Real
+from typing import SupportsIndex
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import is_dtensor, local_shard
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.shared_memory import check_on_cpu
+from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import unwrap
-from manyhands.blocks._arguments import flag
 from manyhands.blocks._outer import Outer
-from manyhands.blocks._schedule import Every
-from manyhands.blocks.crew._transport import CrewBase
+
+SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
+
+Names = Mapping[str, str]
+Value = bool | int | float | str | None  # of an option, as it is saved
+Options = Mapping[str, Value]
+
+
+# -- numbers and flags -----------------------------------------------------------------------------
+
+
+def whole(name: str, value: object, least: int = 0, why: str = "") -> int:
+    """Return a count as an int: any kind of integer, but neither a float nor a bool."""
+    number = least - 1
+    if isinstance(value, SupportsIndex) and not _is_flag(value):
+        with suppress(TypeError):  # a tensor that is no integer
+            number = operator.index(value)
+    if number < least:
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}, got {value!r}.{_spaced(why)}"
+        )
+    return number
+
+
+def real(
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    why: str = "",
+) -> float:
+    """Return a finite number within these bounds as a float."""
+    number = float(value) if isinstance(value, Real) and not _is_flag(value) else math.nan
+    low = (above is None or number > above) and (least is None or number >= least)
+    if not (math.isfinite(number) and low and (below is None or number < below)):
+        bounds = [("above", above), ("at least", least), ("below", below)]
+        limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        raise ValueError(f"{name} must be a finite number {limits}, got {value!r}.{_spaced(why)}")
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    """Return True or False. 1 and 0 are accepted too, but no other value that Python calls true."""
+    if isinstance(value, Real | bool) and value in (0, 1):
+        return bool(value)
+    if _is_flag(value):
+        return bool(value)
+    raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in (
+        "bool_",
+        "bool",
+    )  # the names of NumPy's bools, without importing NumPy
+
+
+def _spaced(why: str) -> str:
+    return f" {why}" if why else ""
+
+
+# -- options -------------------------------------------------------------------------------------
 
 
 def check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
@@ -47,42 +138,24 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def check_overlap_and_fragments(overlap: int, fragments: int, every: Every) -> None:
-    if overlap >= every.least:
-        raise ValueError(
-            f"overlap must be less than the steps between two sync rounds ({every.least}), got "
-            f"{overlap}. It is the number of steps for which a mean may be in flight."
-        )
-    if fragments > every.least:
-        raise ValueError(
-            f"{fragments} fragments need at least as many steps in a block, and every={every} "
-            f"may have {every.least}. Each fragment is synchronized once in a block."
-        )
-
-
 def check_groups(
-    class_name: str,
-    crew: CrewBase | None,
-    process_group: object,
-    inner: RankGroup,
-    every: Every,
-) -> None:
-    if crew is not None and process_group is not None:
+    class_name: str, process_group: object, inner: RankGroup, inner_of_crew: RankGroup | None
+) -> int:
+    """Return how many ranks a worker has."""
+    if inner_of_crew is None:
+        return inner.size
+    if process_group is not None:
         raise ValueError(
             f"{class_name} takes a process_group or a crew, and got both. A crew makes its "
             "own group: leave process_group out."
         )
-    ranks_per_worker = inner.size if crew is None else crew.inner.size
-    if inner.size > 1 and inner.size != ranks_per_worker:
+    if inner.size > 1 and inner.size != inner_of_crew.size:
         raise ValueError(
-            f"inner_group has {inner.size} processes, and a worker of the crew {ranks_per_worker}. "
-            "Give the crew the same group when it is made: Crew(inner_group=...)."
+            f"inner_group has {inner.size} processes, and a worker of the crew "
+            f"{inner_of_crew.size}. Give the crew the same group when it is made: "
+            "Crew(inner_group=...)."
         )
-    if ranks_per_worker > 1 and type(every) is not Every:
-        raise ValueError(
-            f"every={every} follows from each sync round's result, and the ranks of an inner_group "
-            "have separate sync rounds. Give a number of steps."
-        )
+    return inner_of_crew.size
 
 
 def check_shared_memory(
@@ -105,6 +178,9 @@ def check_shared_memory(
     for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
         check_on_cpu(device)
     return wanted
+
+
+# -- the other workers -----------------------------------------------------------------------------
 
 
 def fingerprint(options: object) -> float:
@@ -135,12 +211,6 @@ def check_agreement(
     agree(workers, facts, advice, names=names)
 
 
-def memory_order(params: Sequence[Tensor]) -> float:
-    """Return a checksum of the strides: elements are averaged in the order of memory."""
-    parts = [local_shard(param) for param in params]
-    return fingerprint([(i, p.stride()) for i, p in enumerate(parts) if not p.is_contiguous()])
-
-
 def _shards(params: Sequence[Tensor]) -> list[str]:
     """Describe which shards of DTensors are on this rank."""
     return [
@@ -148,3 +218,166 @@ def _shards(params: Sequence[Tensor]) -> list[str]:
         for p in params
         if is_dtensor(p)
     ]
+
+
+# -- other averaging -------------------------------------------------------------------------------
+
+
+def check_not_averaged(
+    class_name: str, workers: RankGroup, optimizer: Optimizer, model: nn.Module | None
+) -> None:
+    """Raise if the workers of the blocks share their gradients; warn if it is not certain."""
+    if workers.size == 1:
+        return
+    advice = (
+        f"{class_name} needs a model without it: each worker follows its own gradients from one "
+        "sync round to the next. Pass ranks that train as one worker as inner_group=, and one "
+        "rank of each worker as process_group=."
+    )
+    inner = unwrap(optimizer)[-1]
+    if isinstance(inner, ShardedOptimizer) and _overlap(inner.group, workers):
+        raise ValueError(
+            f"{type(inner).__name__} shards its updates over the same workers as the blocks. "
+            f"{advice}"
+        )
+    if model is not None and _averages(model) and _overlap(model.process_group, workers):
+        raise ValueError(
+            f"model= is in {type(model).__name__}, which averages gradients over the same workers "
+            f"as the blocks. {advice}"
+        )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if _found(params, workers):
+        gc.collect()  # a wrapper that nothing holds any more must not cause a warning
+        for kind in sorted(_found(params, workers)):
+            warnings.warn(
+                f"the parameters are in a {kind} that averages gradients over the same workers "
+                f"as the blocks. {advice}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
+def moved_identically(squares: Sequence[float], cosine: float, rounded: bool) -> bool:
+    """Return whether all workers have taken the same steps, from their squared lengths.
+
+    Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
+    With a codec (`rounded`) the cosine is that of rounded values, and need not be as close to 1.
+    """
+    low, high = min(squares, default=0.0), max(squares, default=0.0)
+    alike = cosine > (0.95 if rounded else 0.999)
+    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and alike
+
+
+def warn_identical_moves(workers: int) -> None:
+    warnings.warn(
+        f"in the first block all {workers} workers have taken the same steps (cosine 1, spread "
+        "0), so that sync rounds change nothing. Either the model is in DistributedDataParallel or "
+        "ShardedDataParallel, as a trainer may leave it: unwrap it, and use the model itself. Or "
+        "all workers draw the same samples: give each worker its own.",
+        RuntimeWarning,
+        stacklevel=6,
+    )
+
+
+def _found(params: Sequence[Tensor], workers: RankGroup) -> set[str]:
+    """Return the class names of modules that average these gradients over these workers."""
+    return {
+        type(module).__name__
+        for module, _ in modules_holding(params, _averages)
+        if _overlap(module.process_group, workers)
+    }
+
+
+def _averages(module: nn.Module) -> bool:
+    # Two attributes that torch's DDP, its subclasses and ShardedDataParallel have in common.
+    return "require_backward_grad_sync" in vars(module) and "process_group" in vars(module)
+
+
+def _overlap(group: object, workers: RankGroup) -> bool:
+    """Return whether two or more of the workers are in this process group."""
+    if not isinstance(group, dist.ProcessGroup | None):
+        return False
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return len(set(ranks) & set(workers.ranks)) > 1
+
+
+# -- a saved run ---------------------------------------------------------------------------------
+
+
+def describe_outer(outer: Outer) -> dict[str, Value]:
+    """Return an outer step's class and settings; its own `__repr__` if it defines one."""
+    if type(outer).__repr__ is not Outer.__repr__ and not is_dataclass(outer):
+        return {"outer": repr(outer)}
+    plain = {
+        name: value if isinstance(value, bool | int | float | str | None) else repr(value)
+        for name, value in sorted(vars(outer).items())
+    }
+    return {"outer": type(outer).__name__, **{f"outer.{name}": v for name, v in plain.items()}}
+
+
+def rename_options(options: Options, names: Names) -> dict[str, Value]:
+    """Return the options under the names of the class."""
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+def split_overrides(
+    class_name: str,
+    overrides: Mapping[str, object],
+    options: Options,
+    names: Names,
+    groups: Iterable[Mapping[str, object]],
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Split overrides into options of the blocks (engine's names) and of parameter groups.
+
+    `groups` are the parameter groups here and in the saved state. A name that is in none of them,
+    and is no option of the blocks either, is an error.
+    """
+    engine_names = {name: name for name in options} | {
+        names.get(name, name): name for name in options
+    }
+    known = {name for group in groups for name in group} - {"params", "param_names"}
+    for_blocks, for_groups = {}, {}
+    for name, value in overrides.items():
+        if name in engine_names:
+            for_blocks[engine_names[name]] = value
+        elif name in known:
+            for_groups[name] = value
+        else:
+            raise ValueError(
+                f"optimizer_overrides has {name}={value!r}, which is an option neither of the "
+                f"parameter groups ({', '.join(sorted(known))}) nor of {class_name} "
+                f"({', '.join(rename_options(options, names))})."
+            )
+    return for_blocks, for_groups
+
+
+def check_options(
+    saved: Options, options: Options, changed: Mapping[str, object], names: Names
+) -> None:
+    """Raise if the saved run had other options, except those `changed` on purpose."""
+    meant = set(changed)
+    for name, value in changed.items():
+        here: object = options[name]
+        if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
+            outer = _outer_in(options)
+            value, here = describe_outer(value), outer
+            meant |= outer.keys()
+        if value != here and str(value) != str(here):
+            raise ValueError(
+                f"optimizer_overrides has {names.get(name, name)}={changed[name]!r}, and the "
+                f"optimizer was made with {here}. Make it with what you want to change to."
+            )
+    differ = [n for n in options if n not in meant and saved.get(n) != options[n]]
+    if differ:
+        called = {name: names.get(name, name) for name in differ}
+        listed = "; ".join(f"{called[n]}: saved {saved.get(n)}, now {options[n]}" for n in differ)
+        overrides = {called[name]: options[name] for name in differ}
+        raise ValueError(
+            f"this state dict is of a run with other options: {listed}. Make the optimizer with "
+            "the options it was saved with, or say that the change is meant: "
+            f"load_state_dict(state, optimizer_overrides={overrides})."
+        )
+
+
+def _outer_in(options: Options) -> dict[str, Value]:
+    return {name: v for name, v in options.items() if name.partition(".")[0] == "outer"}

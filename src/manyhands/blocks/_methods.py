@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.blocks._arguments import flag, real, whole
+from manyhands.blocks._checks import flag, real, whole
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._schedule import Every
-from manyhands.blocks.averaging._extras import trainable_params
-from manyhands.blocks.crew._transport import CrewBase
+from manyhands.blocks.averaging._payload import trainable_params
+from manyhands.blocks.crew._membership import CrewBase
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in `typing` from Python 3.11 on
@@ -79,7 +79,7 @@ def _described_args(docstring: str) -> dict[str, str]:
     return {entry.strip().partition(":")[0]: entry for entry in entries}
 
 
-def _momentum(name: str, value: Any) -> float:
+def _momentum(name: str, value: object) -> float:
     why = "With 1 or more, the effect of one block would never fade."
     return real(name, value, least=0, below=1, why=why)
 
@@ -314,7 +314,9 @@ class BMUF(Blocks):
         )
 
     def clip_grad_norm(
-        self, max_norm: float, aggregate_norm_fn: Callable[[Any], Any] | None = None
+        self,
+        max_norm: float,
+        aggregate_norm_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Scale this worker's gradients to a norm of at most `max_norm`; return the norm before.
 

@@ -25,40 +25,44 @@ from manyhands._core.wrappers import (
     supports_amp,
     unscale,
 )
-from manyhands.blocks import _state
+from manyhands.blocks import _saving
 from manyhands.blocks._anchor import Anchor
-from manyhands.blocks._arguments import flag, whole
 from manyhands.blocks._block_state import NO_VERSION, BlockState
 from manyhands.blocks._checks import (
+    Value,
     check_agreement,
     check_choice,
     check_groups,
+    check_not_averaged,
     check_optimizer,
     check_outer,
-    check_overlap_and_fragments,
     check_shared_memory,
+    describe_outer,
+    flag,
+    rename_options,
+    split_overrides,
+    whole,
 )
 from manyhands.blocks._codec import find_codec
-from manyhands.blocks._other_averaging import check_not_averaged
 from manyhands.blocks._outer import Average, Outer
-from manyhands.blocks._schedule import Every, Schedule
-from manyhands.blocks._state import Value, describe_outer, rename_options, split_overrides
+from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
-from manyhands.blocks.averaging._extras import (
+from manyhands.blocks.averaging._payload import (
     Buffers,
     Extras,
     by_index,
     make_payloads,
     trainable_params,
 )
-from manyhands.blocks.crew._membership import ElasticMembers, FixedMembers
-from manyhands.blocks.crew._terms import Terms
-from manyhands.blocks.crew._transport import CrewBase
+from manyhands.blocks.averaging._round import FixedMembers
+from manyhands.blocks.crew._enrollment import Terms
+from manyhands.blocks.crew._membership import CrewBase, ElasticMembers
 
 STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
 
 Closure = Callable[[], Any]  # computes the gradients, and returns the loss
+Step = Callable[..., Any]  # an inner optimizer's, which may have arguments of its own
 
 
 class Blocks(OptimizerWrapper):
@@ -119,7 +123,7 @@ class Blocks(OptimizerWrapper):
 
     layer = "blocks"
     _known = SharedAttribute[set[int]]()
-    #: From the engine's names of options to the subclass's (`_state.py`).
+    #: From the engine's names of options to the subclass's (`_checks.py`).
     _names: ClassVar[Mapping[str, str]] = {}
     _described: Outer | None = None  # the outer step that is saved, if not the one in use
 
@@ -153,9 +157,10 @@ class Blocks(OptimizerWrapper):
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
-        check_overlap_and_fragments(overlap, fragments, interval)
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
-        check_groups(type(self).__name__, crew, process_group, inner, interval)
+        inner_of_crew = None if crew is None else crew.inner
+        ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
+        check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
         self._supports_amp = supports_amp(optimizer)
         self._options: dict[str, Value] = {
@@ -191,35 +196,27 @@ class Blocks(OptimizerWrapper):
         if self.alone:
             return
         buffers = sync.extras.buffer_tensors()
+        everything = [param for group in self.param_groups for param in group["params"]]
         self._known = {id(param) for param in params}
         sync.anchor.extend(params)
         if isinstance(sync.members, ElasticMembers):
-            everything = [param for group in self.param_groups for param in group["params"]]
             terms = Terms.of(self._options, everything, buffers, self._model.modules)
             sync.members.join(NO_VERSION, terms)
             sync.transfer_state()
             sync.regroup()
             return
+        assert isinstance(sync.members, FixedMembers)
         self._all_workers = workers = sync.members.workers
         check_not_averaged(type(self).__name__, workers, self._inner_optimizer, model)
-        everything = [param for group in self.param_groups for param in group["params"]]
         self._check_agreement(everything, buffers)
-        sync.members.workers = self._choose_transport(workers)
+        sync.members.choose_transport(
+            [param.device for param in everything],
+            background=sync.schedule.overlap > 0,
+            shared_memory=self._shared_memory,
+            exact=not sync.anchor.codec.rounds,
+        )
         workers.broadcast_from_first([local_shard(tensor) for tensor in [*everything, *buffers]])
         sync.anchor.begin()
-
-    def _choose_transport(self, workers: RankGroup) -> RankGroup:
-        """Return the workers with the collectives that sync rounds will use."""
-        if self._sync.schedule.overlap:
-            # A group of their own, so that they do not mix with training's collectives.
-            device = next(p.device for group in self.param_groups for p in group["params"])
-            workers = workers.with_background_group(device)
-        if self._shared_memory is None:
-            devices = {p.device for group in self.param_groups for p in group["params"]}
-            exact = self._options["codec"] == "float32"
-            can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in devices)
-            return workers.with_shared_memory(required=False) if can else workers
-        return workers.with_shared_memory() if self._shared_memory else workers
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
         check_agreement(
@@ -232,7 +229,7 @@ class Blocks(OptimizerWrapper):
             self._model.modules,
         )
 
-    # -- what a user can read---------------------------------------------------------------------
+    # -- what a user can read --------------------------------------------------------------------
 
     @property
     def alone(self) -> bool:
@@ -251,7 +248,7 @@ class Blocks(OptimizerWrapper):
 
     @property
     def left_out(self) -> list[int]:
-        """Workers that were left out of the last mean, because a number of theirs was not finite.
+        """Workers that were left out of the last mean, because not all their values were finite.
 
         Ranks in the process group, or the numbers of a crew's workers.
         """
@@ -277,7 +274,7 @@ class Blocks(OptimizerWrapper):
 
     # -- stepping ------------------------------------------------------------------------------
 
-    def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Closure | None = None, *args: object, **kwargs: object) -> Any:
         """Step the inner optimizer, and synchronize with the other workers if it is time.
 
         A step that a `GradScaler` skips is counted, so that all workers count the same steps.
@@ -302,17 +299,18 @@ class Blocks(OptimizerWrapper):
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
 
     def _step_inner(
-        self, signals: ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
+    ) -> object:
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
+        step: Step = self._inner_optimizer.step
         with apply_signals(signals, self._inner_optimizer, self._supports_amp):
-            return self._inner_optimizer.step(*positional, **kwargs)
+            return step(*positional, **kwargs)
 
     def _step_together(
-        self, signals: ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
+    ) -> object:
         """Take a step along the mean of all workers' gradients."""
 
         def average() -> bool:
@@ -320,17 +318,18 @@ class Blocks(OptimizerWrapper):
                 unscale(self.param_groups, signals.grad_scale)
             return self._sync.average_gradients(trainable_params(self._inner_optimizer))
 
+        step: Step = self._inner_optimizer.step
         if closure is None:
-            return self._inner_optimizer.step(*args, **kwargs) if average() else None
+            return step(*args, **kwargs) if average() else None
 
-        def closure_with_mean() -> Any:
+        def closure_with_mean() -> object:
             with torch.enable_grad():
                 loss = closure()
             if not average():  # no worker has a finite gradient
                 self._inner_optimizer.zero_grad()
             return loss
 
-        return self._inner_optimizer.step(closure_with_mean, *args, **kwargs)
+        return step(closure_with_mean, *args, **kwargs)
 
     def _add_unfrozen_params(self) -> None:
         new = [p for p in trainable_params(self._inner_optimizer) if id(p) not in self._known]
@@ -340,7 +339,7 @@ class Blocks(OptimizerWrapper):
                 self._sync.merge_pending()
                 self._sync.anchor.extend(new)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """Clear the gradients."""
         self._inner_optimizer.zero_grad(*args, **kwargs)
 
@@ -366,7 +365,7 @@ class Blocks(OptimizerWrapper):
         )
         self._add_unfrozen_params()
 
-    # -- sync rounds outside of the schedule---------------------------------------------------
+    # -- sync rounds outside of the schedule --------------------------------------------------
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -437,8 +436,8 @@ class Blocks(OptimizerWrapper):
         Each worker has its own, because parameters differ inside a block. If each worker loads its
         own, training continues bit for bit; worker 0's can be loaded by any number of workers.
         """
-        state: dict[str, Any] = self._inner_optimizer.state_dict()
-        state[_state.KEY] = {"options": self._options, **_state.save_worker(self._sync)}
+        state = self._inner_optimizer.state_dict()
+        state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}
         return state
 
     def load_state_dict(
@@ -456,8 +455,8 @@ class Blocks(OptimizerWrapper):
         changed, for_groups = split_overrides(
             type(self).__name__, overrides, self._options, self._names, groups
         )
-        saved = self.checked_state(state_dict.get(_state.KEY), changed)
-        inner = {key: value for key, value in state_dict.items() if key != _state.KEY}
+        saved = self.checked_state(state_dict.get(_saving.KEY), changed)
+        inner = {key: value for key, value in state_dict.items() if key != _saving.KEY}
         self._inner_optimizer.load_state_dict(inner)
         for group in self.param_groups:
             group.update(for_groups)
@@ -472,25 +471,27 @@ class Blocks(OptimizerWrapper):
 
         For a checkpoint of your own that all workers continue from. (`mh.save` does not need it.)
         """
-        _state.check_not_diverged(self._sync)
-        _state.check_unsharded(self._sync)
-        return {"options": self._options, **_state.save_common(self._sync)}
+        _saving.check_not_diverged(self._sync)
+        _saving.check_unsharded(self._sync)
+        return {"options": self._options, **_saving.save_common(self._sync)}
 
-    def checked_state(self, saved: Any, changed: Mapping[str, object] | None = None) -> Any:
+    def checked_state(
+        self, saved: object, changed: Mapping[str, object] | None = None
+    ) -> _saving.SavedWorker | None:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
-        saved = _state.check_saved(saved, self._options, changed or {}, self._names)
-        if saved is not None:
-            _state.check_fits(saved, self._sync)
-        return saved
+        state = _saving.check_saved(saved, self._options, changed or {}, self._names)
+        if state is not None:
+            _saving.check_fits(state, self._sync)
+        return state
 
     @torch.no_grad()
-    def load_common_state(self, saved: Any) -> None:
+    def load_common_state(self, saved: _saving.SavedWorker | None) -> None:
         """Continue from what `checked_state` returned; if None, from the parameters as they are."""
-        _state.load_saved(saved, self._sync)
+        _saving.load_saved(saved, self._sync)
 
-    def state_parts(self) -> _state.OuterStateParts:
+    def state_parts(self) -> _saving.OuterStateParts:
         """Return what `mh.save` and `mh.load` ask of blocks."""
-        return _state.OuterStateParts(self._sync, self._options)
+        return _saving.OuterStateParts(self._sync, self._options)
 
     def __repr__(self) -> str:
         workers = self._sync.members.workers.size

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyhands.blocks._arguments import real, whole
+from manyhands.blocks._checks import real, whole
 
 
 @dataclass
@@ -179,3 +179,22 @@ class ByDrift(Every):
 
     def __repr__(self) -> str:
         return f"ByDrift(cosine={self.cosine:g}, least={self.least}, most={self.most})"
+
+
+def check_schedule(every: Every, overlap: int, fragments: int, ranks_per_worker: int) -> None:
+    """Raise if blocks of this length cannot have this overlap, or as many fragments."""
+    if overlap >= every.least:
+        raise ValueError(
+            f"overlap must be less than the steps between two sync rounds ({every.least}), got "
+            f"{overlap}. It is the number of steps for which a mean may be in flight."
+        )
+    if fragments > every.least:
+        raise ValueError(
+            f"{fragments} fragments need at least as many steps in a block, and every={every} "
+            f"may have {every.least}. Each fragment is synchronized once in a block."
+        )
+    if ranks_per_worker > 1 and type(every) is not Every:
+        raise ValueError(
+            f"every={every} follows from each sync round's result, and the ranks of an inner_group "
+            "have separate sync rounds. Give a number of steps."
+        )

@@ -2,7 +2,7 @@
 
 send      the schedule says that a fragment is due: a sync round averages its difference from the
           anchor, at once or, with overlap, while training goes on
-commit    all workers agree that the round took place (`blocks/crew/_membership.py`)
+commit    all workers agree that the round took place (`averaging/_round.py`)
 merge     the outer step moves the anchor, and the parameters with it
 undo      a member was lost in the round: it is repeated among those who are left, or, if it ran
           in the background, sent again when it is next due
@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -32,25 +32,28 @@ from manyhands.blocks._anchor import (
     StagedDifference,
 )
 from manyhands.blocks._block_state import BlockState
-from manyhands.blocks._other_averaging import moved_identically, warn_identical_moves
-from manyhands.blocks._rounds import InitialState, Pending, RoundRunner
+from manyhands.blocks._checks import fingerprint, moved_identically, warn_identical_moves
 from manyhands.blocks._schedule import Drift, Every, Schedule
-from manyhands.blocks.averaging._extras import (
-    Extras,
-    SnapshotPayload,
-    TensorPayload,
-    by_index,
-    drop_nonfinite_state,
-    make_payloads,
-    trainable_params,
-)
 from manyhands.blocks.averaging._payload import (
     NOTHING_YET,
+    ArrivedMean,
+    Extras,
+    InitialState,
+    Note,
+    Payload,
     RoundResult,
+    SnapshotPayload,
+    TensorPayload,
     are_finite,
+    by_index,
+    drop_nonfinite_state,
     is_payload_finite,
+    make_payloads,
+    state_tensors,
+    trainable_params,
 )
-from manyhands.blocks.crew._membership import ElasticMembers, Membership, StateTransfer
+from manyhands.blocks.averaging._round import BackgroundSync, Membership, RoundRunner
+from manyhands.blocks.crew._membership import ElasticMembers, StateTransfer
 
 
 class Counters(TypedDict):
@@ -74,6 +77,39 @@ class TransferredState(CommonState):
     buffers: list[Tensor]
 
 
+@dataclass
+class Pending:
+    """Fragments in flight, and what travels with the last fragment of a block."""
+
+    fragments: Sequence[int]
+    merge_at: int  # the step after which the mean is merged
+    differences: Sequence[AnchorDifference]
+    buffers: Sequence[ArrivedMean]
+    state: Sequence[ArrivedMean]  # of the inner optimizer
+    note: Note  # as this worker sent it
+    background: BackgroundSync
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether training goes on while the fragments travel."""
+        return isinstance(self.differences[0], OverlappedDifference)
+
+    def merge(self, result: RoundResult, anchor: Anchor, extras: Extras) -> None:
+        """Move anchor and parameters by the mean, and set buffers and state to their means."""
+        anchor.reset_frozen_memories()  # once more: parameters may have frozen since it was sent
+        for difference in self.differences:
+            difference.merge(result, self.note.included)
+        # The buffers and the state that the model has now, which may be other tensors than those
+        # that were sent.
+        buffers = by_index(extras.buffer_tensors()) if self.buffers else {}
+        for mean in self.buffers:
+            mean.copy_to(result, buffers)
+        state = state_tensors(extras.optimizer) if self.state else {}
+        for mean in self.state if result.averages_state else []:
+            mean.copy_to(result, state)
+        anchor.all_gather_inner(self.fragments)
+
+
 class Sync:
     """Keeps this worker's parameters and the other workers' together."""
 
@@ -91,9 +127,10 @@ class Sync:
         self.optimizer, self.members, self.anchor = optimizer, members, anchor
         self.every, self.schedule = every, schedule
         self.state, self.extras = state, extras
-        self.runner = RoundRunner(optimizer, members, anchor, schedule, options)
+        self.runner = RoundRunner(members, anchor.inner, overlaps=schedule.overlap > 0)
         self.stats = self.runner.stats
         self.pending: deque[Pending] = deque()
+        self._options_checksum = fingerprint(options)
         self._regroups = 0
         self._compared = False  # whether the first block was searched for identical moves
         resets = extras.state == "reset" or state.in_local_warmup
@@ -191,15 +228,35 @@ class Sync:
         buffers = self.extras.buffer_payloads() if ends_block else []
         state = self.extras.state_payloads() if ends_block else []
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
-        finite = self.runner.finite_on_all_ranks(finite)
-        status = float(finite) if self.state.contributes else NOTHING_YET
-        note = self.runner.write_note(self.state.steps, status, state)
+        note = self._write_note(finite, state)
+        if not self.state.contributes:
+            note = replace(note, status=NOTHING_YET)
         copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
         if overlaps or self.members.elastic:
             copies = [SnapshotPayload(p) for p in buffers], [SnapshotPayload(p) for p in state]
         background = self.runner.start(differences, copies[0] or buffers, copies[1] or state, note)
         self.pending.append(Pending(fragments, merge_at, differences, *copies, note, background))
         self.state = self.state.send(fragments)
+
+    def _write_note(self, finite: bool, state: Sequence[Payload]) -> Note:
+        """Return what this worker says of itself in a round that averages this optimizer state.
+
+        `finite`: whether all its numbers are, on this rank.
+        """
+        groups, step = self.optimizer.param_groups, self.state.steps
+        device = next(param.device for group in groups for param in group["params"])
+        # Parameters may have been frozen since the options were compared.
+        frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
+        checksum = self._options_checksum
+        return Note(
+            step=float(step),
+            status=float(self.runner.finite_on_all_ranks(finite, device)),
+            options=fingerprint((checksum, frozen)) if frozen else checksum,
+            state_elements=float(sum(payload.length for payload in state)),
+            seconds=self.runner.clock.seconds_per_step(step),
+            lr=float(groups[0].get("lr", 1.0)),
+            length=float(self.schedule.length),
+        )
 
     def _merge(self) -> None:
         """Wait for the oldest round in flight, and move anchor and parameters by its mean."""
@@ -233,8 +290,9 @@ class Sync:
         drift = self.stats.drift
         if not self._compared and drift.distance > 0:
             self._compared = True
-            if moved_identically(result, drift.cosine, self.anchor.codec.rounds):
-                warn_identical_moves(len(result.included))
+            squares = [result.squares[rank] for rank in result.included]
+            if moved_identically(squares, drift.cosine, self.anchor.codec.rounds):
+                warn_identical_moves(len(squares))
         self.restart_clock()
 
     def _discard_own_values(self) -> None:
@@ -254,7 +312,8 @@ class Sync:
         Return None if the round was undone; the members have changed then. After a round that
         took place the caller calls `regroup`, once it has used the means.
         """
-        result = self.runner.average(self.state.steps, payloads, state)
+        finite = all(map(is_payload_finite, [*payloads, *state]))
+        result = self.runner.average(payloads, state, self._write_note(finite, state))
         if result is None:
             self.stats.undone += 1
             self.regroup()
@@ -306,7 +365,7 @@ class Sync:
     def regroup(self) -> None:
         """Let members leave and joiners in, if any do; then repeat an undone round.
 
-        It is repeated by those who are members now, so that no work of theirs is lost.
+        It is repeated by those who are members now, so that none of their work is lost.
         """
         while self.members.regroup_due:
             self.pending.clear()  # they have changed nothing yet, and are sent again when due
@@ -359,7 +418,7 @@ class Sync:
         )
         self.restart_clock()
 
-    # -- state that is saved (`_state.py`) -----------------------------------------------------
+    # -- state that is saved (`_saving.py`) ----------------------------------------------------
 
     def common_state(self) -> CommonState:
         """Return the state that is equal on every worker."""

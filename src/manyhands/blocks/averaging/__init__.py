@@ -2,11 +2,9 @@
 
 In the order in which a tensor meets them:
 
-_extras.py    buffers, optimizer state and gradients as payloads
-_payload.py   the vocabulary: Payload, Note, PayloadChunk, RoundResult; is a payload finite?
-_average.py   cut payloads into chunks, keep a few in flight, check that workers agree; chunks
-              without a codec: one all_reduce, or shared memory
-_pairwise.py  a chunk with a codec: two messages between each pair of workers
+_payload.py  what a worker contributes: payloads and a note; buffers and optimizer state as payloads
+_round.py    what runs a round: its thread, the chunks in flight, the decision of all workers
+_chunks.py   a range of a payload on its way: all_reduce, shared memory, or encoded, in pairs
 
 Parameters come as differences from the anchor; those payloads are in `blocks/_anchor.py`.
 """

@@ -1,28 +1,44 @@
-"""The vocabulary of a sync round: what a worker contributes, and what all workers learn.
+"""What a worker contributes to a sync round, and what all workers learn from it.
 
-Payload        tensors of one type that a worker contributes, read and written in ranges
-Note           a few numbers about the worker itself, sent with every chunk
-PayloadChunk   a range of a payload in flight
-RoundResult    everyone's notes and the squared lengths; equal on all workers
+Payload          tensors of one type that a worker contributes, read and written in ranges
+Note             a few numbers about the worker itself, sent with every chunk
+RoundResult      everyone's notes and the squared lengths; equal on all workers
+TensorPayload    tensors that are averaged as they are: buffers, optimizer state, gradients
+ArrivedMean      the mean of a `TensorPayload`, kept apart from the tensors
+Extras           the buffers and the optimizer state that are due at the end of a block
+InitialState     the optimizer state to which state="reset" goes back
+
+Parameters come as differences from the anchor; those payloads are in `blocks/_anchor.py`.
 
 A worker whose numbers are not all finite is left out of the mean. A norm reads the memory once, and
 it is finite only if all numbers are. The reverse does not hold: in float32 the square of 3e19 is
 infinite, and 3e19 is not. So where a norm is not finite, the largest absolute value decides.
+
+Each tensor has a *key* that is equal on all workers and in a later run: the index of a buffer in
+its model, or the index of a parameter and the name of its state. With an overlap the mean arrives
+while training goes on. It is then written to the tensors that have these keys by that time: they
+may have been replaced meanwhile, or belong to a run that was resumed from a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from manyhands._core.flat import accumulation_dtype, group_by_type, norm
+from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, norm
+from manyhands._core.modules import modules_holding
 from manyhands._core.sharded import local_shard
-from manyhands.blocks._codec import Codec
+from manyhands._core.wrappers import unwrap
+from manyhands.blocks._codec import CODECS, Codec
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages
 LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the cache
 
 # Values of `Note.status` other than 1.
@@ -102,37 +118,6 @@ class RoundResult:
         return min(note.state_elements for note in self.notes) > 0
 
 
-class Waitable(Protocol):
-    """A message or a barrier under way."""
-
-    def wait(self) -> object:
-        """Return when it is done."""
-
-
-class PayloadChunk(Protocol):
-    """A range of a payload in flight. The four methods are called in this order."""
-
-    measured: bool  # whether its squared length is part of the drift: differences only
-    has_mean: bool  # whether `send_mean` has nothing to send: an all_reduce brought the sum
-
-    def send_values(self, note: Note) -> None:
-        """Read the payload and start to send its values and the note."""
-
-    def receive_notes(self) -> list[list[float]]:
-        """Wait for all workers' values; return each one's note and squared length."""
-
-    def send_mean(self, result: RoundResult) -> None:
-        """Average what this worker owns and start to send the mean. The notes are known."""
-
-    def write_mean(self, result: RoundResult) -> float:
-        """Wait for the mean, write it to the payload, and return its squared length."""
-
-
-def square_of(values: Tensor) -> float:
-    # A dot product reads the slice once, and is faster than norm().square().
-    return float(torch.dot(values, values))
-
-
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all numbers in these tensors are finite."""
     for same in group_by_type([local_shard(tensor).detach() for tensor in tensors]):
@@ -161,3 +146,213 @@ def is_payload_finite(payload: Payload) -> bool:
         if not torch.isfinite(norm(chunk)) and not _has_finite_maximum(chunk):
             return False
     return True
+
+
+# -- tensors that are averaged as they are ---------------------------------------------------------
+
+
+class TensorPayload:
+    """Tensors of one type on one device, read and written in place."""
+
+    residual: Tensor | None = None
+    codec: Codec = CODECS["float32"]
+
+    def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
+        first = local_shard(next(iter(tensors.values())))
+        self.tensors = tensors
+        self._vector = FlatTensors(list(tensors.values()))
+        self.length, self.device = len(self._vector), first.device
+        self.dtype = accumulation_dtype(first.real.dtype)  # 16-bit tensors are summed in float32
+        self.first_only = first_only
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each tensor."""
+        return [stop - start for start, stop in self._vector.spans]
+
+    def read(self, start: int, out: Tensor) -> None:
+        self._vector.read(start, out)
+
+    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
+        if result.included:  # with no finite worker there is no mean: keep what is here
+            self._vector.write(start, mean)
+
+
+class SavedMean(TypedDict):
+    """An `ArrivedMean` in plain values and a tensor."""
+
+    keys: list[str]
+    sizes: list[int]
+    mean: Tensor
+
+
+class ArrivedMean:
+    """The mean of a `TensorPayload`, kept apart from the tensors until `copy_to`."""
+
+    def __init__(self, keys: Sequence[str], sizes: Sequence[int], mean: Tensor) -> None:
+        self.keys, self.sizes, self.mean = list(keys), list(sizes), mean  # mean: (sum(sizes),)
+
+    def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
+        """Set the tensors with these keys to the mean; skip keys that are gone."""
+        if not result.included:
+            return
+        for key, mean in zip(self.keys, self.mean.split(self.sizes), strict=True):
+            vector = FlatTensors([tensors[key]] if key in tensors else [])
+            if len(vector) == len(mean):
+                vector.write(0, mean)
+
+    def saved(self) -> SavedMean:
+        return {"keys": self.keys, "sizes": self.sizes, "mean": self.mean}
+
+
+class SnapshotPayload(ArrivedMean):
+    """A copy of a `TensorPayload`, made when it is sent; the mean overwrites the copy.
+
+    Needed where the tensors change while the copy travels (overlap), or where the sync round may
+    be undone (elastic members).
+    """
+
+    residual: Tensor | None = None
+
+    def __init__(self, payload: TensorPayload) -> None:
+        copy = torch.empty(payload.length, dtype=payload.dtype, device=payload.device)
+        payload.read(0, copy)
+        super().__init__(list(payload.tensors), payload.sizes, copy)
+        self.length, self.dtype, self.device = payload.length, payload.dtype, payload.device
+        self.codec, self.first_only = payload.codec, payload.first_only
+
+    def read(self, start: int, out: Tensor) -> None:
+        out.copy_(self.mean[start : start + out.numel()])
+
+    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
+        self.mean[start : start + mean.numel()].copy_(mean)
+
+
+def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[TensorPayload]:
+    """Return one payload for each type and device. Integer and bool tensors are left out."""
+    numeric = {k: t for k, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    keys = {id(tensor): key for key, tensor in numeric.items()}
+    groups = [{keys[id(t)]: t for t in same} for same in group_by_type(list(numeric.values()))]
+    return [TensorPayload(group, first_only) for group in groups]
+
+
+def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with their index as key."""
+    return {str(number): tensor for number, tensor in enumerate(tensors)}
+
+
+def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Return the state tensors that have their parameter's shape, in one order on all workers.
+
+    Steps and other scalars are not averaged: they are equal, or each worker's own.
+    """
+    found = {}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        state = optimizer.state.get(param, {}) if param.requires_grad else {}
+        for name in sorted(state):
+            value = state[name]
+            if not isinstance(value, Tensor) or value.shape != param.shape:
+                continue
+            if only is None or name in only:
+                found[f"{number}.{name}"] = value
+    return found
+
+
+def drop_nonfinite_state(optimizer: Optimizer) -> None:
+    """Delete the state of each parameter whose state holds a number that is not finite."""
+    for param in [p for p in optimizer.state if isinstance(p, Tensor)]:
+        values = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
+        numeric = [v for v in values if v.is_floating_point() or v.is_complex()]
+        if not are_finite(numeric):
+            del optimizer.state[param]
+
+
+def trainable_params(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that are not frozen."""
+    return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+
+class Buffers:
+    """The buffers of the model that an optimizer trains.
+
+    An optimizer does not know its model. Without `model`, the garbage collector is searched for
+    the smallest module that has all of the parameters, or for those that have some of them.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        modules = [model] if model is not None else _find_modules(params)
+        # Weak references: an optimizer must not keep the model's memory alive.
+        self._modules = [weakref.ref(module) for module in modules]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the buffers belong to, as far as they still exist."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    def tensors(self) -> list[Tensor]:
+        """Return all buffers, each once."""
+        found: dict[int, Tensor] = {}
+        for module in self.modules:
+            found.update((id(buffer), buffer) for buffer in module.buffers())
+        return list(found.values())
+
+
+@dataclass
+class Extras:
+    """The buffers and the optimizer state that are averaged at the end of a block."""
+
+    optimizer: Optimizer
+    model_buffers: Buffers
+    buffers: str  # the option: "average", "broadcast" or "keep"
+    state: str  # the option: "keep", "average", "average_moments" or "reset"
+
+    def buffer_tensors(self) -> list[Tensor]:
+        """Return the model's buffers; none if each worker keeps its own."""
+        return [] if self.buffers == "keep" else self.model_buffers.tensors()
+
+    def buffer_payloads(self) -> list[TensorPayload]:
+        first_only = self.buffers == "broadcast"
+        return make_payloads(by_index(self.buffer_tensors()), first_only)
+
+    def state_payloads(self) -> list[TensorPayload]:
+        if self.state not in ("average", "average_moments"):
+            return []
+        only = MOMENTS if self.state == "average_moments" else None
+        return make_payloads(state_tensors(self.optimizer, only))
+
+
+def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:
+    """Return the smallest module with all parameters, or the outermost ones with some of them."""
+    candidates = list(modules_holding(params))
+    complete = [module for module, found in candidates if len(found) == len(set(map(id, params)))]
+    if complete:
+        return [min(complete, key=lambda module: sum(1 for _ in module.modules()))]
+    children = {id(child) for module, _ in candidates for child in module.children()}
+    roots = [(module, found) for module, found in candidates if id(module) not in children]
+    # The collector's order differs between workers; the parameters' order does not.
+    roots.sort(key=lambda pair: min(pair[1]))
+    return [module for module, _ in roots]
+
+
+class InitialState:
+    """The inner optimizer's state before its first step (Adagrad has some, most have none)."""
+
+    def __init__(self, optimizer: Optimizer, needed: bool) -> None:
+        self._optimizer = optimizer
+        bare = self._bare()
+        state = bare.state_dict()["state"] if needed and bare.state else {}
+        self.state: dict[object, object] = copy.deepcopy(state)
+
+    def _bare(self) -> Optimizer:
+        # The innermost optimizer: a scaling rule around it keeps its own statistics.
+        return unwrap(self._optimizer)[-1]
+
+    def restore(self) -> None:
+        """Reset the inner optimizer's state; options such as `lr` stay as they are."""
+        bare = self._bare()
+        bare.state.clear()
+        if self.state:
+            groups = bare.state_dict()["param_groups"]
+            bare.load_state_dict({"state": copy.deepcopy(self.state), "param_groups": groups})

@@ -24,9 +24,9 @@ member has left.
         exchange_a_last_time()
     crew.leave()
 
-What members agree on, and how, is in _roster.py; how a process enters a generation in
-_enrollment.py; what a worker must have in common with the others in _terms.py. The state itself
-belongs to the caller.
+What members agree on, and how, is in _roster.py; what a worker must have in common with the
+others, and how a process enters a generation, in _enrollment.py. The state itself belongs to the
+caller.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks._arguments import real, whole
-from manyhands.blocks.crew._enrollment import Enrollment, check_not_failed
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
+from manyhands.blocks._checks import real, whole
+from manyhands.blocks.crew._enrollment import NO_TERMS, Enrollment, Terms, check_not_failed
+from manyhands.blocks.crew._membership import CrewBase
 from manyhands.blocks.crew._roster import Roster
-from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
+from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import Signer, StoreClient, parse_address
-from manyhands.blocks.crew._terms import NO_TERMS, Terms
-from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, CrewBase, StoreConnection
+from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, StoreConnection
 from manyhands.errors import StoreLost, WorkerLost
 
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
+
+Number = TypeVar("Number", int, float)
 
 
 class Crew(CrewBase):
@@ -84,7 +87,7 @@ class Crew(CrewBase):
         expected: int | None = None,
         stall: float | None = None,
         patience: float | None = None,
-        inner_group: Any = None,
+        inner_group: dist.ProcessGroup | None = None,
         secret: str | None = None,
     ) -> None:
         super().__init__()
@@ -268,7 +271,7 @@ class Crew(CrewBase):
             roster = shared.refresh()
         self._round += 1
         self.regroup_due = roster.ends_with(generation, round_index, enrollment.id)
-        # All members have connected by now, so nobody needs the addresses any more.
+        # All members have connected by now, so the addresses are not needed any more.
         if kept and round_index == 0 and self.rank == self.inner.rank == 0:
             shared.sweep(generation)
         return kept
@@ -345,7 +348,9 @@ class Crew(CrewBase):
         self.regroup_due = False
 
 
-def _or_environment(value: Any, variable: str, parse: Callable[[str], Any], default: Any) -> Any:
+def _or_environment(
+    value: Number | None, variable: str, parse: Callable[[str], Number], default: Number | None
+) -> Number | None:
     """Return the argument; if it is None, the environment's value; without one, the default."""
     if value is not None:
         return value

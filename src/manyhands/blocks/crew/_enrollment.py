@@ -1,4 +1,4 @@
-"""One process's entry in the shared roster: its id, its terms, and its way into a generation.
+"""How a process joins a crew: its terms, its id, and its way into the next generation.
 
     enrollment = Enrollment(shared, number, inner, expected, patience)
     enrollment.agree_on_incarnation()     all processes of the worker count its starts alike
@@ -7,23 +7,93 @@
     roster = enrollment.wait_for_generation(version, after=0)
 
 It knows nothing of rounds or connections: these are `Crew`'s (_crew.py).
+
+`Terms` are what all workers of a crew must have in common: the options, and the tensors that are
+averaged. A worker describes its own in a text when it joins. The first worker's text is the run's.
+A worker whose text differs is refused, with an error that names the differences. The ranks of a
+process group compare the same things when the optimizer is made (`_core/agreement.py`); a crew's
+members are never all present at one time.
+
+    {"options": {"every": "16", ...},
+     "parameter": ["(4, 3) float32 on cpu", ...], "buffer": [...],
+     "names": {"parameter": ["encoder.weight", ...], "buffer": [...]}}
+
+Tensors are averaged by position, so their order matters, and only names can reveal a different
+order. If names are unknown, or if two workers have no name in common (one model is wrapped), names
+are not compared.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.crew._roster import Member, Roster, number_of
 from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
-from manyhands.blocks.crew._terms import Terms
 from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE
 from manyhands.errors import CrewFinished, JoinRefused
 
 START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
+KINDS = ("parameter", "buffer")
+LISTED = 3  # differences of a kind in an error message: more add nothing
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One worker's text."""
+
+    text: str
+
+    @classmethod
+    def of(
+        cls,
+        options: Mapping[str, object],
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        modules: Sequence[nn.Module],
+    ) -> Terms:
+        """Describe a worker's options and tensors."""
+        described = {
+            # As text, so that every option can be compared after a trip through JSON.
+            "options": {name: str(value) for name, value in options.items()},
+            "parameter": describe_tensors(params, frozen=True),
+            "buffer": describe_tensors(buffers),
+            "names": {
+                "parameter": names_in(modules, params),
+                "buffer": names_in(modules, buffers),
+            },
+        }
+        return cls(json.dumps(described, separators=(",", ":")))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def differences(self, text: str | None, digest: str) -> list[str]:
+        """Return how this worker differs from the run's text, whose checksum is `digest`."""
+        # The checksum comes from the roster, and is right. The text may be missing or forged.
+        if text is None or Terms(text).digest != digest:
+            return ["what it trains (the store does not hold the run's description any more)"]
+        own, run = json.loads(self.text), json.loads(text)
+        found = list(_option_differences(own.get("options", {}), run.get("options", {})))
+        for kind in KINDS:
+            found += _tensor_differences(
+                kind, _described_tensors(kind, own), _described_tensors(kind, run)
+            )
+        return found
+
+
+NO_TERMS = Terms("{}")
+DescribedTensor = tuple[str, str]  # name (empty if unknown), description
 
 
 class Enrollment:
@@ -122,7 +192,7 @@ class Enrollment:
                     f"{self.number} was in. Start a new run, with a store of its own, to train on."
                 )
             if not any(member.id == self.id for member in roster.waiting):
-                # The others considered this process lost, as after a long stop. Come again.
+                # The others considered this process lost, as after a long stop. Ask again.
                 self.begin_incarnation()
                 self._ask_to_join(version)
                 began = time.monotonic()
@@ -222,3 +292,40 @@ def check_not_failed(roster: Roster, generation: int, number: int) -> None:
 
 def _incarnation_of(id: str) -> int:
     return int(id.partition(".")[2])
+
+
+def _described_tensors(kind: str, described: Mapping[str, Any]) -> list[DescribedTensor]:
+    tensors = described.get(kind, [])
+    names = described.get("names", {}).get(kind) or [""] * len(tensors)
+    return list(zip(names, tensors, strict=True))
+
+
+def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> Iterator[str]:
+    for name in {**own, **run}:  # the options of both, in order
+        here, there = own.get(name, "missing"), run.get(name, "missing")
+        if here != there:
+            yield f"{name}: {here} here, {there} in the run"
+
+
+def _tensor_differences(
+    kind: str, own: Sequence[DescribedTensor], run: Sequence[DescribedTensor]
+) -> Iterator[str]:
+    if len(own) != len(run):
+        yield f"the number of {kind}s: {len(own)} here, {len(run)} in the run"
+    # Names that both workers have. Any other name says nothing: one model may be wrapped.
+    common = {name for name, _ in own} & {name for name, _ in run} - {""}
+    found = 0
+    for position, (here, there) in enumerate(zip(own, run, strict=False)):
+        moved = here[0] != there[0] and not common.isdisjoint((here[0], there[0]))
+        if here[1] == there[1] and not moved:
+            continue
+        found += 1
+        if found > LISTED:
+            yield f"and further {kind}s"
+            return
+        yield f"{kind} {position}: {_format_tensor(here)} here, {_format_tensor(there)} in the run"
+
+
+def _format_tensor(tensor: DescribedTensor) -> str:
+    """Return a text such as "encoder.weight (4, 3) float32 on cpu"."""
+    return " ".join(filter(None, tensor))

@@ -5,7 +5,7 @@ A worker is one process, or several that train one model together: these live an
     exit code 0              the worker is done
     an error                 restarted, `restarts` times within an hour. Before the first sync round
                              it ends the run: there is nothing to lose yet
-    refused                  its options or model differ (_terms.py): not restarted
+    refused                  its options or model differ (_enrollment.py): not restarted
     a crash (SIGSEGV, ...)   counts as an error
     another signal           came from outside: always restarted, after a growing pause if the
                              worker lived only for a short time
@@ -18,8 +18,8 @@ One thread does all this, between waiting for output. What the crew has to know 
 this one is done) is in the store before a worker is restarted.
 
 Each worker is a process group. However the launcher ends, none of its processes is left behind: on
-Linux they get a signal when the launcher dies, and on every system a separate process (_guard.py)
-kills the process groups.
+Linux they get a signal when the launcher dies, and on every system a separate process
+(_processes.py) kills the process groups.
 
 A launcher that needs the store is in the roster until it ends. The launcher that serves the store
 waits for the others.
@@ -36,13 +36,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew import _store
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent
 from manyhands.blocks.crew._roster import Roster, number_of
-from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
+from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
     Signer,
@@ -73,7 +74,7 @@ class LaunchedWorker:
     code: int = 0
     errors: list[float] = field(default_factory=list)  # times of the latest ones
     short_lives: int = 0  # in a row
-    store: Any = None  # where its own processes find each other, if it has several
+    store: TCPStore | None = None  # where its own processes find each other, if it has several
     pipes: list[IO[bytes]] = field(default_factory=list)
 
 
@@ -103,7 +104,7 @@ class Launcher:
         monitor = HeartbeatMonitor(STOPPED_LIMIT)
         self.shared: SharedRoster | None = SharedRoster(client, monitor, processes)
         self.id = f"host-{secrets.token_hex(4)}"
-        # The heartbeat first: whoever finds this launcher in the roster finds its heartbeat too.
+        # The heartbeat first: a process that finds this launcher finds its heartbeat, too.
         client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
         self.shared.change(lambda roster: roster.with_launcher(self.id))
         self.environment = {

@@ -1,126 +1,115 @@
-"""Membership: fixed (a process group) or elastic (a crew, where workers come and go).
+"""The members of a crew, as the blocks see them.
 
-A sync round may run in a thread of its own (`BackgroundSync`): so that training goes on meanwhile,
-and so that a lost worker is noticed while others still wait for its messages. Rounds of one group
-run one after the other, because their messages must not mix.
-
-A crew's joiners receive the common state from one of the members (`StateTransfer`).
+CrewBase         a generation: its members and their group. `Crew` and `TorchftCrew` extend it
+ElasticMembers   a crew as the `Membership` that `Sync` works with (`averaging/_round.py`)
+StateTransfer    one of the members sends the joiners the common state
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from traceback import clear_frames
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.averaging._payload import RoundResult
-from manyhands.blocks.crew._terms import Terms
-from manyhands.blocks.crew._transport import CrewBase
-from manyhands.errors import RanksDisagree
+from manyhands.blocks.averaging._round import BackgroundSync
+from manyhands.blocks.crew._enrollment import NO_TERMS, Terms
+from manyhands.blocks.crew._transport import GlooTransport, StoreConnection
+from manyhands.errors import RanksDisagree, WorkerLost
 
 MESSAGE = 1 << 26  # bytes in one message of a state transfer at most
 PERSISTENT = 5  # failures among the same members: the cause is not a lost worker
 
-SyncRound = Callable[[RankGroup], RoundResult]
 
+class CrewBase:
+    """A generation: its members by number, this worker's rank, and their process group."""
 
-class BackgroundSync(threading.Thread):
-    """A sync round in a thread of its own. `run` instead of `start` holds it at once."""
+    number: int  # this worker's
+    inner: RankGroup  # the processes that make up this worker
+    patience: float  # seconds that a living member is waited for
 
-    def __init__(
-        self, sync_round: SyncRound, workers: RankGroup, before: BackgroundSync | None
-    ) -> None:
-        super().__init__(name="manyhands sync round", daemon=True)
-        self._sync_round, self._workers, self._before = sync_round, workers, before
-        self._done = threading.Event()
-        self.result: RoundResult | None = None
-        self.error: BaseException | None = None
-
-    @classmethod
-    def already_done(cls, result: RoundResult) -> BackgroundSync:
-        """Return one that has ended with this result."""
-        background = cls(lambda _: result, RankGroup(), None)
-        background.run()
-        return background
-
-    def run(self) -> None:
-        before, self._before = self._before, None
-        try:
-            if before is not None:  # an earlier round of the same group, which may have failed
-                before.finished()
-                if before.error is not None:
-                    raise before.error
-            self.result = self._sync_round(self._workers)
-        except BaseException as error:
-            clear_frames(error.__traceback__)  # frames hold the process group, which has to end
-            self.error = error
-        finally:
-            del self._sync_round, self._workers
-            self._done.set()
-
-    def finished(self, seconds: float | None = None) -> bool:
-        """Wait for the end, for `seconds` at most; return whether it has ended."""
-        return self._done.wait(seconds)
-
-
-class Membership(Protocol):
-    """What `Sync` needs to know of the workers."""
-
-    workers: RankGroup
-    inner: RankGroup  # the ranks that make up this worker in a crew; one rank otherwise
-    elastic: bool
+    def __init__(self) -> None:
+        self.generation = 0
+        self.members: tuple[int, ...] = ()  # worker numbers, in rank order
+        self.rank = 0
+        self.source = 0  # the rank that sends joiners the state
+        self.joiners: tuple[int, ...] = ()  # the ranks that need the state
+        self.regroup_due = False
+        self._round = 0  # index of the current round of this generation
+        self._transport: GlooTransport | None = None
 
     @property
-    def numbers(self) -> Sequence[int]:
-        """The numbers by which users know the workers, in rank order."""
+    def size(self) -> int:
+        return len(self.members)
 
     @property
-    def regroup_due(self) -> bool:
-        """Whether membership changes before training continues."""
+    def group(self) -> Any:
+        """The members' gloo group (a ProcessGroupGloo); None for a worker that is alone."""
+        return None if self._transport is None else self._transport.group
 
-    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
-        """Wait for a sync round, and agree that it took place. None: it is undone, on every worker.
-
-        `moves_anchor` is False for a state transfer, which only brings joiners to the anchor.
-        """
-
-    def close(self, steps: int) -> bool:
-        """Return whether all others are done after as many steps: then a last round is held."""
+    def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
+        """Join the crew: return when this worker is in a generation."""
+        raise NotImplementedError
 
     def regroup(self, version: int) -> None:
-        """Agree on the next members. `workers` may be others afterwards."""
+        """Form the next generation with all living members and all waiting processes."""
+        raise NotImplementedError
 
+    def leave(self) -> None:
+        """Leave because this worker is done. The others go on without waiting for it."""
+        raise NotImplementedError
 
-class FixedMembers:
-    """The workers of a process group."""
+    def wait(self, done: Callable[[float], bool]) -> None:
+        """Call `done(seconds)`, which waits up to that long, until it returns True.
 
-    elastic = False
-    regroup_due = False
-    inner = RankGroup()
+        Raise WorkerLost as soon as it is known that the round cannot be kept.
+        """
+        raise NotImplementedError
 
-    def __init__(self, workers: RankGroup) -> None:
-        self.workers = workers
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        return range(self.workers.size)
-
-    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
-        background.finished()
-        if background.error is not None:
-            raise background.error
-        return background.result
+    def settle(self, arrived: bool, sync_round: bool = True) -> bool:
+        """Return whether this round is kept: whether every member `arrived`. One answer for all."""
+        raise NotImplementedError
 
     def close(self, steps: int) -> bool:
+        """Return whether to hold a last round: whether all others finished after as many steps."""
         return True
 
-    def regroup(self, version: int) -> None:
-        raise AssertionError("a process group is fixed")
+    def drop_out(self) -> None:
+        """Leave as if dead, so that the others do not wait for this worker."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Make every message that waits in the group fail, here and on the other members.
+
+        The group is unusable afterwards. Threads that wait in it end within milliseconds, with
+        rare exceptions (_transport.py): do not wait for them.
+        """
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _disconnect(self) -> None:
+        if self._transport is not None:
+            self._transport.release()
+            self._transport = None
+
+    def _connect(self, connection: StoreConnection, prefix: str) -> bool:
+        """Connect the members; return False if that failed, or if a member was lost meanwhile."""
+        if self.size == 1:
+            return True
+        self._transport = GlooTransport(connection, prefix, self.rank, self.size, self.patience)
+        try:
+            # Not a plain join of the transport's thread: a member may die before it connects.
+            self.wait(self._transport.wait)
+        except WorkerLost:
+            self._disconnect()
+            return False
+        if self._transport.group is None:
+            self._disconnect()
+            return False
+        return True
 
 
 class ElasticMembers:

@@ -1,8 +1,14 @@
 """What a launcher does for its processes: their output is forwarded, and none is left behind.
 
 OutputForwarder   forwards what they print, line by line, with each one's name in front
-Guard             kills them if the launcher is killed: a process of its own (_guard.py)
+Guard             kills them if the launcher is killed: a process of its own
 die_with_parent   lets the system kill them when the launcher dies (Linux)
+
+The guard process is this file, run as a script. It reads from its standard input, one per line,
+`+PID` for each process group that the launcher has started and `-PID` for each that has ended. When
+the launcher dies, for whatever reason, its end of the pipe closes, and the guard kills the groups
+that are left. So this file imports only the standard library: the guard starts within milliseconds
+and stays small.
 """
 
 from __future__ import annotations
@@ -16,10 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import IO, Any, TextIO
-
-from manyhands.blocks.crew import _guard
+from typing import IO, TextIO
 
 LONGEST_LINE = 1 << 20  # bytes: a longer line is forwarded in several
 READ_SIZE = 1 << 16  # bytes: what a pipe holds on Linux
@@ -36,14 +39,14 @@ class OutputForwarder:
         """Forward a pipe's lines to `target`, as "[name] line"."""
         os.set_blocking(pipe.fileno(), False)
         self._unfinished[pipe] = b""
-        self._selector.register(pipe, selectors.EVENT_READ, (name, target))
+        self._selector.register(pipe, selectors.EVENT_READ, (pipe, name, target))
 
     def forward(self, seconds: float) -> None:
         """Wait up to this long for output, and forward it."""
         if not self._selector.get_map():
             time.sleep(seconds)  # select() returns at once if it has nothing to watch
         for key, _ in self._selector.select(seconds):
-            self._read(key.fileobj)
+            self._read(key.data[0])
 
     def finish(self, pipes: Iterable[IO[bytes]]) -> None:
         """Forward all that is left in the pipes of a process that has ended, and close them."""
@@ -51,8 +54,8 @@ class OutputForwarder:
             if pipe in self._unfinished:  # else it has reached its end before
                 self._read(pipe, last=True)
 
-    def _read(self, pipe: Any, last: bool = False) -> None:
-        name, target = self._selector.get_key(pipe).data
+    def _read(self, pipe: IO[bytes], last: bool = False) -> None:
+        _, name, target = self._selector.get_key(pipe).data
         data = self._unfinished[pipe]
         while True:
             try:
@@ -105,7 +108,7 @@ class Guard:
         while True:
             if self._process is None or self._process.poll() is not None:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(Path(_guard.__file__))],
+                    [sys.executable, "-I", "-S", __file__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,  # a signal that kills our process group spares it
@@ -126,3 +129,20 @@ def die_with_parent() -> Callable[[], None] | None:
     # Loaded before the fork: between fork and exec hardly anything is safe to call.
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def kill_groups_left_behind() -> None:
+    """Read which process groups run until the launcher dies, and kill those that are left."""
+    groups: set[int] = set()
+    for line in sys.stdin:  # ends when the launcher does
+        change = groups.add if line[0] == "+" else groups.discard
+        change(int(line[1:]))
+    for _ in range(3):  # again: a child may be forking while the first signal arrives
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        time.sleep(0.1 if groups else 0.0)
+
+
+if __name__ == "__main__":
+    kill_groups_left_behind()

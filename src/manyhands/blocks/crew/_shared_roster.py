@@ -6,26 +6,31 @@ All keys begin with "manyhands/":
     revision          the roster's revision: cheap to read, so that watching costs little
     heartbeat/ID      a counter that a living process increases, and the revision that it knows
     arrived/G/ID      the latest round of generation G at which this member has arrived
-    terms/P           what inner rank P of all workers must have in common (_terms.py)
+    terms/P           what inner rank P of all workers must have in common (_enrollment.py)
     expected          how many workers the first round waits for
     group/G/P/...     where inner rank P of each member of generation G publishes its addresses
 
 Keys of a generation are deleted when a later generation has kept its first round.
 
 All values but the revision, which is only a hint, are signed (_store.py). A stranger may overwrite
-or delete the roster, or put back an older one. Whoever notices this writes the roster that it knows
-again, unless a living process knows a newer one: each heartbeat carries the revision that its
-sender knows.
+or delete the roster, or put back an older one. A process that notices this writes the roster
+that it knows again, unless a living process knows a newer one: each heartbeat carries the revision
+that its sender knows.
+
+`HeartbeatMonitor` decides which processes have no heartbeat any more. Clocks are not compared
+between hosts. Each worker reads the others' counters, and measures with its own clock for how long
+it has *watched* a counter stand still. The time between two observations counts for no more than an
+observation should take. So workers that were all stopped together, as on a laptop that sleeps, do
+not consider each other lost when they wake up.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from manyhands.blocks.crew._heartbeat import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Roster
 from manyhands.blocks.crew._store import SECRET_VARIABLE, STORE_TIMEOUT, UNSIGNED, StoreClient
 from manyhands.errors import StoreLost
@@ -33,6 +38,62 @@ from manyhands.errors import StoreLost
 PREFIX = "manyhands/"
 ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
 REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
+
+
+@dataclass
+class _Counter:
+    """One process's heartbeat counter, as this process has observed it."""
+
+    count: int
+    last: float  # time of the latest observation
+    silence: float = 0.0  # seconds for which it was watched standing still
+    advanced: bool = False
+
+
+@dataclass
+class HeartbeatMonitor:
+    """The heartbeats of other processes. One without a heartbeat for `stall` seconds is lost."""
+
+    stall: float
+    _counters: dict[str, _Counter] = field(default_factory=dict)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two heartbeats, and between two observations."""
+        # Five heartbeats for each stall time: one lost or late heartbeat makes no process silent.
+        return min(1.0, self.stall / 5)
+
+    def observe(self, counts: Mapping[str, int], now: float) -> None:
+        """Take in the present counter of each process; processes not named are forgotten."""
+        counters = {}
+        for id, count in counts.items():
+            counter = self._counters.get(id) or _Counter(count, now)
+            # A lower count is an old value that a stranger has put back: no sign of life.
+            if count > counter.count:
+                counter.count, counter.silence, counter.advanced = count, 0.0, True
+            else:
+                # The limit leaves out time in which this process itself was stopped.
+                counter.silence += min(now - counter.last, 2 * self.interval)
+            counter.last = now
+            counters[id] = counter
+        self._counters = counters
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """The processes without a heartbeat for `stall` seconds."""
+        return self.silent_for(self.stall)
+
+    def silent_for(self, seconds: float) -> frozenset[str]:
+        """Return the processes without a heartbeat for this long."""
+        return frozenset(id for id, one in self._counters.items() if one.silence >= seconds)
+
+    def has_advanced(self, id: str) -> bool:
+        """Return whether this counter has increased since the first observation."""
+        return id in self._counters and self._counters[id].advanced
+
+    def reset(self) -> None:
+        """Forget all observations, as after a long stop of this process."""
+        self._counters.clear()
 
 
 class SharedRoster:

@@ -54,6 +54,8 @@ SIGNATURE_LENGTH = hashlib.sha256().digest_size * 2  # hexadecimal digits
 STORE_TIMEOUT = 30.0  # seconds in which the store must answer, and in which it must be reachable
 MISSING = secrets.token_hex(8)  # equals no stored value
 
+Call = tuple[Future[Any], str, tuple[object, ...]]  # its result, the store's method, arguments
+
 log = logging.getLogger("manyhands")
 
 
@@ -128,8 +130,7 @@ class StoreClient:
         self._interval = interval
         self._heartbeat_key: str | None = None
         self._heartbeats = 0
-        self._calls: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None]
-        self._calls = queue.SimpleQueue()  # None ends the thread
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
         self._error: Exception | None = None
         # The start of the unanswered call, None between calls. The thread writes it, callers read
         # it: one reference, so no lock is needed. Connecting is the first thing to wait for.
@@ -137,7 +138,7 @@ class StoreClient:
         self._thread = threading.Thread(target=self._run, name="manyhands store", daemon=True)
         self._thread.start()
 
-    def call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: object) -> Any:
         """Call the store's method of this name, and return its result."""
         if self._error is not None:
             raise StoreLost(self.store, self._error)
@@ -167,7 +168,7 @@ class StoreClient:
         self.call("set", key, self.signer.sign(key, text))
 
     def fetch(self, key: str) -> bytes | None:
-        """Return the stored value, whoever wrote it; None if there is none."""
+        """Return the stored value, without a look at its signature; None if there is none."""
         # `get` would wait for a missing key. compare_set answers at once: it never matches
         # MISSING, writes nothing, and returns the stored value, or MISSING if there is none.
         value: bytes = self.call("compare_set", key, MISSING, MISSING)
@@ -256,7 +257,7 @@ def parse_address(store: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)  # brackets as in "[::1]:29400"
 
 
-def connect_to_store(store: str) -> Any:
+def connect_to_store(store: str) -> TCPStore:
     """Connect to a store, which may still be starting."""
     host, port = parse_address(store)
     timeout = timedelta(seconds=STORE_TIMEOUT)
@@ -266,7 +267,7 @@ def connect_to_store(store: str) -> Any:
         raise OSError(f"no process answers there ({error})") from error
 
 
-def serve_store(host: str, port: int = 0) -> tuple[Any, str]:
+def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
     """Host a store at this address only, and return it with its "host:port". Port 0: a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By itself TCPStore would listen on all interfaces. So it gets a socket that already listens.

@@ -25,15 +25,17 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks._arguments import real
+from manyhands.blocks._checks import real
+from manyhands.blocks.crew._enrollment import NO_TERMS, Terms
+from manyhands.blocks.crew._membership import CrewBase
 from manyhands.blocks.crew._roster import Member, Roster
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
@@ -41,11 +43,9 @@ from manyhands.blocks.crew._store import (
     connect_to_store,
     serve_store,
 )
-from manyhands.blocks.crew._terms import NO_TERMS, Terms
 from manyhands.blocks.crew._transport import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
-    CrewBase,
     StoreConnection,
     own_address,
 )
@@ -72,6 +72,37 @@ class Statement:
     store: str  # the address of the store that it serves
     name: str  # names the new generation, if this worker has the lowest number in it
     terms: str  # the checksum of what it must have in common with the others
+
+
+class Participant(Protocol):
+    """A worker in a quorum."""
+
+    data: dict[str, Any]  # the fields of its `Statement`
+
+
+class Quorum(Protocol):
+    """What the lighthouse answers."""
+
+    participants: Sequence[Participant]
+
+
+class Lighthouse(Protocol):
+    """What we ask of torchft's `LighthouseClient`."""
+
+    def heartbeat(self, replica_id: str, timeout: timedelta) -> None: ...
+
+    def quorum(
+        self,
+        *,
+        replica_id: str,
+        timeout: timedelta,
+        address: str,
+        store_address: str,
+        step: int,
+        world_size: int,
+        shrink_only: bool,
+        data: Mapping[str, object],
+    ) -> Quorum: ...
 
 
 class TorchftCrew(CrewBase):
@@ -120,7 +151,7 @@ class TorchftCrew(CrewBase):
         self._generation_name = ""
         self._version = -1
         self._terms = NO_TERMS
-        self._client: Any = None
+        self._client: Lighthouse | None = None
         self._ended = threading.Event()
         self._heartbeat: threading.Thread | None = None
 
@@ -293,8 +324,9 @@ class TorchftCrew(CrewBase):
             )
         return sorted((Statement(**p.data) for p in quorum.participants), key=lambda s: s.number)
 
-    def _ask_for_quorum(self, data: dict[str, Any]) -> Any:
+    def _ask_for_quorum(self, data: Mapping[str, object]) -> Quorum | None:
         """Return the lighthouse's answer; None if it has none yet because others have not asked."""
+        assert self._client is not None  # since `join`
         try:
             return self._client.quorum(
                 replica_id=self._id,
@@ -308,15 +340,15 @@ class TorchftCrew(CrewBase):
             )
         except TimeoutError:
             # Too few workers, or no lighthouse? Only the second is an error.
-            if self._is_lighthouse_alive():
+            if self._is_alive(self._client):
                 return None
             raise self._lighthouse_lost("it does not answer") from None
         except RuntimeError as error:
             raise self._lighthouse_lost(error) from error
 
-    def _is_lighthouse_alive(self) -> bool:
+    def _is_alive(self, client: Lighthouse) -> bool:
         try:
-            self._client.heartbeat(self._id, HEARTBEAT_TIMEOUT)
+            client.heartbeat(self._id, HEARTBEAT_TIMEOUT)
         except (RuntimeError, TimeoutError):
             return False
         return True
@@ -327,7 +359,7 @@ class TorchftCrew(CrewBase):
             "agree on who takes part: start it and all workers again, from a checkpoint."
         )
 
-    def _send_heartbeats(self, client: Any) -> None:
+    def _send_heartbeats(self, client: Lighthouse) -> None:
         """Send the lighthouse this worker's heartbeats, until the worker ends."""
         while not self._ended.wait(HEARTBEAT_INTERVAL):
             try:
@@ -336,7 +368,7 @@ class TorchftCrew(CrewBase):
                 self._ended.wait(1.0)  # the next quorum call raises, if the lighthouse is lost
 
 
-def _connect_to_lighthouse(lighthouse: str) -> Any:
+def _connect_to_lighthouse(lighthouse: str) -> Lighthouse:
     try:
         from torchft.coordination import LighthouseClient
     except ImportError as error:
@@ -344,4 +376,5 @@ def _connect_to_lighthouse(lighthouse: str) -> Any:
             "a TorchftCrew needs torchft, which is not installed: pip install torchft. `Crew` "
             "needs nothing else."
         ) from error
-    return LighthouseClient(lighthouse, CONNECT_TIMEOUT)
+    client: Lighthouse = LighthouseClient(lighthouse, CONNECT_TIMEOUT)
+    return client

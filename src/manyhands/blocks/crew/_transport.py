@@ -1,6 +1,4 @@
-"""A generation: its members, and their connections, a gloo group that can be aborted.
-
-`CrewBase` is what `Crew` and `TorchftCrew` have in common.
+"""The connections of a generation: a gloo group that can be aborted.
 
 gloo has no way to end a message that waits for a stopped process: `abort` returns at once and
 changes nothing (torch 2.13), so the message waits until the timeout. Therefore we keep track of
@@ -8,7 +6,7 @@ which of the process's sockets belong to the group, and shut them down. Every wa
 fails at once, at both ends.
 
 There is one rare exception. If gloo is about to send a message and the sending thread itself finds
-the connection broken, gloo forgets the message. Whoever waits for that message waits until the
+the connection broken, gloo forgets the message. A thread that waits for it waits until the
 timeout, in a thread of the group, and the group's destructor waits for that thread. So a group is
 destroyed in a thread of its own.
 """
@@ -19,19 +17,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from manyhands._core.groups import group_closer
-from manyhands._core.ranks import RankGroup
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
-from manyhands.blocks.crew._terms import NO_TERMS, Terms
-from manyhands.errors import WorkerLost
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.03
@@ -42,28 +37,28 @@ class StoreConnection:
     """The connection to the store through which groups are made, kept between two groups.
 
     A new connection is expensive where name look-ups are slow: torch looks up the other side's name
-    at both ends, and the store answers nobody meanwhile.
+    at both ends, and the store answers no other call meanwhile.
     """
 
     def __init__(self, store: str, signer: Signer) -> None:
         self.store = store
         self.signer = signer
-        self._client: Any = None
+        self._client: TCPStore | None = None
 
-    def acquire(self) -> Any:
+    def acquire(self) -> TCPStore:
         """Return the connection; a new one if the last user has not put it back."""
         # A group that never connects keeps its client: a client cannot be shared while it waits.
         client, self._client = self._client, None
         return connect_to_store(self.store) if client is None else client
 
-    def put_back(self, client: Any) -> None:
+    def put_back(self, client: TCPStore) -> None:
         self._client = client
 
 
 class SignedStore(Store):
     """A torch store through which members find each other's addresses, and no stranger's."""
 
-    def __init__(self, client: Any, prefix: str, signer: Signer, timeout: float) -> None:
+    def __init__(self, client: TCPStore, prefix: str, signer: Signer, timeout: float) -> None:
         super().__init__()
         self._client, self._prefix, self._signer = client, prefix + "/", signer
         self._timeout = timedelta(seconds=timeout)
@@ -100,7 +95,8 @@ class SignedStore(Store):
             time.sleep(0.05)
 
 
-Endpoints = tuple[Any, Any]  # of a connected socket: its own address, and the other side's
+Address = tuple[str, int]  # host and port
+Endpoints = tuple[Address, Address]  # of a connected socket: its own, and the other side's
 
 
 class GlooTransport:
@@ -140,8 +136,8 @@ class GlooTransport:
     def release(self) -> None:
         """Abort, and let the group be destroyed without a wait.
 
-        Otherwise whoever drops the last reference, even the garbage collector, waits for the
-        group's threads.
+        Otherwise the thread that drops the last reference, even by garbage collection, waits for
+        the group's threads.
         """
         self.abort()
         with self._lock:  # the connecting thread may release too, if the group came too late
@@ -184,94 +180,6 @@ class GlooTransport:
                 self.release()
         except Exception as error:
             self.error = error
-
-
-class CrewBase:
-    """A generation: its members by number, this worker's rank, and their process group."""
-
-    number: int  # this worker's
-    inner: RankGroup  # the processes that make up this worker
-    patience: float  # seconds that a living member is waited for
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self.members: tuple[int, ...] = ()  # worker numbers, in rank order
-        self.rank = 0
-        self.source = 0  # the rank that sends joiners the state
-        self.joiners: tuple[int, ...] = ()  # the ranks that need the state
-        self.regroup_due = False
-        self._round = 0  # index of the current round of this generation
-        self._transport: GlooTransport | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-    @property
-    def group(self) -> Any:
-        """The members' gloo group (a ProcessGroupGloo); None for a worker that is alone."""
-        return None if self._transport is None else self._transport.group
-
-    def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
-        """Join the crew: return when this worker is in a generation."""
-        raise NotImplementedError
-
-    def regroup(self, version: int) -> None:
-        """Form the next generation with all living members and all waiting processes."""
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        """Leave because this worker is done. The others go on without waiting for it."""
-        raise NotImplementedError
-
-    def wait(self, done: Callable[[float], bool]) -> None:
-        """Call `done(seconds)`, which waits up to that long, until it returns True.
-
-        Raise WorkerLost as soon as it is known that the round cannot be kept.
-        """
-        raise NotImplementedError
-
-    def settle(self, arrived: bool, sync_round: bool = True) -> bool:
-        """Return whether this round is kept: whether every member `arrived`. One answer for all."""
-        raise NotImplementedError
-
-    def close(self, steps: int) -> bool:
-        """Return whether to hold a last round: whether all others finished after as many steps."""
-        return True
-
-    def drop_out(self) -> None:
-        """Leave as if dead, so that the others do not wait for this worker."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Make every message that waits in the group fail, here and on the other members.
-
-        The group is unusable afterwards. Threads that wait in it end within milliseconds, with
-        rare exceptions (_transport.py): do not wait for them.
-        """
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _disconnect(self) -> None:
-        if self._transport is not None:
-            self._transport.release()
-            self._transport = None
-
-    def _connect(self, connection: StoreConnection, prefix: str) -> bool:
-        """Connect the members; return False if that failed, or if a member was lost meanwhile."""
-        if self.size == 1:
-            return True
-        self._transport = GlooTransport(connection, prefix, self.rank, self.size, self.patience)
-        try:
-            # Not a plain join of the transport's thread: a member may die before it connects.
-            self.wait(self._transport.wait)
-        except WorkerLost:
-            self._disconnect()
-            return False
-        if self._transport.group is None:
-            self._disconnect()
-            return False
-        return True
 
 
 def own_address(store: str) -> str:

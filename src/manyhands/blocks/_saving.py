@@ -3,117 +3,42 @@
 `save_worker` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle
 of a block. `save_counters` and `load_counters` are for checkpoints that all workers share: numbers
 only, because `checkpoint/_blocks.py` saves anchor and memories by parameter.
-
-Options are saved under the engine's names ("every", "outer.momentum"), which all methods have in
-common, so that a run may continue under another name of the same method. Users see and give the
-names of their class: for `BMUF` these two are `global_sync_iter` and `block_momentum`. `names`
-below leads from the engine's names to the class's.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
-from typing import Any, cast
+from dataclasses import astuple
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import StatePart
-from manyhands.blocks._anchor import OuterState
-from manyhands.blocks._checks import memory_order
-from manyhands.blocks._outer import Outer
-from manyhands.blocks._rounds import Pending, SavedRound
-from manyhands.blocks._sync import CommonState, Counters, Sync
-
-Names = Mapping[str, str]
-Value = bool | int | float | str | None  # of an option, as it is saved
-Options = Mapping[str, Value]
-
-
-def describe_outer(outer: Outer) -> dict[str, Value]:
-    """Return an outer step's class and settings; its own `__repr__` if it defines one."""
-    if type(outer).__repr__ is not Outer.__repr__ and not is_dataclass(outer):
-        return {"outer": repr(outer)}
-    plain = {
-        name: value if isinstance(value, bool | int | float | str | None) else repr(value)
-        for name, value in sorted(vars(outer).items())
-    }
-    return {"outer": type(outer).__name__, **{f"outer.{name}": v for name, v in plain.items()}}
-
-
-def rename_options(options: Options, names: Names) -> dict[str, Value]:
-    """Return the options under the names of the class."""
-    return {names.get(name, name): value for name, value in options.items()}
-
-
-def split_overrides(
-    class_name: str,
-    overrides: Mapping[str, object],
-    options: Options,
-    names: Names,
-    groups: Iterable[Mapping[str, object]],
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Split overrides into options of the blocks (engine's names) and of parameter groups.
-
-    `groups` are the parameter groups here and in the saved state. A name that is in none of them,
-    and is no option of the blocks either, is an error.
-    """
-    engine_names = {name: name for name in options} | {
-        names.get(name, name): name for name in options
-    }
-    known = {name for group in groups for name in group} - {"params", "param_names"}
-    for_blocks, for_groups = {}, {}
-    for name, value in overrides.items():
-        if name in engine_names:
-            for_blocks[engine_names[name]] = value
-        elif name in known:
-            for_groups[name] = value
-        else:
-            raise ValueError(
-                f"optimizer_overrides has {name}={value!r}, which is an option neither of the "
-                f"parameter groups ({', '.join(sorted(known))}) nor of {class_name} "
-                f"({', '.join(rename_options(options, names))})."
-            )
-    return for_blocks, for_groups
-
-
-def check_options(
-    saved: Options, options: Options, changed: Mapping[str, object], names: Names
-) -> None:
-    """Raise if the saved run had other options, except those `changed` on purpose."""
-    meant = set(changed)
-    for name, value in changed.items():
-        here: object = options[name]
-        if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
-            outer = _outer_in(options)
-            value, here = describe_outer(value), outer
-            meant |= outer.keys()
-        if value != here and str(value) != str(here):
-            raise ValueError(
-                f"optimizer_overrides has {names.get(name, name)}={changed[name]!r}, and the "
-                f"optimizer was made with {here}. Make it with what you want to change to."
-            )
-    differ = [n for n in options if n not in meant and saved.get(n) != options[n]]
-    if differ:
-        called = {name: names.get(name, name) for name in differ}
-        listed = "; ".join(f"{called[n]}: saved {saved.get(n)}, now {options[n]}" for n in differ)
-        overrides = {called[name]: options[name] for name in differ}
-        raise ValueError(
-            f"this state dict is of a run with other options: {listed}. Make the optimizer with "
-            "the options it was saved with, or say that the change is meant: "
-            f"load_state_dict(state, optimizer_overrides={overrides})."
-        )
-
-
-def _outer_in(options: Options) -> dict[str, Value]:
-    return {name: v for name, v in options.items() if name.partition(".")[0] == "outer"}
-
+from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
+from manyhands.blocks._checks import Names, Options, Value, check_options
+from manyhands.blocks._sync import CommonState, Counters, Pending, Sync
+from manyhands.blocks.averaging._payload import ArrivedMean, Note, RoundResult, SavedMean
+from manyhands.blocks.averaging._round import BackgroundSync
 
 KEY = "blocks"
 FORMAT = 3
+
+
+class SavedRound(TypedDict):
+    """A round in flight, in plain values and tensors."""
+
+    fragments: list[int]
+    merge_at: int
+    held: list[Tensor]
+    arrived: list[Tensor]
+    buffers: list[SavedMean]
+    state: list[SavedMean]
+    note: tuple[float, ...]
+    notes: list[tuple[float, ...]]
+    squares: list[float]
 
 
 class SavedByAnyWorker(CommonState):
@@ -130,7 +55,7 @@ class SavedByAnyWorker(CommonState):
 class SavedWorker(SavedByAnyWorker, total=False):
     """A worker's own part of a state dict. The rest is its own, or missing."""
 
-    initial_state: dict[Any, Any] | None
+    initial_state: dict[object, object] | None
     last_round: list[int]  # its workers, and the numbers of those left out
     clock: list[float]
 
@@ -157,7 +82,9 @@ def save_worker(sync: Sync) -> SavedWorker:
         "last_round": [stats.workers, *stats.left_out],
         "clock": sync.runner.clock.elapsed(state.steps),
         # A crew sends its differences again when they are due: saving must not wait for a member.
-        "pending": [] if sync.members.elastic else [pending.saved() for pending in sync.pending],
+        "pending": []
+        if sync.members.elastic
+        else [save_round(pending) for pending in sync.pending],
     }
 
 
@@ -224,15 +151,22 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
 
 
 def check_saved(
-    saved: Any,
-    options: Options,
-    changed: Mapping[str, object],
-    names: Names | None = None,
-) -> Any:  # SavedWorker or SavedCounters, whichever was saved; None
+    saved: object, options: Options, changed: Mapping[str, object], names: Names
+) -> SavedWorker | None:
     """Return the blocks' part of a state dict if it fits these options, or raise.
 
     None stays None: the state dict is of the bare optimizer.
     """
+    checked = _check_format_and_options(saved, options, changed, names)
+    if checked is None:
+        return None
+    # Other options may cut fragments differently; the differences are sent again when due.
+    return cast(SavedWorker, {**checked, "pending": []} if changed else checked)
+
+
+def _check_format_and_options(
+    saved: object, options: Options, changed: Mapping[str, object], names: Names
+) -> dict[str, object] | None:
     if saved is None:
         return None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
@@ -240,9 +174,8 @@ def check_saved(
             'the "blocks" part of this state dict was not written by this version of manyhands. '
             "Load it with the version that saved it."
         )
-    check_options(saved["options"], options, changed, names or {})
-    # Other options may cut fragments differently; the differences are sent again when due.
-    return {**saved, "pending": []} if changed else saved
+    check_options(saved["options"], options, changed, names)
+    return saved
 
 
 def check_fits(saved: SavedWorker, sync: Sync) -> None:
@@ -309,7 +242,7 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
         sync.initial_state.state = copy.deepcopy(initial)
     # A crew sends its differences again when they are due.
     for each in saved["pending"] if sync.anchor.buckets and not sync.members.elastic else []:
-        sync.pending.append(Pending.restored(each, sync.anchor))
+        sync.pending.append(restore_round(each, sync.anchor))
         sync.state = sync.state.send(each["fragments"])
 
 
@@ -328,13 +261,56 @@ def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
     sync.restart_clock(*saved["clock"])
 
 
+# -- rounds in flight ------------------------------------------------------------------------------
+
+
+def save_round(pending: Pending) -> SavedRound:
+    """Wait for the mean of a round in flight, and return everything in plain values and tensors."""
+    pending.background.finished()
+    result = pending.background.result
+    if result is None:
+        raise RuntimeError(
+            "a sync round failed while it was in flight"
+        ) from pending.background.error
+    overlapped = [d for d in pending.differences if isinstance(d, OverlappedDifference)]
+    return {
+        "fragments": list(pending.fragments),
+        "merge_at": pending.merge_at,
+        "held": [difference.held for difference in overlapped],
+        "arrived": [difference.arrived for difference in overlapped],
+        "buffers": [mean.saved() for mean in pending.buffers],
+        "state": [mean.saved() for mean in pending.state],
+        "note": astuple(pending.note),
+        "notes": [astuple(note) for note in result.notes],
+        "squares": [*result.squares, result.square_of_mean],
+    }
+
+
+def restore_round(saved: SavedRound, anchor: Anchor) -> Pending:
+    """Return the round that `save_round` has described: its mean arrived, and was not merged."""
+    fragments = saved["fragments"]
+    differences = [OverlappedDifference(d) for f in fragments for d in anchor.differences(f)]
+    for difference, held, arrived in zip(differences, saved["held"], saved["arrived"], strict=True):
+        difference.held.copy_(held)
+        difference.arrived.copy_(arrived)
+    buffers, state = (
+        # (cloned: the caller's state dict must not change when the mean is merged)
+        [ArrivedMean(mean["keys"], mean["sizes"], mean["mean"].clone()) for mean in means]
+        for means in (saved["buffers"], saved["state"])
+    )
+    *squares, square_of_mean = saved["squares"]
+    result = RoundResult([Note(*note) for note in saved["notes"]], squares, square_of_mean)
+    note, done = Note(*saved["note"]), BackgroundSync.already_done(result)
+    return Pending(fragments, saved["merge_at"], differences, buffers, state, note, done)
+
+
 # -- for checkpoints -------------------------------------------------------------------------------
 
 
 class OuterStateParts:
     """What a checkpoint asks of blocks: `BlocksParts` of `_core/state_parts.py`."""
 
-    def __init__(self, sync: Sync, options: Mapping[str, Any]) -> None:
+    def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync
         self._options = options
 
@@ -343,7 +319,7 @@ class OuterStateParts:
         return self._sync.members.workers.rank
 
     @property
-    def layout(self) -> list[Any]:
+    def layout(self) -> list[object]:
         workers = self._sync.members.workers
         return [workers.size, workers.rank, *self._sync.anchor.layout()]
 
@@ -361,14 +337,14 @@ class OuterStateParts:
             parts.append(StatePart(state.param, entries, state.start))
         return parts
 
-    def save_counters(self) -> dict[str, Any]:
+    def save_counters(self) -> dict[str, object]:
         return dict(save_counters(self._sync, self._options))
 
-    def check_counters(self, saved: Any) -> dict[str, Any] | None:
-        return check_saved(saved, self._options, {})
+    def check_counters(self, saved: object) -> dict[str, object] | None:
+        return _check_format_and_options(saved, self._options, {}, {})
 
     def load_counters(
-        self, saved: Mapping[str, Any], unsaved: Iterable[Tensor], *, residuals: bool
+        self, saved: Mapping[str, object], unsaved: Iterable[Tensor], *, residuals: bool
     ) -> None:
         anchor, new = self._sync.anchor, {id(param) for param in unsaved}
         if not residuals:

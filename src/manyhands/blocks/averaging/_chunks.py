@@ -1,0 +1,421 @@
+"""A chunk: a range of a payload on its way to the other workers, and the mean on its way back.
+
+Three kinds of chunks do the same work:
+
+    AllReduceChunk      values as they are: one all_reduce
+    SharedMemoryChunk   values as they are, among workers that read each other's memory
+    PairwiseChunk       encoded values: two messages between each pair of workers
+
+With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload. A
+note travels with each chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from manyhands._core.ranks import RankGroup
+from manyhands.blocks._codec import encode_with_residual
+from manyhands.blocks.averaging._payload import LARGEST, NOTE, Note, Payload, RoundResult
+
+SMALLEST = 1 << 18  # elements; below that the latency of a message costs more than its bytes
+
+
+class Waitable(Protocol):
+    """A message or a barrier under way."""
+
+    def wait(self) -> object:
+        """Return when it is done."""
+
+
+class PayloadChunk(Protocol):
+    """A range of a payload in flight. The four methods are called in this order."""
+
+    measured: bool  # whether its squared length is part of the drift: differences only
+    has_mean: bool  # whether `send_mean` has nothing to send: an all_reduce brought the sum
+
+    def send_values(self, note: Note) -> None:
+        """Read the payload and start to send its values and the note."""
+
+    def receive_notes(self) -> list[list[float]]:
+        """Wait for all workers' values; return each one's note and squared length."""
+
+    def send_mean(self, result: RoundResult) -> None:
+        """Average what this worker owns and start to send the mean. The notes are known."""
+
+    def write_mean(self, result: RoundResult) -> float:
+        """Wait for the mean, write it to the payload, and return its squared length."""
+
+
+def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator[PayloadChunk]:
+    """Yield the chunks of all payloads in order, on every worker the same.
+
+    An empty payload gives one empty chunk, so that the notes are exchanged all the same.
+    """
+    spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
+    sizes = [max(SMALLEST, min(LARGEST, payload.length // 16)) for payload in payloads]
+    if workers.shared_memory is not None:
+        _make_room(workers, list(zip(payloads, sizes, strict=True)))
+    for payload, size in zip(payloads, sizes, strict=True):
+        summable = workers.size > 1 and not (payload.codec.rounds or payload.first_only)
+        for start in range(0, max(payload.length, 1), size):
+            stop = min(start + size, payload.length)
+            if workers.shared_memory is not None:
+                yield SharedMemoryChunk(payload, start, stop, workers)
+            elif summable and workers.has_backend(payload.device):
+                yield AllReduceChunk(payload, start, stop, workers, spare)
+            else:
+                yield PairwiseChunk(payload, start, stop, workers)
+
+
+def square_of(values: Tensor) -> float:
+    # A dot product reads the slice once, and is faster than norm().square().
+    return float(torch.dot(values, values))
+
+
+# -- values as they are: an all_reduce -------------------------------------------------------------
+
+PARTS = 3  # 3 × 24 bits of a float32's mantissa hold the 53 of a float64
+
+
+class AllReduceChunk:
+    """A chunk whose values travel as they are: one all_reduce adds them up on the way.
+
+    Everyone's notes travel behind the values, in the same tensor:
+
+        [ values: length | notes: workers × NOTE × PARTS ]
+
+    A worker fills in its own note and leaves the others' at zero, so the sum is everyone's notes.
+    The tensor has the payload's type, and a note holds float64: each number is split into PARTS
+    float32 whose sum is exact.
+    """
+
+    measured = False
+    has_mean = True
+
+    def __init__(
+        self, payload: Payload, start: int, stop: int, workers: RankGroup, spare: list[Tensor]
+    ) -> None:
+        self.payload, self.start, self.length = payload, start, stop - start
+        self.workers, self._spare = workers, spare
+        self._work: Waitable
+
+    def send_values(self, note: Note) -> None:
+        tail = self.workers.size * NOTE * PARTS
+        self._sent = self._allocate(self.length + tail)
+        self._values, notes = self._sent[: self.length], self._sent[self.length :]
+        if note.included:
+            self.payload.read(self.start, self._values)
+        else:
+            self._values.zero_()  # all_reduce adds every rank: a NaN would reach all of them
+        square = square_of(self._values) if self.measured else 0.0
+        self._notes = notes.zero_().view(self.workers.size, NOTE, PARTS)
+        self._notes[self.workers.rank] = _split_exactly([*note.numbers(), square]).to(notes)
+        self._work = self.workers.start_all_reduce(self._sent)
+
+    def receive_notes(self) -> list[list[float]]:
+        self._work.wait()
+        return self._notes.double().sum(dim=2).tolist()
+
+    def send_mean(self, result: RoundResult) -> None:
+        """Do nothing: the all_reduce has brought every worker the sum."""
+
+    def write_mean(self, result: RoundResult) -> float:
+        if len(result.included) > 1:
+            self._values.mul_(1 / len(result.included))
+        square = square_of(self._values) if self.measured else 0.0
+        if self.length:
+            self.payload.write(self.start, self._values, result)
+        self._spare.append(self._sent)
+        return square
+
+    def _allocate(self, size: int) -> Tensor:
+        """Return memory for `size` elements: a finished chunk's if there is one, or new."""
+        payload = self.payload
+        for index, spare in enumerate(self._spare):
+            if (spare.numel(), spare.dtype, spare.device) == (size, payload.dtype, payload.device):
+                return self._spare.pop(index)
+        return torch.empty(size, dtype=payload.dtype, device=payload.device)
+
+
+def _split_exactly(numbers: list[float]) -> Tensor:
+    """Return each number as PARTS float32 that add up to it: shape (len(numbers), PARTS)."""
+    left = torch.tensor(numbers, dtype=torch.float64)
+    parts = []
+    for _ in range(PARTS):
+        parts.append(left.float())
+        left = left - parts[-1].double()
+    return torch.stack(parts, dim=1)
+
+
+# -- values as they are: shared memory -------------------------------------------------------------
+
+PLACE_HEAD = 8 * (NOTE + 1)  # bytes in shared memory: a note, and the squared length of the mean
+PLACES = 6  # chunks in shared memory
+
+
+def _make_room(workers: RankGroup, payloads: list[tuple[Payload, int]]) -> None:
+    """Make places for chunks of these payloads, each with its elements per chunk.
+
+    Collective: call it on every worker with the same payloads.
+    """
+    assert workers.shared_memory is not None
+    largest = max(
+        (PLACE_HEAD + min(n, p.length) * p.dtype.itemsize for p, n in payloads), default=0
+    )
+    workers.shared_memory.make_ring(largest, PLACES // 2)
+
+
+class SharedMemoryChunk:
+    """A chunk among workers of one host, which read each other's memory: nothing is sent.
+
+    Each worker reads its values into a *place* that all workers can see, averages the slice that
+    it owns there, and copies the other slices from their owners' places. One-element all-reduces
+    are the barriers: each one says that the newest chunk has been read, and that the second before
+    it has been averaged.
+
+    Places are reused after PLACES = 6 chunks. By then no worker still reads them: a worker reaches
+    the barrier of a chunk only after it has written the mean of the fourth before it, and no worker
+    reads the second before it until that barrier is passed.
+    """
+
+    measured = False
+    has_mean = False
+
+    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
+        self.payload, self.start, self.length = payload, start, stop - start
+        self.workers = workers
+        self._cuts = [self.length * rank // workers.size for rank in range(workers.size + 1)]
+        self._barrier: Waitable
+
+    def send_values(self, note: Note) -> None:
+        host = self.workers.shared_memory
+        assert host is not None
+        size = PLACE_HEAD + self.length * self.payload.dtype.itemsize
+        places = host.next_buffers(size)  # one place per worker; ours is places[rank]
+        self._notes = [place[:PLACE_HEAD].view(torch.float64) for place in places]
+        self._values = [place[PLACE_HEAD:].view(self.payload.dtype) for place in places]
+        values = self._values[self.workers.rank]
+        if note.included:
+            self.payload.read(self.start, values)
+        else:
+            values.zero_()
+        square = square_of(values) if self.measured else 0.0
+        own_note = torch.tensor([*note.numbers(), square], dtype=torch.float64)
+        self._notes[self.workers.rank][:NOTE] = own_note
+        # The barrier comes last: a worker that passes it may read the note and the values.
+        self._barrier = host.barrier()
+
+    def receive_notes(self) -> list[list[float]]:
+        self._barrier.wait()
+        return [numbers[:NOTE].tolist() for numbers in self._notes]
+
+    def send_mean(self, result: RoundResult) -> None:
+        """Average the own slice, in the place where it was read."""
+        rank, host = self.workers.rank, self.workers.shared_memory
+        assert host is not None
+        included = result.included[:1] if self.payload.first_only else result.included
+        others = [self._slice(other, rank) for other in included if other != rank]
+        own = self._slice(rank, rank)
+        if rank not in included:
+            own.zero_()
+        if len(included) == 2 and len(others) == 1:
+            own.lerp_(others[0], 0.5)  # reads the memory once instead of twice
+        else:
+            for other in others:
+                own.add_(other)
+            if len(included) > 1:
+                own.mul_(1 / len(included))
+        self._notes[rank][NOTE] = square_of(own) if self.measured else 0.0
+        # No message of its own: the barrier of the chunk that is read next says it.
+        self._barrier = host.deferred_barrier()
+
+    def write_mean(self, result: RoundResult) -> float:
+        self._barrier.wait()
+        for owner, first in enumerate(self._cuts[:-1]):
+            if first < self._cuts[owner + 1]:
+                self.payload.write(self.start + first, self._slice(owner, owner), result)
+        return sum(float(numbers[NOTE]) for numbers in self._notes)
+
+    def _slice(self, worker: int, owner: int) -> Tensor:
+        """Return the slice that `owner` averages, in the place of `worker`."""
+        return self._values[worker][self._cuts[owner] : self._cuts[owner + 1]]
+
+
+# -- encoded values: messages in pairs -------------------------------------------------------------
+
+VALUES_TAG, MEAN_TAG = 28_101, 28_102  # far from the tags that users choose
+MESSAGE_HEAD = 8 * NOTE  # bytes of the note, in float64
+ALIGNED = 256  # elements: a multiple of each codec's group, so that no slice cuts a group
+
+
+class PairwiseChunk:
+    """A chunk that is encoded: two messages between each pair of workers.
+
+    The chunk is cut into one slice per worker, its owner:
+
+        values    send every other worker its slice of this worker's values, encoded
+        mean      send all others the mean of the slice that this worker owns, encoded
+
+    So 2 (N-1)/N of the encoded payload leaves each worker, as in a ring all_reduce. A ring itself
+    adds up on the way, and would have to decode and encode again at every hop.
+
+    A message is
+
+        [ note: NOTE float64 | the slice, encoded | padding to 8 bytes ]
+
+    With a codec that leaves values as they are, values are read right into their message, and the
+    mean of the own slice is computed in the own message.
+    """
+
+    measured = False
+    has_mean = False
+
+    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
+        self.payload, self.start, self.workers = payload, start, workers
+        step = -(-(stop - start) // workers.size)
+        step = -(-step // ALIGNED) * ALIGNED
+        self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
+        self._lengths = [b - a for a, b in pairwise(self.cuts)]
+        self._sizes = [self._message_bytes(length) for length in self._lengths]
+        self._works: list[Waitable] = []
+        self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
+        self._incoming: list[Tensor] = []
+        self._notes: list[list[float]] = []
+
+    def _message_bytes(self, elements: int) -> int:
+        size = MESSAGE_HEAD + self.payload.codec.size(elements, self.payload.dtype)
+        return -(-size // 8) * 8  # view(float64) needs a multiple of 8
+
+    def _residual(self, rank: int) -> Tensor | None:
+        """Return the residual of a slice.
+
+        Of another worker's slice it is what rounding our values has cut off; of the slice that we
+        own, what rounding the mean has cut off. The two never overlap.
+        """
+        if self.payload.residual is None:
+            return None
+        first, last = self.start + self.cuts[rank], self.start + self.cuts[rank + 1]
+        return self.payload.residual[first:last]
+
+    def send_values(self, note: Note) -> None:
+        """Send every slice to its owner."""
+        payload, rank, size = self.payload, self.workers.rank, self.workers.size
+        messages, square = [], 0.0
+        for owner, length in enumerate(self._lengths):
+            message = torch.empty(self._sizes[owner], dtype=torch.uint8, device=payload.device)
+            values = self._values_in(message, length)
+            payload.read(self.start + self.cuts[owner], values)
+            if not note.included:
+                values.zero_()  # codecs take finite numbers only, and these are not added
+            if self.measured:
+                square += square_of(values)
+            if owner == rank:
+                self._own = values  # stays in full precision
+            elif payload.codec.rounds:
+                residual = self._residual(owner) if note.included else None
+                _write_data(encode_with_residual(payload.codec, values, residual)[0], message)
+            messages.append(message)
+        self._message = messages[rank]
+        own_note = [*note.numbers(), square]
+        for message in messages:
+            _write_note(own_note, message)
+        self._notes = [own_note] * size
+        messages[rank] = messages[rank][:0]  # nothing to ourselves
+        sizes = [self._sizes[rank]] * size
+        sizes[rank] = 0
+        self._exchange(messages, sizes, VALUES_TAG)
+
+    def receive_notes(self) -> list[list[float]]:
+        self._wait()
+        for rank, message in enumerate(self._incoming):
+            if rank != self.workers.rank:
+                self._notes[rank] = _read_note(message)
+        return self._notes
+
+    def send_mean(self, result: RoundResult) -> None:
+        """Send the mean of the own slice to all others."""
+        self._average(result.included)
+        rank, size = self.workers.rank, self.workers.size
+        if self.payload.codec.rounds:
+            residual = self._residual(rank) if result.included else None
+            # We keep the decoded mean too, so that all workers write the same rounded values.
+            data, self._own = encode_with_residual(self.payload.codec, self._own, residual)
+            _write_data(data, self._message)
+        square = square_of(self._own) if self.measured else 0.0
+        _write_note([square], self._message)
+        self._notes = [[square]] * size
+        messages = [self._message] * size
+        messages[rank] = self._message[:0]
+        sizes = list(self._sizes)
+        sizes[rank] = 0
+        self._exchange(messages, sizes, MEAN_TAG)
+
+    def write_mean(self, result: RoundResult) -> float:
+        self._wait()
+        square = 0.0
+        for rank, length in enumerate(self._lengths):
+            own = rank == self.workers.rank
+            square += (self._notes[rank] if own else _read_note(self._incoming[rank]))[0]
+            if length:
+                mean = self._own if own else self._decode(rank, length)
+                self.payload.write(self.start + self.cuts[rank], mean, result)
+        return square
+
+    def _average(self, included: Sequence[int]) -> None:
+        """Average the own slice in place over the included ranks, in rank order."""
+        included = included[:1] if self.payload.first_only else included
+        if self.workers.rank not in included:
+            self._own.zero_()
+        for rank in included:
+            if rank != self.workers.rank:
+                self._own.add_(self._decode(rank, self._own.numel()))
+        if len(included) > 1:
+            self._own.div_(len(included))
+
+    def _values_in(self, message: Tensor, elements: int) -> Tensor:
+        """Return memory for a slice's values: inside the message if they travel as they are."""
+        dtype = self.payload.dtype
+        if self.payload.codec.rounds:
+            return torch.empty(elements, dtype=dtype, device=self.payload.device)
+        return message[MESSAGE_HEAD : MESSAGE_HEAD + elements * dtype.itemsize].view(dtype)
+
+    def _decode(self, rank: int, elements: int) -> Tensor:
+        """Return the values of the message that came from `rank`."""
+        codec, dtype = self.payload.codec, self.payload.dtype
+        size = codec.size(elements, dtype)
+        data = self._incoming[rank][MESSAGE_HEAD : MESSAGE_HEAD + size].to(self.payload.device)
+        return codec.decode(data, elements, dtype)
+
+    def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
+        if self.workers.size > 1:
+            self._outgoing = [_to_sendable(message, self.workers) for message in messages]
+            self._incoming, self._works = self.workers.all_to_all(self._outgoing, sizes, tag)
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._outgoing = [], []
+
+
+def _to_sendable(data: Tensor, workers: RankGroup) -> Tensor:
+    """Return the data where the group can send it from: gloo sends from the host only."""
+    on_host = workers.size > 1 and not workers.has_backend(data.device)
+    return data.cpu() if on_host else data
+
+
+def _write_data(data: Tensor, message: Tensor) -> None:
+    message[MESSAGE_HEAD : MESSAGE_HEAD + data.numel()] = data
+
+
+def _write_note(numbers: list[float], message: Tensor) -> None:
+    message[: 8 * len(numbers)] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+
+
+def _read_note(message: Tensor) -> list[float]:
+    return message[:MESSAGE_HEAD].cpu().view(torch.float64).tolist()

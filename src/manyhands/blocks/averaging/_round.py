@@ -1,0 +1,396 @@
+"""A sync round: how it runs, how all workers agree that it took place, and what it shows.
+
+Membership       who takes part: fixed (a process group, `FixedMembers`), or elastic (a crew,
+                 `blocks/crew/_membership.py`)
+RoundRunner      begins a round, in the background where that is needed, and lets all workers agree
+BackgroundSync   a round in a thread of its own
+run_sync_round   the round itself: every worker contributes payloads, and all get their mean
+RoundStats       what the last rounds have shown
+StepClock        how long a step takes, measured since the last round
+
+Payloads are cut into chunks (`_chunks.py`), and a few chunks are in flight at once: one is read and
+encoded while others travel. So a second copy of a payload is never made.
+
+A *note* travels with each chunk: a few numbers that the worker says of itself, and the chunk's
+squared length. Checking that workers agree, leaving out values that are not finite and measuring
+the drift therefore need no message of their own. All workers see the same notes in the same order,
+and come to the same conclusions.
+
+A round runs in a thread of its own so that training goes on meanwhile, or so that a lost worker is
+noticed while others still wait for its messages. Rounds of one group run one after the other,
+because their messages must not mix.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from traceback import clear_frames
+from typing import Protocol
+
+import torch
+
+from manyhands._core.ranks import RankGroup
+from manyhands.blocks._schedule import Drift
+from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
+from manyhands.blocks.averaging._payload import (
+    NOT_FINITE,
+    NOTE,
+    Note,
+    Payload,
+    RoundResult,
+    SnapshotPayload,
+    TensorPayload,
+)
+from manyhands.errors import RanksDisagree
+
+IN_FLIGHT = 2  # chunks in each of the two phases: values on their way, means on their way
+
+SyncRound = Callable[[RankGroup], RoundResult]
+
+
+# -- who takes part --------------------------------------------------------------------------------
+
+
+class Membership(Protocol):
+    """What `Sync` needs to know of the workers."""
+
+    workers: RankGroup
+    inner: RankGroup  # the ranks that make up this worker in a crew; one rank otherwise
+    elastic: bool
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers by which users know the workers, in rank order."""
+
+    @property
+    def regroup_due(self) -> bool:
+        """Whether membership changes before training continues."""
+
+    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        """Wait for a sync round, and agree that it took place. None: it is undone, on every worker.
+
+        `moves_anchor` is False for a state transfer, which only brings joiners to the anchor.
+        """
+
+    def close(self, steps: int) -> bool:
+        """Return whether all others are done after as many steps: then a last round is held."""
+
+    def regroup(self, version: int) -> None:
+        """Agree on the next members. `workers` may be others afterwards."""
+
+
+class FixedMembers:
+    """The workers of a process group."""
+
+    elastic = False
+    regroup_due = False
+    inner = RankGroup()
+
+    def __init__(self, workers: RankGroup) -> None:
+        self.workers = workers
+
+    def choose_transport(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        background: bool,
+        shared_memory: bool | None,
+        exact: bool,
+    ) -> None:
+        """Give the workers the collectives that sync rounds will use.
+
+        `devices` are those of the parameters. `background`: rounds run while training goes on.
+        `shared_memory` is the option of `Blocks`. `exact`: the codec does not round.
+        """
+        workers = self.workers
+        if background:  # a group of their own, so that they do not mix with training's collectives
+            workers = workers.with_background_group(devices[0])
+        if shared_memory is None:
+            can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in {*devices})
+            workers = workers.with_shared_memory(required=False) if can else workers
+        elif shared_memory:
+            workers = workers.with_shared_memory()
+        self.workers = workers
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return range(self.workers.size)
+
+    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        background.finished()
+        if background.error is not None:
+            raise background.error
+        return background.result
+
+    def close(self, steps: int) -> bool:
+        return True
+
+    def regroup(self, version: int) -> None:
+        raise AssertionError("a process group is fixed")
+
+
+# -- a round, and what it shows --------------------------------------------------------------------
+
+
+class BackgroundSync(threading.Thread):
+    """A sync round in a thread of its own. `run` instead of `start` holds it at once."""
+
+    def __init__(
+        self, sync_round: SyncRound, workers: RankGroup, before: BackgroundSync | None
+    ) -> None:
+        super().__init__(name="manyhands sync round", daemon=True)
+        self._sync_round, self._workers, self._before = sync_round, workers, before
+        self._done = threading.Event()
+        self.result: RoundResult | None = None
+        self.error: BaseException | None = None
+
+    @classmethod
+    def already_done(cls, result: RoundResult) -> BackgroundSync:
+        """Return one that has ended with this result."""
+        background = cls(lambda _: result, RankGroup(), None)
+        background.run()
+        return background
+
+    def run(self) -> None:
+        before, self._before = self._before, None
+        try:
+            if before is not None:  # an earlier round of the same group, which may have failed
+                before.finished()
+                if before.error is not None:
+                    raise before.error
+            self.result = self._sync_round(self._workers)
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # frames hold the process group, which has to end
+            self.error = error
+        finally:
+            del self._sync_round, self._workers
+            self._done.set()
+
+    def finished(self, seconds: float | None = None) -> bool:
+        """Wait for the end, for `seconds` at most; return whether it has ended."""
+        return self._done.wait(seconds)
+
+
+class RoundRunner:
+    """Runs sync rounds among the present members, in the background where that is needed."""
+
+    def __init__(self, members: Membership, inner: RankGroup, *, overlaps: bool) -> None:
+        self._members = members
+        # The ranks that make up this worker: in a crew, or in a process group.
+        self._inner = inner if inner.size > 1 else members.inner
+        self.clock = StepClock()
+        self.stats = RoundStats()
+        # A thread only where it is needed: with overlap, and in a crew, whose members are watched
+        # while the round waits for their messages.
+        self._threaded = members.elastic or overlaps
+        self._last: BackgroundSync | None = None
+
+    def finite_on_all_ranks(self, finite: bool, device: torch.device) -> bool:
+        """Return whether `finite` holds on all ranks of this worker.
+
+        A worker is in the mean with all its slices, or with none.
+        """
+        if self._inner.size == 1:
+            return finite
+        return all(flag == 1.0 for (flag,) in self._inner.all_gather([float(finite)], device))
+
+    def start(
+        self,
+        payloads: Sequence[Payload],
+        buffers: Sequence[Payload],
+        state: Sequence[Payload],
+        note: Note,
+    ) -> BackgroundSync:
+        """Begin a round; without a thread, hold it."""
+
+        def sync_round(workers: RankGroup) -> RoundResult:
+            return run_sync_round(workers, payloads, buffers, state, note)
+
+        background = BackgroundSync(sync_round, self._members.workers, self._last)
+        if self._threaded:
+            background.start()
+            self._last = background
+        else:
+            background.run()
+        return background
+
+    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        """Wait for a round, and for all workers to agree on it. None: it is undone."""
+        begin = time.perf_counter()
+        result = self._members.commit(background, moves_anchor)
+        self.stats.waited += time.perf_counter() - begin
+        return result
+
+    def average(
+        self, payloads: Sequence[TensorPayload], state: Sequence[TensorPayload], note: Note
+    ) -> RoundResult | None:
+        """Average tensors in place, without anchor and outer step. None: the round is undone."""
+        copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
+        if self._members.elastic:  # an undone round must leave the tensors as they were
+            copies = [SnapshotPayload(p) for p in payloads], [SnapshotPayload(p) for p in state]
+        result = self.commit(self.start(copies[0] or payloads, [], copies[1] or state, note))
+        if result is None:
+            return None
+        # (without copies, the round has written to the tensors themselves)
+        for mean, payload in zip(copies[0], payloads, strict=False):
+            mean.copy_to(result, payload.tensors)
+        for mean, payload in zip(copies[1] if result.averages_state else [], state, strict=False):
+            mean.copy_to(result, payload.tensors)
+        return result
+
+    def forget_last(self) -> None:
+        """Let the next round not wait for the last one: it was among other members."""
+        self._last = None
+
+
+@dataclass
+class RoundStats:
+    """What the last sync rounds have shown, for `snapshot`."""
+
+    drift: Drift = field(default_factory=Drift)
+    workers: int = 0  # in the last round
+    left_out: list[int] = field(default_factory=list)  # of the last round: not finite
+    left_out_ever: int = 0
+    undone: int = 0
+    waited: float = 0.0  # seconds in which steps waited for sync rounds
+    seconds: float = 0.0  # a step takes on the slowest worker
+
+    def record(self, result: RoundResult, numbers: Sequence[int]) -> None:
+        """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
+        included, notes = result.included, result.notes
+        self.drift = Drift.of([result.squares[rank] for rank in included], result.square_of_mean)
+        self.workers = len(notes)
+        if len(numbers) != len(notes):  # a round that was restored from a checkpoint
+            numbers = range(len(notes))
+        noted = zip(numbers, notes, strict=True)
+        self.left_out = [number for number, note in noted if note.status == NOT_FINITE]
+        self.left_out_ever += len(self.left_out)
+        self.seconds = max(note.seconds for note in notes)
+
+
+class StepClock:
+    """The time that a step takes, measured since the last sync round."""
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, step: int, seconds: float = 0.0, steps: float = 0) -> None:
+        """Measure from this step on, as if `seconds` and `steps` had passed."""
+        self._start = (time.perf_counter() - seconds, step - int(steps))
+
+    def elapsed(self, step: int) -> list[float]:
+        """Return the seconds and the steps since the measurement began."""
+        then, first = self._start
+        return [time.perf_counter() - then, step - first]
+
+    def seconds_per_step(self, step: int) -> float:
+        seconds, steps = self.elapsed(step)
+        return seconds / max(steps, 1)
+
+
+# -- the round itself ------------------------------------------------------------------------------
+
+
+def run_sync_round(
+    workers: RankGroup,
+    payloads: Sequence[Payload],
+    buffers: Sequence[Payload],
+    state: Sequence[Payload],
+    note: Note,
+) -> RoundResult:
+    """Average `payloads` and `buffers`, and `state` if every worker has some.
+
+    Every worker passes the same payloads. The squared lengths in the result are of `payloads`.
+    """
+    with torch.no_grad():
+        return _SyncRound(workers, note).run(payloads, buffers, state)
+
+
+class _SyncRound:
+    """The two queues of chunks in flight, and the result as it becomes known."""
+
+    def __init__(self, workers: RankGroup, note: Note) -> None:
+        self.workers, self.note = workers, note
+        self.result = RoundResult(squares=[0.0] * workers.size)
+        self._sent: deque[PayloadChunk] = deque()  # values are on their way
+        self._averaging: deque[PayloadChunk] = deque()  # means are on their way
+
+    def run(
+        self, payloads: Sequence[Payload], buffers: Sequence[Payload], state: Sequence[Payload]
+    ) -> RoundResult:
+        for chunk in cut_into_chunks(self.workers, payloads):
+            self._send(chunk, measured=True)
+        for chunk in cut_into_chunks(self.workers, buffers):
+            self._send(chunk, measured=False)
+        # Only the notes say whether every worker has optimizer state, so at least one chunk's
+        # notes have to be here before `state` is sent.
+        while not self.result.notes and self._sent:
+            self._start_mean(self._sent.popleft())
+        if self.result.notes and self.result.averages_state:
+            for chunk in cut_into_chunks(self.workers, state):
+                self._send(chunk, measured=False)
+        while self._sent:
+            self._start_mean(self._sent.popleft())
+        while self._averaging:
+            self._finish(self._averaging.popleft())
+        return self.result
+
+    def _send(self, chunk: PayloadChunk, measured: bool) -> None:
+        while len(self._sent) >= IN_FLIGHT:
+            self._start_mean(self._sent.popleft())
+        chunk.measured = measured
+        chunk.send_values(self.note)
+        self._sent.append(chunk)
+
+    def _start_mean(self, chunk: PayloadChunk) -> None:
+        while len(self._averaging) >= IN_FLIGHT:
+            self._finish(self._averaging.popleft())
+        notes = chunk.receive_notes()
+        if not self.result.notes:  # the first chunk: its notes are those of all the others
+            self.result.notes = [Note(*numbers[: NOTE - 1]) for numbers in notes]
+            _check_notes(self.result.notes)
+        if chunk.measured:
+            for rank in self.result.included:
+                self.result.squares[rank] += notes[rank][NOTE - 1]
+        chunk.send_mean(self.result)
+        if chunk.has_mean:
+            self._finish(chunk)
+        else:
+            self._averaging.append(chunk)
+
+    def _finish(self, chunk: PayloadChunk) -> None:
+        square = chunk.write_mean(self.result)
+        if chunk.measured:
+            self.result.square_of_mean += square
+
+
+def _check_notes(notes: Sequence[Note]) -> None:
+    """Raise on every worker unless all are at the same step of the same training."""
+    steps = [note.step for note in notes]
+    if len(set(steps)) > 1:
+        listed = ", ".join(f"rank {rank}: {step:.0f}" for rank, step in enumerate(steps[:8]))
+        raise RanksDisagree(
+            "workers came to a sync round after different numbers of steps "
+            f"({listed}). Every worker has to call step() as often as the others: give them "
+            "equally many batches, or stop together.",
+            steps,
+        )
+    if len({note.options for note in notes}) > 1:
+        differ = [r for r, note in enumerate(notes) if note.options != notes[0].options]
+        raise RanksDisagree(
+            f"ranks {differ[:8]} came to a sync round with other options than rank 0 (the "
+            "interval, the codec, the outer step, ...), or with other parameters frozen. Build "
+            "the same optimizer on every worker, and change it on all of them at once.",
+            [note.options for note in notes],
+        )
+    if len({note.state_elements for note in notes if note.state_elements > 0}) > 1:
+        counts = (f"rank {rank}: {n.state_elements:.0f}" for rank, n in enumerate(notes[:8]))
+        raise RanksDisagree(
+            f"workers have different optimizer states to average: elements {', '.join(counts)}. "
+            'Use the same inner optimizer and model on every worker, or state="keep".',
+            [note.state_elements for note in notes],
+        )
