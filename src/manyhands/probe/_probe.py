@@ -54,7 +54,7 @@ def probe_batch(
     budget: int,
     scales: Sequence[int] = (1, 2, 4, 8),
     repeats: int = 6,
-    held_out: int = 16,
+    held_out: int = 32,
     cooldown: float = 0.2,
     confidence: float = 0.95,
     seed: int = 0,
@@ -234,7 +234,7 @@ def _size(batch: Any) -> int | None:
 def branch_length(budget: int, steps: Sequence[int], repeats: int, held_out: int) -> int:
     """Return how many micro-batches each branch trains on; `steps` are the passes of a step.
 
-    >>> branch_length(budget=2000, steps=[1, 2, 4, 8], repeats=6, held_out=16)
+    >>> branch_length(budget=2000, steps=[1, 2, 4, 8], repeats=6, held_out=32)
     72
     """
     common = math.lcm(*steps)
