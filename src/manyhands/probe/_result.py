@@ -95,7 +95,9 @@ class ProbeResult:
     def conclusion(self) -> str:
         """The decision in words."""
         low, high = self.interval
-        end = "and no scale is surely worse" if math.isinf(high) else f"{high:g} is surely worse"
+        end = "no scale is surely worse" if math.isinf(high) else f"scale {high:g} is surely worse"
+        if low == 1:
+            return f"Keep the present batch: no larger one was shown to be level; {end}."
         return f"The largest level batch is {low} times the present one; {end}."
 
     def __str__(self) -> str:
