@@ -13,13 +13,13 @@ from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import Plan, plan
 from manyhands.probe import ProbeResult, probe_batch
-from manyhands.ramp import Ramp
+from manyhands.ramp import AdaptiveDataLoader, Ramp, remaining_epochs_until
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
-from manyhands.scaling._averages import NoiseAverage
+from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_scale import NoiseScale
-from manyhands.scaling._optimizer import ScalingRuleBase
 from manyhands.scaling._progress import ProgressScheduler
+from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding.fsdp._training_state import TrainingState
@@ -38,6 +38,7 @@ __all__ = [
     "OSS",
     "AdaScale",
     "AdamScale",
+    "AdaptiveDataLoader",
     "AdaptiveDataParallel",
     "Blocks",
     "ByDrift",
@@ -76,6 +77,7 @@ __all__ = [
     "plan",
     "probe_batch",
     "read_record",
+    "remaining_epochs_until",
     "save",
     "wrap",
 ]

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 

@@ -25,9 +25,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree
+from manyhands._core.modules import no_sync_of
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.trees import tensors_in
-from manyhands._core.wrappers import no_sync_of
 from manyhands.probe._branches import Branches, LossFunction, seed_generators
 from manyhands.probe._result import ProbedScale, ProbeResult
 from manyhands.probe._snapshot import TrainingSnapshot
@@ -40,7 +40,7 @@ from manyhands.probe._verdict import (
     run_spread,
 )
 from manyhands.scaling._hooks import any_values
-from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase
 
 FEWEST_STEPS = 5  # of the largest scale's branch
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhands._core.modules import ModuleWrapper
 from manyhands._core.sharded import local_shard
 from manyhands._core.state_parts import OptimizerLayers, ShardedOptimizer, state_parts
-from manyhands._core.wrappers import ModuleWrapper
 from manyhands.checkpoint._random import random_state, set_random_state
 from manyhands.scaling._fsdp_params import fsdp_modules
-from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase
 
 PLAIN = (int, float, str, type(None))  # attributes of an optimizer, such as a count of its steps
 

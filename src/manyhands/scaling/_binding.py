@@ -7,21 +7,18 @@ methods, which are kept here: `patch` replaces them on the instance.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
-from manyhands._core import amp as _amp
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import unwrap
-from manyhands.scaling._batch import Batch
-from manyhands.scaling._options import Options
+from manyhands._core.wrappers import supports_amp, unwrap
+from manyhands.scaling._settings import Batch, Options
 
+KEY = "manyhands"  # of the rule's entry in the optimizer's state dict
 PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
 
 
@@ -34,15 +31,15 @@ class Binding:
         self.zero_grad = optimizer.zero_grad
         self.state_dict = optimizer.state_dict
         self.load_state_dict = optimizer.load_state_dict
-        self.supports_amp = _amp.supports_amp(optimizer)
+        self.supports_amp = supports_amp(optimizer)
         # the attributes that `patch` has replaced; None if it was not called
-        self._before: dict[str, Any] | None = None
+        self._before: dict[str, object] | None = None
 
     def claim(self, rule: Optimizer) -> None:
         """Let the next rule that is made around this optimizer find this one."""
         vars(self.optimizer)["_manyhands_rule"] = weakref.ref(rule)  # weak: no cycle
 
-    def patch(self, rule: Any) -> None:
+    def patch(self, rule: Optimizer) -> None:
         """Make the optimizer's own methods the rule's, as adaptdl does, until `release`.
 
         `optimizer.step()` and `.zero_grad()` become the rule's. So do `state_dict` and
@@ -57,11 +54,14 @@ class Binding:
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
             rule.zero_grad(*args, **kwargs)
 
-        def state_dict(_: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def state_dict(_: Optimizer, *args: Any, **kwargs: Any) -> StateDict:
             return rule.state_dict(*args, **kwargs)
 
-        def load_state_dict(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            rule._load_optimizer(state_dict)
+        def load_state_dict(_: Optimizer, state_dict: StateDict) -> None:
+            # Without our entry (of a bare run, or from torch.distributed.checkpoint) it is the
+            # optimizer's alone: statistics and progress stay as they are.
+            load = rule.load_state_dict if KEY in state_dict else self.load_state_dict
+            load(dict(state_dict))
 
         attributes = vars(self.optimizer)
         # a scheduler may have put a `step` of its own on the optimizer before
@@ -98,28 +98,6 @@ class Binding:
         at_rest = all(float(group["lr"]) == 0.0 for group in groups)
         return at_rest and all(p.grad is not None for p in trained)
 
-    @contextmanager
-    def overridden(self, overrides: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Change options of each parameter group, and restore them at the end."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for group, options in zip(self.optimizer.param_groups, overrides, strict=True):
-                for name, value in options.items():
-                    old = group[name]
-                    if isinstance(old, Tensor):  # in place: the optimizer may hold this tensor
-                        before.append((group, name, old.clone()))
-                        old.copy_(value)
-                    else:
-                        before.append((group, name, old))
-                        group[name] = value
-            yield
-        finally:
-            for group, name, old in before:
-                if isinstance(old, Tensor):
-                    group[name].copy_(old)
-                else:
-                    group[name] = old
-
 
 def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> None:
     """Raise if this is no optimizer, or one that another rule wraps already.
@@ -142,6 +120,15 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
         raise RuntimeError(
             f"this {type(optimizer).__name__} is wrapped by a {type(other).__name__} already. "
             "Use that one, or call its unhook() first."
+        )
+
+
+def check_says_which_passes(module: object) -> None:
+    """Raise unless a data-parallel module says which passes it averages."""
+    if not hasattr(module, "require_backward_grad_sync"):
+        raise TypeError(
+            f"{type(module).__name__} does not say which passes are inside no_sync(), which "
+            "is needed to count them. Write AdaptiveDataParallel(model, optimizer, rule)."
         )
 
 

@@ -15,24 +15,26 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.amp import LossScale
 from manyhands._core.ranks import rank_group_of
-from manyhands.scaling._averages import NoiseMoments
-from manyhands.scaling._batch import Batch, check_smoothing, parse_passes
-from manyhands.scaling._noise import estimate
-from manyhands.scaling._norm_kinds import PlainNorm
-from manyhands.scaling._options import (
+from manyhands._core.wrappers import LossScale, LossScaler
+from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._mean_gradient import parse_previous
+from manyhands.scaling._noise import NoiseMoments, estimate
+from manyhands.scaling._settings import (
+    Batch,
     Option,
     Options,
+    check_smoothing,
     describe_mismatches,
     load_options,
+    parse_passes,
     save_options,
 )
-from manyhands.scaling._previous_gradient import parse_previous
 from manyhands.scaling._step_stats import StepStats
 from manyhands.scaling._tap import GradientTap
 
@@ -86,8 +88,8 @@ class NoiseScale:
         num_gradients_to_accumulate: int = 1,
         is_scaled_loss: bool = True,
         smoothing: float | None = None,
-        process_group: Any = None,
-        grad_scaler: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: LossScaler | None = None,
         model: nn.Module | None = None,
     ) -> None:
         self._options: Options = {
@@ -107,7 +109,7 @@ class NoiseScale:
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
-        self._stop_watching: Callable[[], Any] | None = None
+        self._stop_watching: Callable[[], object] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         facts = {**claims, "parameters": describe_tensors(params)}
@@ -129,25 +131,25 @@ class NoiseScale:
             self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
-        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`.
 
         With a closure, as in Lightning, the gradients are computed inside `step`. The closure is
         replaced by one that also measures them.
         """
-        if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._watch_closure(kwargs["closure"])}
+        if callable(closure := kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._watch_closure(closure)}
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._watch_closure(args[1]), *args[2:]), kwargs
         self._finish_step()
         return None
 
-    def _watch_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _watch_closure(self, closure: Callable[[], object]) -> Callable[[], object]:
         """Return the closure, with the gradients of its first call measured."""
         owner_ref, first = weakref.ref(self), True
 
-        def watched() -> Any:
+        def watched() -> object:
             nonlocal first
             owner = owner_ref()
             if owner is None:
@@ -226,7 +228,7 @@ class NoiseScale:
         if self._consecutive and not sums.consecutive:  # the better measurement: start anew
             self._moments, self._steps = NoiseMoments(), 0
         self._consecutive = sums.consecutive
-        new, smoothing = estimate(sums), self._options["smoothing"].value
+        new, smoothing = estimate(sums), self._options["smoothing"].number
         self._moments = self._moments.add(sum(new.sqr), sum(new.var), smoothing)
         self._steps += 1
 
@@ -290,7 +292,7 @@ class NoiseScale:
         self._tap.exchange.announce(passes, batch.scale_for(passes))
         batch.passes = passes
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
         self._add_in_flight()
         return {
@@ -325,9 +327,9 @@ class NoiseScale:
             previous = parse_previous(state_dict["previous"], self._params)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state dict is damaged: {error!r}.") from error
-        batch_size, saved = options["batch_size"].value, options["batch_size"].recorded
+        saved = options["batch_size"].recorded
         if saved is not None:
-            moments = moments.rescale(batch_size / saved)
+            moments = moments.rescale(options["batch_size"].number / saved)
         self._tap.clear()
         self._in_flight = None
         self._tap.previous.load_state(previous, self._params)
@@ -336,7 +338,7 @@ class NoiseScale:
         if mismatches:
             warnings.warn(describe_mismatches(mismatches, "NoiseScale"), stacklevel=2)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, float | None]:
         """Return the measurement in plain numbers, for `Record`."""
         scale, error = self.noise_scale, self.standard_error
         return {

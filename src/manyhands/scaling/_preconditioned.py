@@ -3,29 +3,61 @@
 v are the optimizer's own second moments, bias-corrected. On a CPU, a block of elements at a time
 goes through a small scratch buffer, so that only g and v are read from memory. If eps is negligible
 compared with every root, the squared norm is computed as g . (g / v), at half the cost.
+
+Each rank measures its own gradient, before any averaging, and therefore needs the second moments of
+all parameters. Of sharded second moments a rank holds only its shard. A replica collects all of
+them after each step. Its price is one more tensor of the model's size on every rank, and as many
+bytes sent as in gathering the parameters, and the step counts, which are read on the host.
+
+A `ShardedOptimizer` makes its own replica. `ReplicatedDTensorState` is that of a plain optimizer of
+`fully_shard`'s parameters. Shards of several parameters travel together in messages of at most
+`MESSAGE` elements from each rank:
+
+    section   what one rank sends in a message: its shard of each of several parameters, one after
+              the other. All sections are as long as the longest rank's.
+    table     all ranks' sections, in rank order
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands._core.flat import flatten, norm
-from manyhands._core.sharded import is_dtensor
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
-from manyhands.scaling._norm_kinds import GradientSlice
-from manyhands.scaling._replicated_state import ReplicatedDTensorState
+from manyhands._core.wrappers import ParamGroup
+from manyhands.scaling._hooks import GradientSlice
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BLOCK = 131_072  # elements that go through the scratch buffer at a time
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 # eps relative to the smallest root. The error of that element's square is at most twice this.
 NEGLIGIBLE = 5e-3
+MESSAGE = 4 * 2**20  # elements that a rank sends at a time
+
+# name of the entry, mesh and dimension that it is cut over, dtype
+_MessageKind: TypeAlias = "tuple[str, DeviceMesh, int | None, torch.dtype]"
+
+
+class Moments(TypedDict, total=False):
+    """What Adam and RMSprop keep of a parameter, as far as it is read here."""
+
+    step: Tensor | float
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor  # with amsgrad
+    square_avg: Tensor
+    grad_avg: Tensor  # with centered
 
 
 @dataclass(frozen=True)
@@ -78,7 +110,7 @@ class PreconditionedNorm:
         self._warm_counts: dict[int, tuple[Tensor, int]] = {}
         self._floors: dict[int, MomentFloor] = {}  # by parameter index
         # parameter index -> the step count of the state that the floor was computed from
-        self._floor_counts: dict[int, Any] = {}
+        self._floor_counts: dict[int, object] = {}
         self.optimizer_stepped()
 
     def optimizer_stepped(self) -> None:
@@ -88,10 +120,10 @@ class PreconditionedNorm:
         for index, (step, _) in self._warm_counts.items():
             self._warm_counts[index] = step, step._version
 
-    def to_state(self) -> list[Any]:
+    def to_state(self) -> list[list[float]]:
         return [[index, *astuple(floor)] for index, floor in self._floors.items()]
 
-    def load_state(self, state: list[Any]) -> None:
+    def load_state(self, state: list[list[float]]) -> None:
         self.refresh()
         self._floors = {
             int(index): MomentFloor(int(period), fraction, float(least), bool(any_below))
@@ -110,12 +142,12 @@ class PreconditionedNorm:
                 return "preconditioned"
         return "plain"
 
-    def _state_of(self, index: int) -> dict[str, Any]:
+    def _state_of(self, index: int) -> Moments:
         holder = self._optimizer if self._replica is None else self._replica
-        state: dict[str, Any] = holder.state.get(self._params[index][1], {})
+        state: Moments = holder.state.get(self._params[index][1], {})
         return state
 
-    def _is_warm(self, index: int, state: dict[str, Any]) -> bool:
+    def _is_warm(self, index: int, state: Moments) -> bool:
         """Return whether these second moments have seen enough steps.
 
         Reading a count that is on a device (a fused optimizer's) waits for the device. It is read
@@ -180,7 +212,7 @@ class PreconditionedNorm:
         norms = [norm(self._divide(g, v, eps, least if any_below else None)) for g, v in pairs]
         return torch.linalg.vector_norm(torch.stack(norms)) / factor
 
-    def _find_floor(self, index: int, step: Any, second: Tensor) -> tuple[float, bool]:
+    def _find_floor(self, index: int, step: Tensor | float, second: Tensor) -> tuple[float, bool]:
         """Return the smallest v that counts, and whether any v may be below it."""
         if not self.floor:
             return 0.0, False
@@ -195,7 +227,7 @@ class PreconditionedNorm:
             known = self._floors[index] = MomentFloor(period, self.floor, least, any_below)
         return known.least, known.any_below
 
-    def _state_was_replaced(self, index: int, step: Any) -> bool:
+    def _state_was_replaced(self, index: int, step: Tensor | float) -> bool:
         """Return whether the state is another object than last time: a state dict was loaded."""
         if self._replica is not None or not isinstance(step, Tensor):
             return False  # a replica makes a new count after every step
@@ -241,7 +273,7 @@ def _moment_names(optimizer: Optimizer) -> list[str]:
     return sorted(names)
 
 
-def _second_moment(group: dict[str, Any], state: dict[str, Any]) -> tuple[Tensor, Any]:
+def _second_moment(group: ParamGroup, state: Moments) -> tuple[Tensor, Tensor | float]:
     """Return the running mean of squares, and the factor that corrects its root's bias."""
     if "betas" in group:  # Adam, AdamW
         second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
@@ -254,3 +286,100 @@ def _second_moment(group: dict[str, Any], state: dict[str, Any]) -> tuple[Tensor
     if group.get("centered"):
         second = torch.addcmul(second, state["grad_avg"], state["grad_avg"], value=-1)
     return second, 1.0
+
+
+class ReplicatedDTensorState:
+    """The named tensors of an optimizer's state, and its step counts, for every parameter."""
+
+    def __init__(self, optimizer: Optimizer, names: Sequence[str]) -> None:
+        self._optimizer = optimizer
+        self._names = list(names)
+        self._memory: dict[tuple[Tensor, str], Tensor] = {}
+        self._ranks: dict[tuple[DeviceMesh, int], RankGroup] = {}  # by mesh and its dimension
+        self.state: dict[Tensor, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Collect the state as it is now. Call it on every rank."""
+        sharded_state = self._optimizer.state
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self.state = {}
+        # only shards of one type, cut among the same ranks, can travel in one message
+        messages: dict[_MessageKind, list[tuple[Tensor, DTensorShards]]] = defaultdict(list)
+        for param in params:
+            if "step" not in sharded_state.get(param, {}):
+                continue
+            if not is_dtensor(param):
+                self.state[param] = sharded_state[param]
+                continue
+            # every rank has made a step with it, even if its shard is empty
+            self.state[param] = {"step": local_shard(sharded_state[param]["step"])}
+            share = DTensorShards.of(param)
+            for name in self._names:
+                shard = local_shard(sharded_state[param][name])
+                messages[name, share.mesh, share.mesh_dim, shard.dtype].append((param, share))
+        for (name, *_), shares in messages.items():
+            for message in _split_into_messages(shares):
+                self._collect(name, message)
+
+    def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
+        """Gather one entry of the state for some parameters."""
+        share = shares[0][1]
+        own = [local_shard(self._optimizer.state[param][name]) for param, _ in shares]
+        ranks = self._ranks_of(share)
+        # rank 0's shards are the longest, as in torch.chunk
+        section = sum(_numel(param, share, 0) for param, share in shares)
+        table = own[0].new_zeros(ranks.size * section)
+        start = ranks.rank * section
+        for shard in own:
+            table[start : start + shard.numel()].copy_(shard.reshape(-1))
+            start += shard.numel()
+        for work in ranks.all_gather_slices(table, range(0, ranks.size * section + 1, section)):
+            work.wait()
+        for rank in range(ranks.size):
+            start = rank * section
+            for param, its_share in shares:
+                size = _numel(param, its_share, rank)
+                # a view of the whole tensor: the shard may be cut in any dimension
+                target = its_share.ranges[rank].narrow(self._whole(param, name, table.dtype))
+                target.copy_(table[start : start + size].view(target.shape))
+                start += size
+
+    def _whole(self, param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the memory for one entry of a whole parameter; it is kept between steps."""
+        whole = self._memory.get((param, name))
+        if whole is None or (whole.device, whole.dtype) != (param.device, dtype):
+            whole = torch.empty(param.shape, dtype=dtype, device=param.device)
+            self._memory[param, name] = whole
+        self.state[param][name] = whole
+        return whole
+
+    def _ranks_of(self, share: DTensorShards) -> RankGroup:
+        """Return the ranks that a parameter is cut among."""
+        if share.mesh_dim is None:
+            return RankGroup()
+        key = share.mesh, share.mesh_dim
+        if key not in self._ranks:
+            self._ranks[key] = RankGroup.of(share.mesh.get_group(share.mesh_dim))
+        return self._ranks[key]
+
+
+def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
+    """Return the number of elements of a rank's shard."""
+    part = share.ranges[rank]
+    return param.numel() // max(param.size(part.dim), 1) * part.length
+
+
+def _split_into_messages(
+    shares: Sequence[tuple[Tensor, DTensorShards]],
+) -> list[list[tuple[Tensor, DTensorShards]]]:
+    """Return the shares in groups of at most `MESSAGE` elements, or of one larger share."""
+    messages: list[list[tuple[Tensor, DTensorShards]]] = [[]]
+    size = 0
+    for param, share in shares:
+        size += _numel(param, share, 0)
+        if messages[-1] and size > MESSAGE:
+            messages.append([])
+            size = _numel(param, share, 0)
+        messages[-1].append((param, share))
+    return messages

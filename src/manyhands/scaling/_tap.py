@@ -29,30 +29,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.amp import LossScale
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands.scaling._batch import Batch
+from manyhands._core.wrappers import LossScale, ParamGroup
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
-from manyhands.scaling._hooks import GradientHooks, GradientVersion, any_values
-from manyhands.scaling._late_ranks import (
+from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
+from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
+from manyhands.scaling._settings import Batch
+from manyhands.scaling._step_stats import (
     NO_BACKWARD,
+    NO_REPORT,
     NOT_AVERAGED,
     PATIENCE,
     GradientAnomaly,
+    RankReport,
+    StepExchange,
+    StepFacts,
+    StepStats,
     describe_missing,
 )
-from manyhands.scaling._mean_gradient import MeanGradient
-from manyhands.scaling._norm_kinds import NormKind
-from manyhands.scaling._previous_gradient import PreviousGradient, parse_previous
-from manyhands.scaling._step_stats import NO_REPORT, RankReport, StepExchange, StepFacts, StepStats
 
 
 class Averager(Protocol):
     """A data-parallel module that averages the gradients of some passes."""
 
-    require_backward_grad_sync: bool  # whether it averages those of the next one
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether it averages those of the next one."""
 
 
 @dataclass
@@ -89,7 +93,7 @@ class GradientTap:
 
     def __init__(
         self,
-        param_groups: Sequence[dict[str, Any]],
+        param_groups: Sequence[ParamGroup],
         ranks: RankGroup,
         norms: NormKind,
         batch: Batch,
@@ -119,7 +123,7 @@ class GradientTap:
         self._gradient_at_step: GradientVersion | None = None
         self.hook(param_groups)
 
-    def hook(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def hook(self, param_groups: Sequence[ParamGroup]) -> None:
         """Measure these parameters, and no others."""
         self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         self._mean = MeanGradient(
@@ -378,7 +382,7 @@ class GradientTap:
 
     # -- saving and loading ------------------------------------------------------------------
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, object]:
         """Return the tap's part of a state dict."""
         return {"previous": self.previous.to_state(), "norms": self.norms.to_state()}
 
