@@ -123,7 +123,7 @@ def test_the_losses_are_those_of_a_plain_loop():
             samples = iter(stream[repeat * LENGTH : (repeat + 1) * LENGTH])
             for step in range(row.steps):
                 left = 1 - (step + 0.5) / row.steps
-                rule.param_groups[0]["lr"] = 0.05 * (1.0 if left >= 0.2 else left / 0.2)
+                rule.param_groups[0]["lr"] = 0.05 * (1.0 if left >= 0.5 else left / 0.5)
                 for _ in range(row.scale):
                     (loss(branch, next(samples)) / row.scale).backward()
                 rule.step()

@@ -55,7 +55,7 @@ def probe_batch(
     scales: Sequence[int] = (1, 2, 4, 8),
     repeats: int = 6,
     held_out: int = 32,
-    cooldown: float = 0.2,
+    cooldown: float = 0.5,
     confidence: float = 0.95,
     seed: int = 0,
 ) -> ProbeResult:
