@@ -172,7 +172,8 @@ def probe_quadratic(noise, **options):
 
 
 def test_a_batch_below_the_critical_one_is_level_and_one_far_above_is_worse():
-    result = probe_quadratic(noise=2.0, scales=(1, 2, 64), repeats=5, budget=4985)  # critical at 4
+    options = dict(scales=(1, 2, 64), repeats=5, held_out=128, budget=5440)
+    result = probe_quadratic(noise=3.0, **options)  # critical at 9
     assert [row.verdict for row in result.rows] == ["reference", "level", "worse"]
     assert result.largest == 2 and result.interval == (2, 64)
 
@@ -211,14 +212,21 @@ def test_a_branch_that_diverges_is_a_verdict_and_no_exception():
     assert "diverged" in str(result)
 
 
-def test_shared_and_frozen_parameters_are_kept():
+def test_parameters_that_are_shared_frozen_or_of_another_optimizer_are_kept():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
     model[2].weight = model[0].weight
     model[0].bias.requires_grad_(False)
-    optimizer = RULES["AdaScale"]([p for p in model.parameters() if p.requires_grad])
+    # The last layer is another optimizer's.
+    mine = [p for p in model[:3].parameters() if p.requires_grad]
+    optimizer = RULES["AdaScale"](mine)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     mh.probe_batch(model, optimizer, loss, make_batches(500), **SIZES)
     assert equal(dict(model.state_dict()), before) and model[2].weight is model[0].weight
+    assert all(param.grad is None for param in model.parameters())
+    loss(model, make_batches(1)[0]).backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="every optimizer that the model has"):
+        mh.probe_batch(model, optimizer, loss, make_batches(500), **SIZES)
 
 
 def test_a_ramp_is_not_disturbed():

@@ -103,7 +103,7 @@ def probe_batch(
         "cooldown": cooldown,
         "confidence": confidence,
         "seed": seed,
-        "gradients that are not cleared": any_values(_params_of(rule)),
+        "gradients that are not cleared": any_values([*_params_of(rule), *model.parameters()]),
     }
     agree(ranks, settings, "Call probe_batch() on every rank with the same arguments.")
     _check_settings(settings)
@@ -111,7 +111,7 @@ def probe_batch(
     if settings["gradients that are not cleared"]:
         raise RuntimeError(
             "probe_batch() found gradients, which it would lose. Call it between two steps, after "
-            "optimizer.zero_grad()."
+            "optimizer.zero_grad() (of every optimizer that the model has)."
         )
     _check_scales(rule, scales)
     length = branch_length(budget, [scale * batch.passes for scale in scales], repeats, held_out)

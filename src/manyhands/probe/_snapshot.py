@@ -37,6 +37,9 @@ class TrainingSnapshot:
         self._model, self._rule = model, rule
         self._layers = OptimizerLayers.of(rule)
         self._settle()
+        stepped = {id(param) for group in rule.param_groups for param in group["params"]}
+        # Parameters of another optimizer, whose gradients this one's zero_grad() leaves.
+        self._not_stepped = [p for p in model.parameters() if id(p) not in stepped]
         self._tensors = [(tensor, tensor.clone()) for tensor in self._held_tensors()]
         self._groups = [(group, _copy_dict(group)) for group in self._all_groups()]
         plain = self._layers.plain
@@ -54,7 +57,9 @@ class TrainingSnapshot:
     def restore(self) -> None:
         """Bring everything back, bit for bit. Called on every rank."""
         rule, plain = self._rule, self._layers.plain
-        rule.zero_grad(set_to_none=True)
+        rule.zero_grad()
+        for other in self._not_stepped:
+            other.grad = None
         self._settle()
         for tensor, elements in self._tensors:
             tensor.copy_(elements)
