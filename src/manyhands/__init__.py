@@ -21,6 +21,7 @@ from manyhands.scaling._noise_scale import NoiseScale
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding.fsdp._training_state import TrainingState
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
@@ -68,6 +69,7 @@ __all__ = [
     "SqrtScale",
     "TorchftCrew",
     "TrainingState",
+    "WeightedMean",
     "auto_wrap",
     "auto_wrap_bn",
     "config_auto_wrap_policy",

@@ -347,6 +347,28 @@ def test_under_every_sharding_it_is_the_same_run(way):
         assert losses == pytest.approx(sharded_losses, rel=1e-9)
 
 
+def test_micro_batches_of_different_sizes_are_averaged_over_their_tokens(clock):
+    model, _ = quadratic()
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 9, (150,), generator=generator).tolist()
+    loader = [torch.randn(n, 1, generator=generator, dtype=torch.float64) for n in sizes]
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3))
+    ramp = mh.Ramp(optimizer, 8, goal="steps")
+    for micro_batches in ramp.over(loader, count=len):
+        for targets in micro_batches:
+            losses = (model(torch.ones_like(targets)) - targets).square()
+            micro_batches.mean(losses.sum()).backward()
+        everything = torch.cat(list(micro_batches))
+        whole = (model(torch.ones_like(everything)) - everything).square().mean()
+        (expected,) = torch.autograd.grad(whole, [model.weight])
+        torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.noise.measured and ramp.passes == 8
+    with pytest.raises(RuntimeError, match=r"over\(loader, count="):
+        next(ramp.over(loader)).mean(torch.ones(()))
+
+
 def test_mistakes_are_errors_that_say_what_to_do(clock):
     model, _ = quadratic()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -227,6 +227,15 @@ def find_layer(optimizer: Optimizer, kind: type[Layer]) -> Layer | None:
     return next((each for each in layers if isinstance(each, kind)), None)
 
 
+def gradient_ranks(optimizer: Optimizer) -> Any:
+    """Return the `RankGroup` whose gradients are averaged for a step; None if no layer says so."""
+    for layer in unwrap(optimizer, every_layer=True):
+        # on the class, as wrappers forward what they do not have
+        if hasattr(type(layer), "gradient_ranks"):
+            return layer.gradient_ranks  # type: ignore[attr-defined]
+    return None
+
+
 def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
     """Return the wrapped object's attribute, or raise an AttributeError about the wrapper.
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+
+from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
 
@@ -19,10 +21,27 @@ class MicroBatches(Generic[Batch]):
     """
 
     def __init__(
-        self, batches: Sequence[Batch], no_sync: Callable[[], AbstractContextManager[Any]]
+        self,
+        batches: Sequence[Batch],
+        no_sync: Callable[[], AbstractContextManager[Any]],
+        mean: WeightedMean | None,
     ) -> None:
         self._batches = batches
         self._no_sync = no_sync
+        self._mean = mean
+
+    def mean(self, loss_sum: Tensor) -> Tensor:
+        """Return this micro-batch's part of the mean over all that `count` counted.
+
+        Call it once for each micro-batch, in their order, with the sum of its losses.
+        """
+        if self._mean is None:
+            raise RuntimeError(
+                "mean() needs to know how many tokens each micro-batch has: write "
+                "ramp.over(loader, count=lambda batch: ...), or divide the mean loss by "
+                "len(micro_batches)."
+            )
+        return self._mean(loss_sum)
 
     def __len__(self) -> int:
         return len(self._batches)

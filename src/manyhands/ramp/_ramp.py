@@ -20,11 +20,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.ramp._decision import (
@@ -42,6 +42,7 @@ from manyhands.ramp._micro_batches import MicroBatches, fill, no_sync_of
 from manyhands.ramp._step_loader import StepLoader, StepSize
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._step_stats import RankReport
+from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
 
@@ -208,7 +209,11 @@ class Ramp:
             return self._loader.scale_per_unit
         return self.optimizer._batch.scale_for(1)
 
-    def over(self, loader: Iterable[Batch]) -> Iterator[MicroBatches[Batch]]:
+    def over(
+        self,
+        loader: Iterable[Batch],
+        count: Callable[[Batch], int | float | Tensor] | None = None,
+    ) -> Iterator[MicroBatches[Batch]]:
         """Yield the micro-batches of one step after another, until the data has ended.
 
         Take one `optimizer.step()` for each. At the end of the data a step may have fewer
@@ -216,13 +221,17 @@ class Ramp:
         shortest does.
 
         Of an `AdaptiveDataLoader` the micro-batches themselves grow, as far as they may.
+
+        `count` says how many tokens a micro-batch has. Then `micro_batches.mean(loss_sum)` is the
+        loss to go backward from, and the step's loss is the mean over all its tokens:
+        `WeightedMean` explains it.
         """
         if isinstance(loader, StepLoader):
             self._bind(loader)
             self._step_began = None  # the time between two passes over the data is not a step's
             for step in loader.steps(lambda: self._size):
                 self.begin_step(loader.size)
-                yield MicroBatches(step, self._no_sync)
+                yield self._micro_batches(step, count)
             return
         batches = iter(loader)
         ready: deque[Batch] = deque()
@@ -238,7 +247,13 @@ class Ramp:
             fill(ready, batches, self._look_ahead())
             self._ready = len(ready)
             self._left -= passes  # `after_step` knows better, if the step is taken
-            yield MicroBatches(step, self._no_sync)
+            yield self._micro_batches(step, count)
+
+    def _micro_batches(
+        self, step: list[Batch], count: Callable[[Batch], int | float | Tensor] | None
+    ) -> MicroBatches[Batch]:
+        mean = None if count is None else WeightedMean(list(map(count, step)), self.optimizer)
+        return MicroBatches(step, self._no_sync, mean)
 
     def _look_ahead(self) -> int:
         """Return how many micro-batches the steps to come may have, before they are reported."""

@@ -110,6 +110,8 @@ class MeanGradient:
         numbers, shared_square = self._local_squares_and_mean(norms)
         if squares is not None or not facts.needs_no_correction:
             numbers = self._correct(to_tensor(numbers, self._device), squares, facts)
+        if facts.small_batches is not None:
+            small_batches = facts.small_batches
         return LocalNumbers(numbers, small_batches, shared_square)
 
     def _correct(self, numbers: Tensor, squares: Tensor | None, facts: StepFacts) -> Tensor:

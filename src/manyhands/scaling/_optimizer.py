@@ -37,6 +37,7 @@ from manyhands._core.wrappers import (
     SharedAttribute,
     YieldingProperty,
     apply_signals,
+    find_layer,
 )
 from manyhands.scaling._binding import (
     Binding,
@@ -52,6 +53,12 @@ from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import Averager, GradientTap
 
 T = TypeVar("T")
+
+
+def rule_of(optimizer: Optimizer) -> ScaledOptimizer | None:
+    """Return the rule that is around an optimizer, or bound to it by `AdaptiveDataParallel`."""
+    patched_by = vars(optimizer).get("_manyhands_rule", lambda: None)()
+    return patched_by or find_layer(optimizer, ScaledOptimizer)
 
 
 class ScaledOptimizer(OptimizerWrapper):
@@ -94,6 +101,11 @@ class ScaledOptimizer(OptimizerWrapper):
         self._counts = StepCounts()
         self._factors = ()
         self._observer = None
+
+    @property
+    def gradient_ranks(self) -> RankGroup:
+        """The ranks whose gradients are averaged for a step."""
+        return self._ranks
 
     # -- what a rule may override ------------------------------------------------------------
 

@@ -273,6 +273,7 @@ class StepFacts:
 
     The small batches' gradients were divided by `small_batch_divided_by` when they were measured,
     and `.grad` is the mean times `mean_multiplied_by`: it depends on who divides by the passes.
+    `small_batches` is how many were compared on all ranks, if not one in each pass.
     """
 
     passes: int
@@ -284,6 +285,7 @@ class StepFacts:
     small_batch_divided_by: int
     mean_multiplied_by: int
     valid: bool
+    small_batches: int | None = None
 
     @property
     def needs_no_correction(self) -> bool:

@@ -18,6 +18,7 @@ once, after the step's last pass, and calls `complete`, which returns the `StepS
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,14 @@ class Averager(Protocol):
         """Whether it averages those of the next one."""
 
 
+@dataclass(frozen=True)
+class PassWeight:
+    """What a pass's gradient counts where micro-batches differ in size (`_weighted_mean.py`)."""
+
+    squares: float  # its squared norm counts so many times
+    small_batches: int  # of the whole step, on all ranks: those that are not empty
+
+
 @dataclass
 class StepInProgress:
     """What is known of the step whose backward passes are under way."""
@@ -71,6 +80,7 @@ class StepInProgress:
     valid: bool = True  # False if a gradient was seen only in part
     last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
     divided_by: int = 1  # what the sum of the passes was divided by here
+    small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,7 @@ class GradientTap:
         self.exchange = StepExchange(ranks)
         self.previous = PreviousGradient(norms)
         self.step = StepInProgress()
+        self.next_weight: PassWeight | None = None  # of the next pass; None: all count the same
         self._on_last_pass = on_last_pass
         self._averager = averager
         self._compare_at_scale_1 = compare_at_scale_1
@@ -261,6 +272,10 @@ class GradientTap:
             self._on_last_pass()
             return
         norms = hooks.finish_pass()
+        if self.next_weight is not None:
+            weight, self.next_weight = self.next_weight, None
+            norms = hooks.multiply_norms(math.sqrt(weight.squares))
+            step.small_batches = weight.small_batches
         step.valid = step.valid and hooks.valid
         step.passes += 1
         if self._averaged if batch.counts_passes else step.passes == batch.passes:
@@ -294,6 +309,7 @@ class GradientTap:
             small_batch_divided_by=passes if by_user else 1,
             mean_multiplied_by=1 if by_user else max(passes, 1),
             valid=step.valid,
+            small_batches=step.small_batches,
         )
         self.exchange.check_announcements()
         numbers = self._mean.measure(step.squares, self.hooks.norms, facts)
