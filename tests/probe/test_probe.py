@@ -229,6 +229,17 @@ def test_parameters_that_are_shared_frozen_or_of_another_optimizer_are_kept():
         mh.probe_batch(model, optimizer, loss, make_batches(500), **SIZES)
 
 
+def test_parameters_of_the_loss_are_kept():
+    model, weight = make_model(), nn.Parameter(torch.ones(()))
+    optimizer = RULES["AdaScale"]([*model.parameters(), weight])
+
+    def weighted(model, batch):
+        return loss(model, batch) * weight.exp() - weight
+
+    mh.probe_batch(model, optimizer, weighted, make_batches(500), **SIZES)
+    assert float(weight.detach()) == 1.0
+
+
 def test_a_ramp_is_not_disturbed():
     model = make_model()
     optimizer = RULES["AdaScale"](model.parameters())

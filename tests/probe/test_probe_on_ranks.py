@@ -22,12 +22,12 @@ def make_batches(count, seed):
 
 def loss(model, batch):
     inputs, targets = batch
-    return mse_loss(model(inputs).float(), targets)
+    return mse_loss(model(inputs), targets)
 
 
-def make_model(dtype=torch.float32):
+def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2)).to(dtype)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
 
 
 def ddp():
@@ -48,19 +48,11 @@ def oss_overlapped():
     return wrapped, mh.AdamScale(optimizer)
 
 
-def oss_in_16_bits():
-    model = make_model(torch.bfloat16)
-    optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=0.01)
-
-    class Casting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return self.inner(x.bfloat16())
-
-    return mh.ShardedDataParallel(Casting(), optimizer), mh.AdaScale(optimizer)
+def oss_with_exact_copies():
+    model = make_model()
+    arguments = {"optim": torch.optim.AdamW, "lr": 0.01, "broadcast_fp16": True}
+    optimizer = mh.OSS(model.parameters(), **arguments)
+    return mh.ShardedDataParallel(model, optimizer), mh.AdaScale(optimizer)
 
 
 def fsdp():
@@ -75,7 +67,7 @@ def torch_fsdp():
     return model, mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 
 
-WAYS = [ddp, oss, oss_overlapped, oss_in_16_bits, fsdp, torch_fsdp]
+WAYS = [ddp, oss, oss_overlapped, oss_with_exact_copies, fsdp, torch_fsdp]
 
 
 def run(way, probed):
@@ -120,17 +112,21 @@ def test_ranks_agree_and_go_on_as_if_there_had_been_no_probe(way):
 
 
 def test_the_sharded_branches_have_the_losses_of_ddp():
-    def losses(way):
-        found, *_ = run(way, probed=True)
-        return [row[1] for row in found[:3]]
-
     def plain():
         model = DistributedDataParallel(make_model())
         return model, mh.AdamScale(torch.optim.AdamW(model.parameters(), lr=0.01))
 
-    expected = torch.tensor(run_ranks(2, losses, plain)[0])
-    for way in (oss, fsdp):
-        torch.testing.assert_close(torch.tensor(run_ranks(2, losses, way)[0]), expected)
+    def losses():
+        found = []
+        for way in (plain, oss, fsdp):
+            model, optimizer = way()
+            result = mh.probe_batch(model, optimizer, loss, make_batches(100, seed=2), **SIZES)
+            found.append(torch.tensor([row.losses for row in result.rows]))
+        return found
+
+    expected, *sharded = run_ranks(2, losses)[0]
+    for each in sharded:
+        torch.testing.assert_close(each, expected)
 
 
 def test_a_rank_with_too_few_micro_batches_is_named_on_every_rank():

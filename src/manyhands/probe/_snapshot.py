@@ -105,7 +105,7 @@ class TrainingSnapshot:
                 found.add(id(tensor))
                 yield local_shard(tensor).detach()
         if self._layers.sharded is not None:
-            # Parameters in 16 bits have their exact values in the optimizer's own slices.
+            # Under `broadcast_fp16`, parameters are rounded, and their owner has the exact values.
             for part in state_parts(self._layers.inner, include_empty=True)[0]:
                 if part.exact is not None:
                     yield part.exact.detach()
