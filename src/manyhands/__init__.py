@@ -12,6 +12,7 @@ from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import Plan, plan
+from manyhands.probe import ProbeResult, probe_batch
 from manyhands.ramp import AdaptiveDataLoader, Ramp, remaining_epochs_until
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
@@ -54,6 +55,7 @@ __all__ = [
     "NoiseScale",
     "Outer",
     "Plan",
+    "ProbeResult",
     "ProgressScheduler",
     "Ramp",
     "Record",
@@ -75,6 +77,7 @@ __all__ = [
     "enable_wrap",
     "load",
     "plan",
+    "probe_batch",
     "read_record",
     "remaining_epochs_until",
     "save",

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +38,29 @@ class ModuleWrapper(nn.Module):
 
     def check_can_save(self, model: nn.Module) -> None:
         """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
+
+
+def no_sync_of(model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Return what makes passes of this model accumulate without averaging over the ranks.
+
+    None: the model is not of a class that averages gradients.
+    """
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+    if no_sync is not None:
+        return no_sync
+    set_sync = getattr(model, "set_requires_gradient_sync", None)  # of `fully_shard`
+    if set_sync is None:
+        return None
+
+    @contextmanager
+    def without_sync() -> Iterator[None]:
+        set_sync(False)
+        try:
+            yield
+        finally:
+            set_sync(True)
+
+    return without_sync
 
 
 def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -1,6 +1,7 @@
 """The command line: `manyhands COMMAND ...`.
 
     plan.py         which sharding a model needs, before training
+    probe.py        the largest batch that loses nothing, from a checkpoint
     run.py          start the workers of a crew
     demo.py         train a small network at two batch sizes, and compare
     report.py       records to a page with figures
@@ -23,6 +24,7 @@ COMMANDS = [
     "checkpoint",
     "demo",
     "plan",
+    "probe",
     "report",
     "run",
 ]

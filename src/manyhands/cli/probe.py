@@ -1,0 +1,112 @@
+"""`manyhands probe`: the largest batch that loses nothing, from a checkpoint."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from manyhands.checkpoint import load
+from manyhands.cli._printable import printable
+from manyhands.probe import ProbeResult, probe_batch
+
+
+def probe(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="A function that returns (model, optimizer, loss, batches), as mh.probe_batch "
+            "takes them.",
+        ),
+    ],
+    budget: Annotated[
+        int,
+        typer.Option(
+            min=1, help="The most passes on each rank; a twentieth of the run's is 5 % of it."
+        ),
+    ],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Begin from this checkpoint of mh.save.")
+    ] = None,
+    scales: Annotated[str, typer.Option(help="Batches, in units of the present one.")] = "1,2,4,8",
+    repeats: Annotated[int, typer.Option(help="How often each branch is trained.")] = 6,
+    held_out: Annotated[int, typer.Option(help="Micro-batches to evaluate on.")] = 32,
+    confidence: Annotated[float, typer.Option(help="Of each of the test's bounds.")] = 0.95,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page with a figure.")
+    ] = None,
+) -> None:
+    """Train branches of a run at 1, 2, 4 and 8 times its batch, and test which are level.
+
+    Nothing is saved: the checkpoint stays as it is.
+    """
+    made = _import_object(factory)()
+    if not isinstance(made, tuple) or len(made) != 4:
+        _stop(f"{factory} must return (model, optimizer, loss, batches), got {type(made)}.")
+    model, optimizer, loss, batches = made
+    try:
+        if checkpoint is not None:
+            load(checkpoint, model=model, optimizer=optimizer)
+        found = probe_batch(
+            model,
+            optimizer,
+            loss,
+            batches,
+            budget=budget,
+            scales=_parse_scales(scales),
+            repeats=repeats,
+            held_out=held_out,
+            confidence=confidence,
+        )
+        if optimizer._ranks.rank > 0:  # under torchrun, where the function began the group
+            return
+        if figure is not None:
+            found.figure().write_html(figure)
+    except (OSError, TypeError, ValueError, ImportError) as error:
+        _stop(str(error))
+    _print_result(found)
+    if figure is not None:
+        typer.echo(f"wrote {printable(str(figure))}")
+
+
+def _import_object(name: str) -> Any:
+    if ":" not in name:
+        _stop(f"{name!r} is not MODULE:FUNCTION, such as train:make_probe for train.py.")
+    sys.path.insert(0, str(Path.cwd()))  # the program's own folder is there instead
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        _stop(f"{name!r} cannot be imported: {error}. Run the command in the folder of the module.")
+    finally:
+        sys.path.pop(0)
+
+
+def _parse_scales(text: str) -> list[int]:
+    try:
+        return [int(scale) for scale in text.split(",")]
+    except ValueError:
+        _stop(f"--scales takes whole numbers, such as 1,2,4,8, got {text!r}.")
+
+
+def _print_result(found: ProbeResult) -> None:
+    console = Console(highlight=False)
+    heading, *lines = found.cells
+    table = Table(title=found.title, title_justify="left")
+    for name in heading:
+        table.add_column(name, justify="right")
+    for row, line in zip(found.rows, lines, strict=True):
+        table.add_row(*line, style="bold" if row.scale == found.largest else "")
+    console.print(table)
+    console.print(f"[bold]{escape(found.conclusion)}[/bold]", soft_wrap=True)
+
+
+def _stop(message: str) -> NoReturn:
+    typer.echo(f"manyhands probe: {printable(message)}", err=True)
+    raise typer.Exit(2)
