@@ -7,8 +7,8 @@ from torch.optim import AdamW, Optimizer
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from manyhands._core.modules import ModuleWrapper
 from manyhands._core.state_parts import OptimizerStatePart, ShardedOptimizer, options_of
-from manyhands._core.wrappers import ModuleWrapper
 
 
 class Alternate(ShardedOptimizer):

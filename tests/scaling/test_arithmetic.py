@@ -7,14 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.scaling._averages import (
+from manyhands.scaling._noise import (
     DebiasedAverage,
     NoiseAverage,
+    NormSums,
     PaperAverage,
+    apply_floor,
+    estimate,
+    gain,
     load_average,
     save_average,
 )
-from manyhands.scaling._noise import NormSums, apply_floor, estimate, gain
 from manyhands.scaling._rules import legw_factor, sde_beta
 
 pytestmark = pytest.mark.quick

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.scaling._batch import Batch
+from manyhands.scaling._settings import Batch
 
 pytestmark = pytest.mark.quick
 

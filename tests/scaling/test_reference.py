@@ -16,7 +16,7 @@ from torch import nn
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.scaling._averages import DebiasedAverage, NoiseAverage
+from manyhands.scaling._noise import DebiasedAverage, NoiseAverage
 from manyhands.scaling._rules import legw_factor
 
 FOLDER = Path(

@@ -11,9 +11,8 @@ import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model, preconditioners
 from manyhands._core.flat import norm
-from manyhands.scaling._averages import NoiseAverage
-from manyhands.scaling._noise import NormSums
-from manyhands.scaling._norm_kinds import PlainNorm
+from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._noise import NoiseAverage, NormSums
 from manyhands.scaling._preconditioned import PreconditionedNorm
 
 

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import TrunkAndExtra, loss_of, make_batches, make_model
-from manyhands._core.amp import LossScale
 from manyhands._core.ranks import RankGroup
-from manyhands.scaling._batch import Batch
-from manyhands.scaling._norm_kinds import PlainNorm
+from manyhands._core.wrappers import LossScale
+from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._settings import Batch
 from manyhands.scaling._tap import GradientTap
 
 

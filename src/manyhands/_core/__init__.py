@@ -8,8 +8,8 @@ agreement.py      do all ranks have the same facts? If not, every rank raises
 backward.py       when a backward pass begins and ends
 flat.py           tensors as flat ranges of elements, and the norm of a tensor
 sharded.py        DTensors and sharded gradients: which part of a tensor is on this rank
-wrappers.py       optimizers around optimizers, modules around models
+wrappers.py       optimizers around optimizers, and what a gradient scaler leaves on them
+modules.py        modules around a model, and the names in it
 state_parts.py    the layers of an optimizer, and their state in parts, for checkpoints
-amp.py            what a GradScaler tells an optimizer
 trees.py          tensors in nested containers
 """

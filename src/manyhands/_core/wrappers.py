@@ -1,6 +1,6 @@
-"""Wrappers around optimizers and around models.
+"""Optimizers around optimizers, and what a gradient scaler leaves on them.
 
-**An optimizer around another** *is* a `torch.optim.Optimizer`, without state of its own.
+An optimizer around another *is* a `torch.optim.Optimizer`, without state of its own.
 
 `param_groups`, `state`, `defaults` and hooks are the inner optimizer's, so that schedulers, scalers
 and hooks act once and on the right thing. It therefore does not call `Optimizer.__init__`, which
@@ -20,48 +20,25 @@ A method of ours is then called with the proxy as `self`. Three things keep that
                       see it, and go on hiding the optimizer's own
     setters           of `param_groups`, `state` and `defaults`, which trainers assign to
 
-**Modules around a model** put a name of their own into the names of its parameters: `module.` (data
-parallelism), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP),
-`_checkpoint_wrapped_module.` (activation checkpointing). The plain model has none of them.
-
-An optimizer does not know its modules. What needs them searches Python's garbage collector, which
-is slow: at construction, or when an error is likely.
+`scaler.step(optimizer)` of a gradient scaler leaves two tensors on an optimizer that declares that
+it can take them: `found_inf` (did the gradients overflow?) and `grad_scale` (what they are still
+multiplied with; None after `unscale_`). An optimizer with a fused step uses them itself; for the
+others we unscale and skip, as the scaler would have. `LossScale` is for gradients that are measured
+in backward, before the scaler leaves anything.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
-CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of its state dict
-
-# No user's module has these names, so they are left out wherever they occur. `module` may be a
-# user's name as well, and is left out only below the classes of wrappers.
-WRAPPER_NAMES = ("_orig_mod", CHECKPOINTED, INNER)
-TORCH_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
-
-
-def wrapped_attribute(wrapper: Any, wrapped: Any, name: str) -> Any:
-    """Return the wrapped object's attribute, or raise an AttributeError about the wrapper.
-
-    Otherwise the error would name a class that the user has never written.
-    """
-    try:
-        return getattr(wrapped, name)
-    except AttributeError as error:
-        raise AttributeError(
-            f"{type(wrapper).__name__!r} object has no attribute {name!r}, and neither has the "
-            f"{type(wrapped).__name__} inside",
-            name=name,
-            obj=wrapper,
-        ) from error
-
+from manyhands._core.sharded import local_shard
 
 T = TypeVar("T")
 
@@ -167,7 +144,7 @@ class OptimizerWrapper(SharingOptimizer):
 
     @YieldingProperty
     def _step_supports_amp_scaling(self) -> bool:
-        """`GradScaler.step` leaves the loss scale with us instead of unscaling (see `amp.py`).
+        """`GradScaler.step` leaves the loss scale with us instead of unscaling.
 
         False while a closure runs, in which gradients are not scaled: a scaler takes no closure.
         Lightning clips gradients there, and refuses to if an optimizer says that it unscales.
@@ -234,59 +211,118 @@ def find_layer(optimizer: Any, kind: type[Layer]) -> Layer | None:
     return next((each for each in layers if isinstance(each, kind)), None)
 
 
-class ModuleWrapper(nn.Module):
-    """Base class of our modules around a model. Names in the model do not change for it."""
+def wrapped_attribute(wrapper: Any, wrapped: Any, name: str) -> Any:
+    """Return the wrapped object's attribute, or raise an AttributeError about the wrapper.
 
-    inner_name: ClassVar[str] = "module"  # of the model, among this module's children
-    averages_gradients: ClassVar[bool] = False  # of the whole parameters, as DDP does
-
-    def settle(self) -> None:
-        """Bring the parameters into their state between steps. Called before they are read."""
-
-    def check_can_save(self, model: nn.Module) -> None:
-        """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
-
-
-def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module with its plain prefix; a shared module comes once for each of its names."""
-    yield prefix, module
-    inner = module.inner_name if isinstance(module, ModuleWrapper) else "module"
-    wraps = isinstance(module, (ModuleWrapper, *TORCH_WRAPPERS))
-    for name, child in module._modules.items():
-        if child is not None:
-            is_wrapped = name in WRAPPER_NAMES or (wraps and name == inner)
-            yield from plain_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
-
-
-def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> str:
-    """Return the name of a parameter without the names of these wrappers."""
-    for wrapper in wrappers:
-        name = name.replace(f"{wrapper}.", "")
-    return name
-
-
-def check_not_averaged_inside(module: nn.Module) -> None:
-    """Raise a TypeError if a module that averages gradients is inside."""
-    for inside in module.modules():
-        ours = isinstance(inside, ModuleWrapper) and inside.averages_gradients
-        if ours or isinstance(inside, DistributedDataParallel):
-            raise TypeError(
-                f"the module contains a {type(inside).__name__} already, and gradients would be "
-                "averaged twice. Wrap the bare module."
-            )
-
-
-def modules_holding(
-    params: Sequence[Tensor], wanted: Callable[[nn.Module], bool] = lambda module: True
-) -> Iterator[tuple[nn.Module, set[int]]]:
-    """Yield every live module with any of these parameters, and the indices of those it has.
-
-    Only `wanted` modules are looked into. Modules of before `gc.freeze()` are not found.
+    Otherwise the error would name a class that the user has never written.
     """
-    index_of = {id(param): index for index, param in enumerate(params)}
-    for thing in gc.get_objects():
-        # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.
-        if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing) and wanted(thing):
-            found = {index_of[id(p)] for p in thing.parameters() if id(p) in index_of}
-            if found:
-                yield thing, found
+    try:
+        return getattr(wrapped, name)
+    except AttributeError as error:
+        raise AttributeError(
+            f"{type(wrapper).__name__!r} object has no attribute {name!r}, and neither has the "
+            f"{type(wrapped).__name__} inside",
+            name=name,
+            obj=wrapper,
+        ) from error
+
+
+@dataclass(frozen=True)
+class ScalerSignals:
+    """The scaler's tensors for this step; both None without a scaler."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @classmethod
+    def read_from(cls, *optimizers: Optimizer) -> ScalerSignals:
+        for optimizer in optimizers:
+            found_inf = vars(optimizer).get("found_inf")
+            if found_inf is not None:
+                return cls(vars(optimizer).get("grad_scale"), found_inf)
+        return cls()
+
+    @property
+    def present(self) -> bool:
+        return self.found_inf is not None
+
+
+class LossScale:
+    """What gradients are multiplied by when they are measured: the one owner of that number.
+
+    If `scaler` is known, the scale is read in backward. If not, the scaler leaves the scale on the
+    optimizer at the step, after the gradients have been measured; it is then divided out of the
+    measurement, and `last` is that of the last step.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self.scaler = scaler
+        self.last: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the scale is known in backward."""
+        return self.scaler is not None
+
+    def in_backward(self) -> Tensor | float:
+        """Return the scale of the gradients at present, without waiting for the device."""
+        scaler = self.scaler
+        if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
+            return 1.0
+        if hasattr(scaler, "_scale"):  # get_scale() would copy it to the host
+            return 1.0 if scaler._scale is None else scaler._scale
+        return float(scaler.get_scale())
+
+    def at_step(self, signals: ScalerSignals) -> Tensor | None:
+        """Return the scale that is known only now; None if there is none."""
+        return None if self.known else signals.grad_scale
+
+    def update(self, scale: float) -> bool:
+        """Keep the scale of this step; return whether it is another one than the last step's."""
+        changed = scale != self.last
+        self.last = scale
+        return changed
+
+
+def supports_amp(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's own step unscales gradients and skips overflows."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@contextmanager
+def _left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
+    """Set the signals on an inner optimizer for the length of its step."""
+    before = dict(vars(optimizer))
+    optimizer.grad_scale, optimizer.found_inf = signals.grad_scale, signals.found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in ("grad_scale", "found_inf"):
+            if name in before:
+                setattr(optimizer, name, before[name])
+            else:
+                delattr(optimizer, name)
+
+
+@contextmanager
+def apply_signals(
+    signals: ScalerSignals, optimizer: Optimizer, supports_amp: bool
+) -> Iterator[None]:
+    """Apply the signals around a step: pass them to the optimizer, or unscale in its place."""
+    if supports_amp and signals.present:
+        with _left_on(signals, optimizer):
+            yield
+        return
+    if signals.grad_scale is not None:
+        unscale(optimizer.param_groups, signals.grad_scale)
+    yield
+
+
+@torch.no_grad()
+def unscale(param_groups: Sequence[dict[str, Any]], grad_scale: Tensor) -> None:
+    """Divide the gradients by the loss scale, as `GradScaler.unscale_` does."""
+    inverse = grad_scale.double().reciprocal().float()
+    for group in param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                local_shard(param.grad).mul_(inverse.to(param.grad.device))

@@ -15,10 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core import amp as _amp
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands._core.wrappers import OptimizerWrapper, SharedAttribute
+from manyhands._core.wrappers import (
+    OptimizerWrapper,
+    ScalerSignals,
+    SharedAttribute,
+    apply_signals,
+    supports_amp,
+    unscale,
+)
 from manyhands.blocks import _state
 from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._arguments import flag, whole
@@ -151,7 +157,7 @@ class Blocks(OptimizerWrapper):
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         check_groups(type(self).__name__, crew, process_group, inner, interval)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
-        self._supports_amp = _amp.supports_amp(optimizer)
+        self._supports_amp = supports_amp(optimizer)
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
             "every": repr(interval),
@@ -279,7 +285,7 @@ class Blocks(OptimizerWrapper):
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
-        signals = _amp.ScalerSignals.read_from(self, self._inner_optimizer)
+        signals = ScalerSignals.read_from(self, self._inner_optimizer)
         if sync.state.steps_together and not self.alone:
             result = self._step_together(signals, closure, *args, **kwargs)
         else:
@@ -296,22 +302,22 @@ class Blocks(OptimizerWrapper):
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
 
     def _step_inner(
-        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
+        self, signals: ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
     ) -> Any:
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
-        with _amp.apply_signals(signals, self._inner_optimizer, self._supports_amp):
+        with apply_signals(signals, self._inner_optimizer, self._supports_amp):
             return self._inner_optimizer.step(*positional, **kwargs)
 
     def _step_together(
-        self, signals: _amp.ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
+        self, signals: ScalerSignals, closure: Closure | None, *args: Any, **kwargs: Any
     ) -> Any:
         """Take a step along the mean of all workers' gradients."""
 
         def average() -> bool:
             if signals.grad_scale is not None:
-                _amp.unscale(self.param_groups, signals.grad_scale)
+                unscale(self.param_groups, signals.grad_scale)
             return self._sync.average_gradients(trainable_params(self._inner_optimizer))
 
         if closure is None:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.wrappers import modules_holding, unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.blocks.averaging._payload import RoundResult
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same

@@ -1,7 +1,7 @@
 """What tensors are called: in the plain model, and in a checkpoint.
 
 A model's tensors have the names of the plain model, without those that wrappers put in between
-(`_core/wrappers.py`). So a checkpoint fits the model under any other wrapper.
+(`_core/modules.py`). So a checkpoint fits the model under any other wrapper.
 
 The keys of all tensors in a checkpoint, such that no two tensors have one key:
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands._core.wrappers import ModuleWrapper, plain_modules
+from manyhands._core.modules import ModuleWrapper, plain_modules
 
 
 @dataclass

@@ -31,7 +31,7 @@ from manyhands.ramp._decision import Decision, Goal, Limits, decide
 from manyhands.ramp._evidence import Evidence
 from manyhands.ramp._goodput import Noise, StepTime, efficiency
 from manyhands.ramp._step_times import StepTimes
-from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._step_stats import RankReport
 
 Batch = TypeVar("Batch")

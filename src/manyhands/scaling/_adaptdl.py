@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands._core.wrappers import ModuleWrapper, wrapped_attribute
+from manyhands._core.modules import ModuleWrapper
+from manyhands._core.wrappers import wrapped_attribute
 from manyhands.scaling._fsdp_params import fsdp_modules
-from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
 
 

@@ -7,21 +7,17 @@ methods, which are kept here: `patch` replaces them on the instance.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core import amp as _amp
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import unwrap
-from manyhands.scaling._batch import Batch
-from manyhands.scaling._options import Options
+from manyhands._core.wrappers import supports_amp, unwrap
+from manyhands.scaling._settings import Batch, Options
 
+KEY = "manyhands"  # of the rule's entry in the optimizer's state dict
 PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
 
 
@@ -34,7 +30,7 @@ class Binding:
         self.zero_grad = optimizer.zero_grad
         self.state_dict = optimizer.state_dict
         self.load_state_dict = optimizer.load_state_dict
-        self.supports_amp = _amp.supports_amp(optimizer)
+        self.supports_amp = supports_amp(optimizer)
         # the attributes that `patch` has replaced; None if it was not called
         self._before: dict[str, Any] | None = None
 
@@ -61,7 +57,10 @@ class Binding:
             return rule.state_dict(*args, **kwargs)
 
         def load_state_dict(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            rule._load_optimizer(state_dict)
+            # Without our entry (of a bare run, or from torch.distributed.checkpoint) it is the
+            # optimizer's alone: statistics and progress stay as they are.
+            load = rule.load_state_dict if KEY in state_dict else self.load_state_dict
+            load(dict(state_dict))
 
         attributes = vars(self.optimizer)
         # a scheduler may have put a `step` of its own on the optimizer before
@@ -97,28 +96,6 @@ class Binding:
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         at_rest = all(float(group["lr"]) == 0.0 for group in groups)
         return at_rest and all(p.grad is not None for p in trained)
-
-    @contextmanager
-    def overridden(self, overrides: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Change options of each parameter group, and restore them at the end."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for group, options in zip(self.optimizer.param_groups, overrides, strict=True):
-                for name, value in options.items():
-                    old = group[name]
-                    if isinstance(old, Tensor):  # in place: the optimizer may hold this tensor
-                        before.append((group, name, old.clone()))
-                        old.copy_(value)
-                    else:
-                        before.append((group, name, old))
-                        group[name] = value
-            yield
-        finally:
-            for group, name, old in before:
-                if isinstance(old, Tensor):
-                    group[name].copy_(old)
-                else:
-                    group[name] = old
 
 
 def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> None:

@@ -1,5 +1,7 @@
 """|g| of every parameter in one backward pass, from hooks where autograd adds to `param.grad`.
 
+A `NormKind` says which norm is taken: `PlainNorm` here, or Adam's in `_preconditioned.py`.
+
 A tensor's own hooks are no place to measure: a user's hooks that are registered later would change
 the gradient afterwards. The hook is therefore on the parameter's `AccumulateGrad` node, which all
 of the tensor's hooks come before, and DDP's averaging after. The node belongs to the tensor as it
@@ -20,6 +22,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +31,88 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
+from manyhands._core.flat import SHORT, norm
 from manyhands._core.sharded import ShardedGradient, is_dtensor, local_shard
-from manyhands.scaling._norm_kinds import NormKind
 from manyhands.scaling._step_stats import Norm
+
+# (parameter index, the elements of its gradient that this rank holds, a function that takes the
+# same elements out of any tensor of the parameter's shape)
+GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
+
+
+class NormKind(Protocol):
+    """Norms of gradients; an index says which parameter a gradient belongs to."""
+
+    @property
+    def norm_kind(self) -> str:
+        """Which gradients the norms are of at present: "plain" or "preconditioned"."""
+
+    def one(self, index: int, grad: Tensor) -> Tensor:
+        """Return the norm of one whole gradient, as a tensor without dimensions."""
+
+    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the norm of each of several whole gradients."""
+
+    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
+        """Return the norm of each slice."""
+
+    def optimizer_stepped(self) -> None:
+        """React to a step that has changed the optimizer's state. Called on every rank."""
+
+    def refresh(self) -> None:
+        """Look at the optimizer again, after a group was added or its state was replaced."""
+
+    def to_state(self) -> list[list[float]]:
+        """Return what a bitwise continuation needs."""
+
+    def load_state(self, state: list[list[float]]) -> None:
+        """Continue from `to_state`."""
+
+
+class PlainNorm:
+    """The Euclidean norm."""
+
+    norm_kind = "plain"
+
+    def one(self, index: int, grad: Tensor) -> Tensor:
+        # The common case, decided here: this runs once per parameter within backward.
+        if grad.numel() <= SHORT and grad.dtype is torch.float32 and grad.layout is torch.strided:
+            return torch.linalg.vector_norm(grad)
+        return norm(grad)
+
+    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Take short dense float32 gradients in one call, and the others one by one."""
+        simple = [_is_simple(grad) for grad in grads]
+        together = list(compress(grads, simple))
+        lengths = iter(torch._foreach_norm(together) if together else [])
+        pairs = zip(grads, simple, strict=True)
+        return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
+
+    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
+        return self.many([], [elements for _, elements, _ in slices])
+
+    # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
+
+    def optimizer_stepped(self) -> None:
+        pass
+
+    def refresh(self) -> None:
+        pass
+
+    def to_state(self) -> list[list[float]]:
+        return []
+
+    def load_state(self, state: list[list[float]]) -> None:
+        pass
+
+
+def _is_simple(grad: Tensor) -> bool:
+    """Return whether one call of torch's, and no more, gives an exact norm."""
+    return (
+        grad.dtype is torch.float32
+        and grad.layout is torch.strided
+        and (grad.numel() <= SHORT or grad.device.type != "cpu")
+    )
 
 
 class GradientHooks:
@@ -135,8 +218,8 @@ class GradientHooks:
         self._repeated.add(index)
         first = self._params[index].grad
         measured = float(self.norms.pop(index))
-        norm = math.nan if first is None else float(self._kind.one(index, first))
-        if first is not None and math.isclose(norm, measured, rel_tol=1e-4, abs_tol=1e-8):
+        now = math.nan if first is None else float(self._kind.one(index, first))
+        if first is not None and math.isclose(now, measured, rel_tol=1e-4, abs_tol=1e-8):
             self.partial_sums[index] = first + grad
         else:
             self.valid = False
@@ -160,9 +243,9 @@ def _on_gradient(
         # a copy, because autograd may reuse the memory of `grad` for `.grad`
         hooks.partial_sums[index] = grad.clone() if partial_sum is None else partial_sum + grad
     elif index not in hooks.norms:
-        norm = hooks._norm_of(index, grad)
+        measured = hooks._norm_of(index, grad)
         # on a CPU, floats cost a fraction of one-element tensors
-        hooks.norms[index] = norm.item() if hooks._on_cpu else norm
+        hooks.norms[index] = measured.item() if hooks._on_cpu else measured
     else:
         hooks._on_repeated_gradient(index, grad)
 

@@ -1,4 +1,4 @@
-"""How noisy is a gradient? Two norms in, two unbiased estimates out.
+"""How noisy is a gradient? Norms in, unbiased estimates out, smoothed over steps, and a gain.
 
 n small batches give gradients g_1 ... g_n; their mean is G. Then
 
@@ -12,15 +12,29 @@ noise of a mean falls with the batch size, so var(scale 1) = var(one small batch
 `gain` is AdaScale's r (Johnson et al. 2020, eq. 5): how many scale-1 steps one step at
 scale S is worth. It is 1 if the gradients agree and S if they are pure noise.
 
-Everything here is plain floats: no tensors, no process groups. Smoothing over steps is in
-`_averages.py`; the norms come from `_tap.py` and `_mean_gradient.py`.
+One step's estimate is unbiased and very noisy. A rule acts on the average over roughly the last
+1 / (1 - smoothing) steps.
+
+* `DebiasedAverage` is a moving average divided by the weight it has gathered (as Adam does). The
+  smoothing may differ from step to step.
+* `PaperAverage` is the AdaScale paper's appendix B.3: a plain mean until 1 / (1 - smoothing)
+  steps have been seen, a moving average from then on.
+* `NoiseAverage` holds one of these for |true gradient|^2 and one for the noise.
+* `NoiseMoments` are moving averages of both numbers, and of their squares and product.
+
+All of them are immutable: `add` returns the next average. `gain()` can therefore include the
+gradients of the current step before that step is taken, and drop them if it never is.
+
+Everything here is plain floats: no tensors, no process groups. The norms come from `_tap.py` and
+`_mean_gradient.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 # The noise has a positive floor, as in fairscale and adaptdl, so that a gain is defined even if
 # no noise was seen. The squared signal can only be cut off at zero.
@@ -40,7 +54,7 @@ class NormSums:
     small_batches: int
     scale: float
     consecutive: bool = False  # the "small batches" are the gradients of two consecutive steps
-    norm_kind: str = "plain"  # or "preconditioned": see `_norm_kinds.py`
+    norm_kind: str = "plain"  # or "preconditioned": see `NormKind` in `_hooks.py`
 
     def unscale(self, loss_scale: float) -> NormSums:
         """Return the sums for gradients that are not multiplied by a loss scale."""
@@ -98,14 +112,288 @@ def gain(sqr: float, var: float, scale: float) -> float:
     return (var + sqr) / large_batch
 
 
-def check_var_floor(var_floor: float) -> float:
-    """Return the floor of the noise, or raise if it is negative."""
-    # `not >=` instead of `<`, so that NaN is rejected too
-    if not var_floor >= 0.0:
-        raise ValueError(f"var_floor must not be negative, got {var_floor}.")
-    return float(var_floor)
-
-
 def apply_floor(values: Sequence[float], floor: float) -> tuple[float, ...]:
     """Return the values, with those below `floor` replaced by it."""
     return tuple(max(value, floor) for value in values)
+
+
+@dataclass(frozen=True)
+class DebiasedAverage:
+    """A moving average without the pull towards its starting value."""
+
+    total: tuple[float, ...] = ()
+    weight: tuple[float, ...] = ()
+
+    def value(self, start: float, groups: int) -> tuple[float, ...]:
+        """Return the average per group, and `start` for groups without any value yet."""
+        seen = [t / w if w else start for t, w in zip(self.total, self.weight, strict=True)]
+        return (*seen, *[start] * (groups - len(seen)))
+
+    def add(self, values: Sequence[float], smoothing: float) -> DebiasedAverage:
+        """Return the average with one more value per group."""
+        # a parameter group added in the middle of a run starts with weight 0
+        total = (*self.total, *[0.0] * (len(values) - len(self.total)))
+        weight = (*self.weight, *[0.0] * (len(values) - len(self.weight)))
+        new = 1.0 - smoothing
+        return DebiasedAverage(
+            tuple(smoothing * t + new * v for t, v in zip(total, values, strict=True)),
+            tuple(smoothing * w + new for w in weight),
+        )
+
+
+@dataclass(frozen=True)
+class PaperAverage:
+    """Appendix B.3: the mean of all values at first, a moving average later."""
+
+    mean: tuple[float, ...] = ()
+    count: tuple[int, ...] = ()
+
+    def value(self, start: float, groups: int) -> tuple[float, ...]:
+        """Return the average per group, and `start` for groups without any value yet."""
+        return (*self.mean, *[start] * (groups - len(self.mean)))
+
+    def add(self, values: Sequence[float], smoothing: float) -> PaperAverage:
+        """Return the average with one more value per group."""
+        mean = (*self.mean, *[0.0] * (len(values) - len(self.mean)))
+        count = (*self.count, *[0] * (len(values) - len(self.count)))
+        return PaperAverage(
+            tuple(
+                m + (v - m) / (c + 1)
+                if c + 1 < 1 / (1 - smoothing) or c == 0
+                else smoothing * m + (1 - smoothing) * v
+                for m, v, c in zip(mean, values, count, strict=True)
+            ),
+            tuple(c + 1 for c in count),
+        )
+
+
+AnyAverage = DebiasedAverage | PaperAverage
+
+
+def convert_average(
+    average: AnyAverage, kind: type[DebiasedAverage] | type[PaperAverage], smoothing: float
+) -> AnyAverage:
+    """Return an average of the other kind with the same values, after the same number of steps."""
+    if isinstance(average, kind):
+        return average
+    if isinstance(average, PaperAverage):
+        weight = tuple(1.0 - smoothing**count for count in average.count)
+        total = tuple(m * w for m, w in zip(average.mean, weight, strict=True))
+        return DebiasedAverage(total, weight)
+    # Solve weight = 1 - smoothing ** count for the count. `most` is where PaperAverage becomes a
+    # moving average for good; a larger count would make no difference.
+    most = math.ceil(1 / (1 - smoothing))
+    counts = (
+        most if w >= 1.0 or smoothing == 0.0 else round(math.log1p(-w) / math.log(smoothing))
+        for w in average.weight
+    )
+    mean = average.value(0.0, len(average.weight))
+    return PaperAverage(mean, tuple(max(1, min(count, most)) for count in counts))
+
+
+def save_average(average: AnyAverage) -> dict[str, list[float]]:
+    """Return an average as lists of numbers, for a state dict."""
+    return {name: list(values) for name, values in asdict(average).items()}
+
+
+def load_average(
+    kind: type[DebiasedAverage] | type[PaperAverage], state: dict[str, Any]
+) -> AnyAverage:
+    """Return the average that `save_average` wrote."""
+    if kind is PaperAverage:
+        return PaperAverage(tuple(map(float, state["mean"])), tuple(map(int, state["count"])))
+    return DebiasedAverage(tuple(map(float, state["total"])), tuple(map(float, state["weight"])))
+
+
+@dataclass(frozen=True)
+class NoiseAverage:
+    """|true gradient|^2 and the noise at scale 1, per parameter group, smoothed.
+
+    Floors are applied to the averages. `floor_each_step` applies them to every step's estimate
+    as well, as fairscale does; that biases both averages upwards if single steps are noisy.
+
+    A rule's `noise` is one:
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = mh.AdaScale(
+    ...     torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2
+    ... )
+    >>> for _ in range(2):
+    ...     (model(torch.randn(4, 2)).square().mean() / 2).backward()
+    >>> optimizer.step()
+    >>> optimizer.noise.measured, optimizer.noise.var_of() > 0.0
+    (True, True)
+    """
+
+    groups: int
+    sqr: AnyAverage = DebiasedAverage()
+    var: AnyAverage = DebiasedAverage()
+    consecutive: bool = False
+    norm_kind: str = "plain"
+    floor_each_step: bool = False
+    mix_norm_kinds: bool = False
+    var_floor: float = VAR_FLOOR
+
+    def add(self, sums: NormSums, smoothing: float) -> NoiseAverage:
+        """Return the average with one more step, whose norms must be finite.
+
+        The average restarts in two cases. Comparing consecutive gradients is the worse
+        measurement, so its values are dropped as soon as a step has several gradients of its
+        own. And plain and preconditioned norms differ by orders of magnitude, so a change between
+        them restarts the average. adaptdl mixes the two (`mix_norm_kinds`) when it begins to
+        precondition; a change back to plain norms, after the optimizer was reset, restarts even
+        then.
+        """
+        new = estimate(sums)
+        if self.floor_each_step:
+            new = Estimate(apply_floor(new.sqr, SQR_FLOOR), apply_floor(new.var, self.var_floor))
+        kinds_must_match = sums.norm_kind == "plain" or not self.mix_norm_kinds
+        kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
+        restart = kind_changed or (self.consecutive and not sums.consecutive)
+        sqr, var = (type(self.sqr)(), type(self.var)()) if restart else (self.sqr, self.var)
+        return replace(
+            self,
+            sqr=sqr.add(new.sqr, smoothing),
+            var=var.add(new.var, smoothing),
+            consecutive=sums.consecutive,
+            norm_kind=sums.norm_kind,
+        )
+
+    def with_settings(
+        self,
+        *,
+        debiased: bool,
+        smoothing: float,
+        floor_each_step: bool,
+        mix_norm_kinds: bool,
+        var_floor: float,
+    ) -> NoiseAverage:
+        """Return the same average, to be continued in this way."""
+        kind = DebiasedAverage if debiased else PaperAverage
+        return replace(
+            self,
+            sqr=convert_average(self.sqr, kind, smoothing),
+            var=convert_average(self.var, kind, smoothing),
+            floor_each_step=floor_each_step,
+            mix_norm_kinds=mix_norm_kinds,
+            var_floor=var_floor,
+        )
+
+    def with_groups(self, groups: int) -> NoiseAverage:
+        """Return the same average for more parameter groups, of which nothing is known yet."""
+        return replace(self, groups=groups)
+
+    @property
+    def raw_sqr(self) -> tuple[float, ...]:
+        """Averages of |true gradient|^2 before the floor; 1 before the first step."""
+        return self.sqr.value(1.0, self.groups)
+
+    @property
+    def raw_var(self) -> tuple[float, ...]:
+        """Averages of the noise before the floor; 0 before the first step."""
+        return self.var.value(0.0, self.groups)
+
+    def sqr_of(self, group: int | None = None) -> float:
+        """Return |true gradient|^2 of one group, or of all together."""
+        values = apply_floor(self.raw_sqr, SQR_FLOOR)
+        return sum(values) if group is None else values[group]
+
+    def var_of(self, group: int | None = None) -> float:
+        """Return the noise at scale 1 of one group, or of all together."""
+        values = apply_floor(self.raw_var, self.var_floor)
+        return sum(values) if group is None else values[group]
+
+    def gain(self, scale: float, group: int | None = None) -> float:
+        """Return how many steps at scale 1 one step at `scale` is worth."""
+        return gain(self.sqr_of(group), self.var_of(group), scale)
+
+    @property
+    def measured(self) -> bool:
+        """Whether any step has been added."""
+        return self.sqr != type(self.sqr)()
+
+    def noise_scale(self, group: int | None = None) -> float | None:
+        """Return noise / |true gradient|^2 in batches of scale 1; None if no signal was seen."""
+        sqr = self.sqr_of(group)
+        return self.var_of(group) / sqr if self.measured and sqr > 0.0 else None
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the measured part for a state dict; floors are saved with the options."""
+        return {
+            "debiased": isinstance(self.sqr, DebiasedAverage),
+            "sqr": save_average(self.sqr),
+            "var": save_average(self.var),
+            "consecutive": self.consecutive,
+            "norm_kind": self.norm_kind,
+        }
+
+    def from_state(self, state: dict[str, Any]) -> NoiseAverage:
+        """Return this average with the measured part from `to_state`; raise if it cannot fit."""
+        kind = DebiasedAverage if state["debiased"] else PaperAverage
+        sqr, var = load_average(kind, state["sqr"]), load_average(kind, state["var"])
+        if len(sqr.value(1.0, 0)) > self.groups or len(var.value(0.0, 0)) > self.groups:
+            raise ValueError(f"the average has more than {self.groups} parameter groups")
+        return replace(
+            self,
+            sqr=sqr,
+            var=var,
+            consecutive=bool(state["consecutive"]),
+            norm_kind=str(state["norm_kind"]),
+        )
+
+
+@dataclass(frozen=True)
+class NoiseMoments:
+    """Weighted means of (sqr, var), of their squares and product, and of the weights' squares."""
+
+    weight: float = 0.0
+    squared_weight: float = 0.0
+    sqr: float = 0.0
+    var: float = 0.0
+    sqr_sqr: float = 0.0
+    var_var: float = 0.0
+    sqr_var: float = 0.0
+
+    def add(self, sqr: float, var: float, smoothing: float) -> NoiseMoments:
+        """Return the moments with one more step's estimates."""
+        new = 1.0 - smoothing
+
+        def mix(old: float, value: float) -> float:
+            return smoothing * old + new * value
+
+        return NoiseMoments(
+            mix(self.weight, 1.0),
+            smoothing**2 * self.squared_weight + new**2,
+            mix(self.sqr, sqr),
+            mix(self.var, var),
+            mix(self.sqr_sqr, sqr * sqr),
+            mix(self.var_var, var * var),
+            mix(self.sqr_var, sqr * var),
+        )
+
+    @property
+    def ratio_error(self) -> float:
+        """Standard error of var / sqr, if the steps are independent."""
+        # The delta method: the variance of a ratio of means, from those of both and their
+        # covariance, over the effective number of steps in the weighted average.
+        w = self.weight
+        sqr, var = self.sqr / w, self.var / w
+        ratio = var / sqr
+        scatter = (
+            self.var_var / w
+            - var * var
+            - 2.0 * ratio * (self.sqr_var / w - sqr * var)
+            + ratio * ratio * (self.sqr_sqr / w - sqr * sqr)
+        )
+        effective = w * w / self.squared_weight
+        return math.sqrt(max(scatter, 0.0) / max(effective - 1.0, 1e-9)) / sqr
+
+    def rescale(self, factor: float) -> NoiseMoments:
+        """Return the same measurement with the noise of batches `factor` times as large."""
+        return replace(
+            self,
+            var=self.var / factor,
+            var_var=self.var_var / factor**2,
+            sqr_var=self.sqr_var / factor,
+        )

@@ -19,20 +19,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.amp import LossScale
 from manyhands._core.ranks import rank_group_of
-from manyhands.scaling._averages import NoiseMoments
-from manyhands.scaling._batch import Batch, check_smoothing, parse_passes
-from manyhands.scaling._noise import estimate
-from manyhands.scaling._norm_kinds import PlainNorm
-from manyhands.scaling._options import (
+from manyhands._core.wrappers import LossScale
+from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._mean_gradient import parse_previous
+from manyhands.scaling._noise import NoiseMoments, estimate
+from manyhands.scaling._settings import (
+    Batch,
     Option,
     Options,
+    check_smoothing,
     describe_mismatches,
     load_options,
+    parse_passes,
     save_options,
 )
-from manyhands.scaling._previous_gradient import parse_previous
 from manyhands.scaling._step_stats import StepStats
 from manyhands.scaling._tap import GradientTap
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from manyhands._core.amp import ScalerSignals
-from manyhands.scaling._averages import NoiseAverage
-from manyhands.scaling._noise import NormSums
-from manyhands.scaling._options import Options
+from manyhands._core.wrappers import ScalerSignals
+from manyhands.scaling._noise import NoiseAverage, NormSums
+from manyhands.scaling._settings import Options
 from manyhands.scaling._step_stats import RankReport, StepStats
 from manyhands.scaling._tap import GradientTap
 

@@ -1,99 +1,54 @@
-"""The optimizer wrapper: measure the gradients, ask the rule, step.
+"""An optimizer around another one: it multiplies the learning rates in every step.
 
 One step, in order
     backward    the tap (`_tap.py`) measures gradients and sends one small payload
     gain()      the gain with this step's gradients included
     step()      the averages add the step's statistics (`_noise_tracker.py`); the rule returns a
                 factor per parameter group; the inner optimizer steps with its learning rates
-                multiplied by them (`_binding.py`)
+                multiplied by them
     progress    grows by the gain
 
 A rule holds its parts: the batch, the options and the loss scale from the beginning, and a binding,
-a tap and a noise tracker once it has an optimizer.
+a tap and a noise tracker once it has an optimizer. This file binds and steps. What a user sets,
+reads and saves is in `_rule_base.py`. The factors come from `_rules.py`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core import amp as _amp
 from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.wrappers import SHARED, OptimizerWrapper, SharedAttribute, YieldingProperty
-from manyhands.scaling import _state
-from manyhands.scaling._averages import NoiseAverage
-from manyhands.scaling._batch import Batch, check_scale, parse_passes
+from manyhands._core.wrappers import (
+    SHARED,
+    LossScale,
+    OptimizerWrapper,
+    ScalerSignals,
+    SharedAttribute,
+    YieldingProperty,
+    apply_signals,
+)
 from manyhands.scaling._binding import Binding, check_bindable, check_ranks_agree
-from manyhands.scaling._noise import VAR_FLOOR, check_var_floor
-from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, StepOutcome, check_progress
-from manyhands.scaling._norm_kinds import NormKind, PlainNorm
-from manyhands.scaling._options import Option, Options, describe_mismatches
+from manyhands.scaling._hooks import NormKind, PlainNorm
+from manyhands.scaling._noise import NoiseAverage
+from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, StepOutcome
+from manyhands.scaling._settings import Batch, Options, check_scale
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import GradientTap
 
 
-class ScalingRuleBase(OptimizerWrapper):
-    """Base of the scaling rules, and of your own: define `scale_lr(scale)`.
+class ScaledOptimizer(OptimizerWrapper):
+    """What a rule does with an optimizer: it is bound to one, measures it, and steps it.
 
-    Wrap an optimizer directly, `Rule(optimizer)`, or make the rule first and bind it with
-    `AdaptiveDataParallel(model, optimizer, rule)` or `initialize`. Then use the rule in place of
-    the optimizer:
-
-    >>> import torch, manyhands as mh
-    >>> class Cautious(mh.ScalingRuleBase):
-    ...     def scale_lr(self, scale):
-    ...         return scale**0.25
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> optimizer = Cautious(optimizer, num_gradients_to_accumulate=16)
-    >>> for _ in range(16):
-    ...     (model(torch.ones(1, 2)).sum() / 16).backward()
-    >>> optimizer.step()
-    >>> optimizer.factors
-    (2.0,)
-
-    `lr` stays the small batch's rate, for schedulers and logs; the factor is applied only
-    inside `step`. End training on `progress`, which counts the small batch's steps, not on the
-    number of calls. The loss must be the mean over a batch, so that the expected gradient is the
-    same for batches of any size.
-
-    Args:
-        optimizer: the optimizer to wrap; without it the rule waits for `initialize`.
-        world_size: number of workers, by default the size of the process group. Inside a larger
-            group, 1 lets each worker train on its own.
-        scale: size of the whole batch (all workers and passes) in small batches. By default
-            workers x passes: each micro-batch is a small batch.
-        smoothing: weight of the past in the moving averages. By default
-            `max(1 - n / 1000, 0)` with n = workers x passes, and `0.999 ** scale` in
-            `AdaptiveDataParallel`.
-        num_gradients_to_accumulate: backward passes before each step.
-        is_scaled_loss: whether each pass's loss is divided by that number. If not, call
-            `scale_grad_by_num_grads_to_accum()` before `step`.
-        debias_ewma: True, the default, for moving averages like Adam's; False for those of the
-            AdaScale paper's appendix B.3.
-        process_group: the workers that share gradients; all, by default.
-        grad_scaler: the `torch.amp.GradScaler` in use. It is required if you call its `unscale_`
-            or read `gain()` before `step()`; otherwise `scaler.step(optimizer)` passes on the
-            loss scale.
-        delayed: use the statistics up to the previous step, so that `step` never waits for a
-            GPU. `gain()` and `progress` are then one step behind.
-        floor_each_step: apply fairscale's floors to every step's estimate, for comparisons. This
-            biases the gain. By default only the averages have floors.
-        var_floor: the smallest noise that an average can have, 1e-6 by default. Gradients whose
-            squared norms are nearly as small seem to be pure noise: lower the floor for them, or
-            multiply the loss.
-        model: the module that `fully_shard` was called on. It is needed only after `gc.freeze()`;
-            otherwise it is found.
+    A rule is a subclass of `ScalingRuleBase`, which adds its arguments, readings and state.
     """
 
     layer = "rule"
@@ -102,24 +57,17 @@ class ScalingRuleBase(OptimizerWrapper):
     _options = SharedAttribute[Options]()
     _observer = SharedAttribute[StepObserver | None]()
     _min_scale = 0.0
-    _norm_kind = "plain"
 
     def __init__(
         self,
-        optimizer: Optimizer | None = None,
-        world_size: int | None = None,
-        scale: float | None = None,
-        smoothing: float | None = None,
-        num_gradients_to_accumulate: int = 1,
-        is_scaled_loss: bool = True,
-        debias_ewma: bool | None = None,
+        batch: Batch,
+        options: Options,
         *,
-        process_group: Any = None,
-        grad_scaler: Any = None,
-        delayed: bool = False,
-        floor_each_step: bool | None = None,
-        var_floor: float | None = None,
-        model: nn.Module | None = None,
+        world_size: int | None,
+        process_group: Any,
+        grad_scaler: Any,
+        delayed: bool,
+        model: nn.Module | None,
     ) -> None:
         # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
         self._inner: Optimizer | None = None
@@ -127,25 +75,14 @@ class ScalingRuleBase(OptimizerWrapper):
         self.adp: Any = None
         self._world_size = world_size
         self._process_group = process_group
-        self._loss_scale = _amp.LossScale(grad_scaler)
+        self._loss_scale = LossScale(grad_scaler)
         self._model = model
         self._delayed = delayed
-        self._options = {
-            "debias_ewma": Option(True, debias_ewma, check=bool),
-            "floor_each_step": Option(False, floor_each_step, check=bool),
-            "var_floor": Option(VAR_FLOOR, var_floor, check=check_var_floor),
-            **self._extra_options(),
-        }
-        passes = parse_passes(num_gradients_to_accumulate)
-        self._batch = Batch(passes=passes, loss_is_divided=is_scaled_loss)
-        self._batch.set_smoothing(smoothing)
-        if scale is not None:
-            self._batch.set_scale(scale=self._check_own_scale(scale))
+        self._options = options
+        self._batch = batch
         self._counts = StepCounts()
         self._factors = ()
         self._observer = None
-        if optimizer is not None:
-            self._bind(optimizer)
 
     # -- what a rule may override ------------------------------------------------------------
 
@@ -162,10 +99,6 @@ class ScalingRuleBase(OptimizerWrapper):
 
         Called in `step`, after the ranks' numbers have arrived, so that all ranks decide the same.
         """
-
-    def _extra_options(self) -> Options:
-        """Return the options that this rule adds; they are saved and loaded with the others."""
-        return {}
 
     def _apply_options(self) -> None:
         """Pass loaded options on to objects that hold a copy of them."""
@@ -204,7 +137,7 @@ class ScalingRuleBase(OptimizerWrapper):
             self._binding.patch(self)
 
     def _bind(self, optimizer: Optimizer) -> None:
-        check_bindable(optimizer, type(self).__name__, ScalingRuleBase)
+        check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
         norms = self._make_norm(optimizer)
         group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
         params = [param for g in optimizer.param_groups for param in g["params"]]
@@ -291,7 +224,7 @@ class ScalingRuleBase(OptimizerWrapper):
                 f"{type(self).__name__}.add_param_group(...)."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScalingRuleBase:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledOptimizer:
         """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -313,115 +246,23 @@ class ScalingRuleBase(OptimizerWrapper):
                 twin._binding.patch(twin)
         return twin
 
-    def __copy__(self) -> ScalingRuleBase:
+    def __copy__(self) -> ScaledOptimizer:
         """Return another object with the same attributes: everything is shared."""
         twin = type(self).__new__(type(self))
         twin.__dict__ = self.__dict__
         return twin
 
-    # -- reading the statistics --------------------------------------------------------------
-
-    def gain(self, pg_idx: int | None = None) -> float:
-        """Return how many small-batch steps a step at this scale is worth (r in AdaScale's paper).
-
-        `pg_idx` selects one parameter group; by default all count together. Between `backward` and
-        `step` this step's gradients are included. Under every rule this is the measured gain,
-        which need not be the rule's factor.
-        """
-        groups = len(self.param_groups)
-        if pg_idx is not None and not 0 <= pg_idx < groups:
-            raise IndexError(f"pg_idx={pg_idx}, but there are {groups} parameter groups.")
-        return self._tracker.current.gain(self.scale, pg_idx)
-
-    @property
-    def progress(self) -> float:
-        """Small-batch steps done so far: the sum of the gains of all steps taken."""
-        return self._counts.progress
-
-    def set_progress(self, progress: float) -> None:
-        """Set the progress, after a phase that was trained without the rule."""
-        self._counts.progress = check_progress(progress)
-
-    @property
-    def factors(self) -> tuple[float, ...]:
-        """The factors that the learning rates were multiplied by in the last step, by group."""
-        return self._factors
+    # -- what a step needs to know -----------------------------------------------------------
 
     @property
     def noise(self) -> NoiseAverage:
         """The averaged statistics, this step's gradients included."""
         return self._tracker.current
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state of the scaling in plain numbers, for logs and `Record`.
-
-        If blocks are inside, their numbers are included, and "step" and "workers" are theirs.
-        """
-        noise, groups = self._tracker.average, range(len(self.param_groups))
-        return {
-            "step": self._counts.steps,
-            "progress": self._counts.progress,
-            "scale": self.scale,
-            "workers": self._batch.workers,
-            "passes": self.passes,
-            "gain": noise.gain(self.scale),
-            "lr": [float(group["lr"]) for group in self.param_groups],
-            "factor": list(self._factors),
-            "sqr": [noise.sqr_of(i) if noise.measured else None for i in groups],
-            "var": [noise.var_of(i) if noise.measured else None for i in groups],
-            "noise_scale": [noise.noise_scale(i) for i in groups],
-            "skipped": self._counts.skipped,
-            "nonfinite": self._tracker.nonfinite,
-            **(self.optimizer.snapshot() if hasattr(self.optimizer, "snapshot") else {}),
-        }
-
-    def __repr__(self) -> str:
-        if self._inner is None:
-            return f"{type(self).__name__}()"
-        settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
-        return f"{type(self).__name__}({settings})\n{self._inner!r}"
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the settings that `repr` shows."""
-        return {
-            "scale": f"{self.scale:g}",
-            "workers": self._batch.workers,
-            "passes": "counted" if self._batch.counts_passes else self._batch.passes,
-            "smoothing": f"{self.smoothing:g}",
-        }
-
-    # -- scale, accumulation, smoothing ------------------------------------------------------
-
     @property
     def scale(self) -> float:
         """Size of the whole batch in small batches."""
         return self._batch.scale_for(self.passes)
-
-    def set_scale(self, scale: float, update_estimate: bool = True) -> None:
-        """Set the size of the whole batch to `scale` small batches.
-
-        The noise is kept at scale 1, so the gain is right at once. `update_estimate` has no
-        effect; it is accepted for code that was written for fairscale.
-        """
-        self._check_between_steps("set_scale()")
-        scale = self._check_own_scale(scale)
-        if self._inner is not None:
-            self._check_optimizer_supports(scale)
-        self._batch.set_scale(scale=scale)
-
-    def set_scale_per_pass(self, scale: float) -> None:
-        """Set the size of one pass, on all workers together, in small batches.
-
-        The scale is then this number times the passes of each step. One pass may be less than a
-        small batch. A whole step may not, if the rule requires that.
-        """
-        self._check_between_steps("set_scale_per_pass()")
-        changed = replace(self._batch)  # checked before anything is changed
-        changed.set_scale(per_pass=check_scale(scale, 0.0, "one pass"))
-        # if passes are counted, the scale is known, and checked, only at the step
-        if self._inner is not None and not self._batch.counts_passes:
-            self._check_batch(changed, self._batch.passes)
-        self._batch.set_scale(per_pass=changed.scale_per_pass)
 
     @property
     def passes(self) -> int:
@@ -429,33 +270,6 @@ class ScalingRuleBase(OptimizerWrapper):
         if self._batch.counts_passes and self._inner is not None:
             return self._tap.step.passes or self._batch.passes
         return self._batch.passes
-
-    @property
-    def smoothing(self) -> float:
-        """The weight of the past in the averages."""
-        return self._batch.smoothing_for(self.scale)
-
-    def set_num_gradients_to_accumulate(
-        self, num_gradients_to_accumulate: int, update_smoothing: bool = True
-    ) -> None:
-        """Set how many backward passes make a step from now on. Call it on every worker.
-
-        The default scale follows. A scale that was set explicitly stays; if it is to change, call
-        `set_scale` too. The smoothing becomes the default for the new number, unless
-        `update_smoothing=False`.
-        """
-        if self._batch.counts_passes:
-            raise RuntimeError(
-                "with a data-parallel module the passes are counted, not declared: run all but "
-                "the step's last one inside its no_sync()."
-            )
-        passes = parse_passes(num_gradients_to_accumulate)
-        self._check_between_steps("set_num_gradients_to_accumulate()")
-        if self._inner is not None:
-            scale = self._check_batch(self._batch, passes)
-            self._tap.exchange.announce(passes, scale, self._checksum())
-        self._batch.set_smoothing(None if update_smoothing else self.smoothing)
-        self._batch.passes = passes
 
     def _check_between_steps(self, what: str) -> None:
         if self._inner is not None:
@@ -491,7 +305,7 @@ class ScalingRuleBase(OptimizerWrapper):
         elif tap.step.passes == 0 and binding.is_initializing_state():
             return binding.step(*args, **kwargs)
         tap.check_divided()
-        signals = _amp.ScalerSignals.read_from(self, inner)
+        signals = ScalerSignals.read_from(self, inner)
         if batch.counts_passes:  # only now is their number final
             self._check_batch(batch, self.passes)
         batch.passes = self.passes
@@ -514,8 +328,8 @@ class ScalingRuleBase(OptimizerWrapper):
         pairs = zip(inner.param_groups, self._factors, strict=True)
         overrides = [self._overrides(group, factor) for group, factor in pairs]
         positional = () if closure is None else (closure,)
-        unscaled = _amp.apply_signals(signals, inner, binding.supports_amp)
-        with binding.overridden(overrides), unscaled:
+        unscaled = apply_signals(signals, inner, binding.supports_amp)
+        with overridden(inner.param_groups, overrides), unscaled:
             result = binding.step(*positional, *args, **kwargs)
         tap.norms.optimizer_stepped()
         # torch's schedulers warn unless they find this on the optimizer they were made for
@@ -601,82 +415,27 @@ class ScalingRuleBase(OptimizerWrapper):
         """Divide the gradients by the number of passes, with `is_scaled_loss=False`."""
         self._tap.divide_by_passes()
 
-    # -- saving and loading ------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the inner optimizer's state dict, with one entry added under "manyhands".
-
-        Between the backward passes of a step, the state is that before the step. Arguments are
-        passed to the inner optimizer (OSS has `all_ranks`).
-        """
-        _ = self._inner_optimizer  # raises if there is none
-        state: dict[str, Any] = self._binding.state_dict(*args, **kwargs)
-        state[_state.KEY] = self.scaling_state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, perhaps of another number of workers or passes.
-
-        Options that were set in this run, by arguments or `set_scale`, stay; a warning names those
-        that differ from the state dict's. All other options are taken from the state dict. The
-        default scale becomes this run's workers x passes. A scale that was set in the saved run
-        keeps its proportion to workers x passes, as the micro-batch stays the same.
-        """
-        # parsed first: a state dict that does not fit changes nothing
-        state = self.check_scaling_state(_state.get_entry(state_dict, type(self).__name__))
-        self._binding.load_state_dict(dict(state_dict))
-        self.take_scaling_state(state)
-
-    def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict through the patched optimizer's `load_state_dict`.
-
-        A state dict without our entry (of a bare run, or from torch.distributed.checkpoint) is
-        loaded into the optimizer alone: statistics and progress stay as they are.
-        """
-        if _state.KEY in state_dict:
-            self.load_state_dict(state_dict)
-        else:
-            self._binding.load_state_dict(dict(state_dict))
-
-    def scaling_state_dict(self) -> dict[str, Any]:
-        """Return the state of the scaling alone: statistics, progress, scale.
-
-        Use it if the optimizer's state is saved in another way, as by
-        torch.distributed.checkpoint, which is given `.optimizer`.
-        """
-        # statistics still on their way to the host would be lost
-        self._count_outcome(self._tracker.finish_in_flight())
-        return {
-            **_state.describe_origin(self._norm_kind, self._inner_optimizer),
-            **_state.save_parts(self._tracker, self._options, self._counts),
-        }
-
-    def load_scaling_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `scaling_state_dict`; the optimizer's own state stays as it is."""
-        self.take_scaling_state(self.check_scaling_state(state_dict))
-
-    def check_scaling_state(self, entry: Mapping[str, Any]) -> _state.ScalingState:
-        """Return the scaling entry of a state dict, checked against this wrapper."""
-        self._check_between_steps("load_state_dict()")
-        origin = _state.describe_origin(self._norm_kind, self._inner_optimizer)
-        state = _state.parse_entry(entry, origin, self._tracker, self._options)
-        scale = self._check_own_scale(state.batch.scale_for(state.batch.passes))
-        # the check reads the options, so it sees the loaded ones for a moment
-        own_options, self._options = self._options, state.options
-        try:
-            self._check_optimizer_supports(scale)
-        finally:
-            self._options = own_options
-        return state
-
-    def take_scaling_state(self, state: _state.ScalingState) -> None:
-        """Take over a parsed state."""
-        self._batch.load_state(state.batch)
-        self._options.update(state.options)  # in place: a trainer's proxy holds this dict
-        self._apply_options()
-        self._tap.load_state(state.tap)
-        self._tracker.load_state(state.tracker)
-        self._counts.load_state(state.counts)
-        if state.mismatches:
-            message = describe_mismatches(state.mismatches, type(self).__name__)
-            warnings.warn(message, stacklevel=3)
+@contextmanager
+def overridden(
+    param_groups: Sequence[dict[str, Any]], overrides: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Change options of each parameter group, and restore them at the end."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for group, options in zip(param_groups, overrides, strict=True):
+            for name, value in options.items():
+                old = group[name]
+                if isinstance(old, Tensor):  # in place: the optimizer may hold this tensor
+                    before.append((group, name, old.clone()))
+                    old.copy_(value)
+                else:
+                    before.append((group, name, old))
+                    group[name] = value
+        yield
+    finally:
+        for group, name, old in before:
+            if isinstance(old, Tensor):
+                group[name].copy_(old)
+            else:
+                group[name] = old

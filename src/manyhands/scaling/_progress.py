@@ -1,6 +1,6 @@
 """Drive a learning-rate schedule by progress instead of by calls to `step`.
 
-Progress is the number of small-batch steps that the run is worth so far: see `_optimizer.py`.
+Progress is the number of small-batch steps that the run is worth so far: see `_rule_base.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.scaling._optimizer import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase
 
 
 class ProgressScheduler:

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from manyhands._core.wrappers import YieldingProperty
-from manyhands.scaling._norm_kinds import NormKind
-from manyhands.scaling._optimizer import ScalingRuleBase
-from manyhands.scaling._options import Option, Options, RuleOptions
+from manyhands.scaling._hooks import NormKind
 from manyhands.scaling._preconditioned import PreconditionedNorm
+from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._settings import Option, Options, RuleOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

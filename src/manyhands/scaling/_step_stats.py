@@ -9,6 +9,13 @@ Each rank sends one vector, its *payload*:
 The first two come back summed over the ranks, for the estimate. The claims come back as a table
 with one row per rank. If ranks disagree, all of them notice it in the same step and raise the same
 error. No further collective is needed, in which one of them could be left waiting.
+
+Is this rank the one that the others wait for? Under DDP a rank that ran no backward, ran it inside
+`no_sync()`, froze a parameter or left one out has not joined DDP's all-reduce. The other ranks wait
+there until the process group's timeout, and this rank would wait as long for their payload. But it
+can find out: something was odd about its own gradients. That is a `GradientAnomaly`. A rank with an
+anomaly waits for `PATIENCE` seconds, and then looks for a DDP module that cannot have averaged such
+gradients. If there is one, the rank raises an error.
 """
 
 from __future__ import annotations
@@ -20,10 +27,11 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import PendingSums, RankGroup, widest_float
-from manyhands.scaling._late_ranks import GradientAnomaly
 from manyhands.scaling._noise import NormSums
 
 # On a GPU norms stay there, as waiting for them would cost more than the work. On a CPU plain
@@ -128,6 +136,54 @@ class RankClaims:
             )
         _check_averaged([claims.shared_square for claims in table])
         return True
+
+
+PATIENCE = 2.0  # seconds
+
+NO_BACKWARD = "step() was called without a backward() before it"
+NOT_AVERAGED = (
+    "the gradients after the step's last backward() are those that this rank computed alone. Was "
+    "that pass inside no_sync()? Only the passes before it may be"
+)
+
+
+@dataclass(frozen=True)
+class GradientAnomaly:
+    """What was odd about a rank's gradients, and whether DDP may be configured to expect it."""
+
+    rank: int
+    params: Sequence[Tensor]
+    text: str
+    may_be_intended: bool = False
+
+    def wait(self, pending: PendingSums) -> None:
+        """Return if the other ranks' payloads are here or may still come; raise if they cannot."""
+        if pending.done_within(PATIENCE):
+            return
+
+        def waits(module: nn.Module) -> bool:
+            if not isinstance(module, DistributedDataParallel):
+                return False
+            # these two options make DDP average without gradients that a rank did not compute
+            expected = module.find_unused_parameters or module.static_graph
+            return not (expected and self.may_be_intended)
+
+        if any(modules_holding(self.params, waits)):
+            raise RuntimeError(
+                f"the other ranks have not sent their part of this step for {PATIENCE:g} s: they "
+                f"wait for rank {self.rank}, which is this one. Here {self.text}."
+            )
+
+
+def describe_missing(missing: Sequence[int], expected: int) -> str:
+    """Return the text for parameters that had no gradient in the step's last pass."""
+    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{len(missing)} of {expected} parameters had no gradient in the step's last "
+        f"backward() (in the optimizer's order: {listed}). Were they frozen on this rank, or not "
+        "used by its loss? DistributedDataParallel waits for all of them, unless it is made with "
+        "find_unused_parameters=True"
+    )
 
 
 @dataclass
@@ -262,14 +318,8 @@ class StepExchange:
     def send(self, local: LocalNumbers, facts: StepFacts, norm_kind: str) -> StepStats:
         """Start the step's collective and return the statistics that will come of it."""
         # in the order of the fields of `RankClaims`, whose last one is added in `_payload`
-        claims = (
-            0.0,
-            facts.passes,
-            facts.passes_seen,
-            facts.scale,
-            facts.checksum,
-            *facts.report,
-        )
+        common = facts.passes, facts.passes_seen, facts.scale, facts.checksum
+        claims = 0.0, *common, *facts.report
         payload = self._payload(local.numbers, claims, local.shared_square)
         # Kept until the next step's has begun: see `PendingSums`.
         self._last_sent = self.ranks.sum_and_gather(payload, 2 * self._groups)

@@ -29,24 +29,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.amp import LossScale
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands.scaling._batch import Batch
+from manyhands._core.wrappers import LossScale
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
-from manyhands.scaling._hooks import GradientHooks, GradientVersion, any_values
-from manyhands.scaling._late_ranks import (
+from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
+from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
+from manyhands.scaling._settings import Batch
+from manyhands.scaling._step_stats import (
     NO_BACKWARD,
+    NO_REPORT,
     NOT_AVERAGED,
     PATIENCE,
     GradientAnomaly,
+    RankReport,
+    StepExchange,
+    StepFacts,
+    StepStats,
     describe_missing,
 )
-from manyhands.scaling._mean_gradient import MeanGradient
-from manyhands.scaling._norm_kinds import NormKind
-from manyhands.scaling._previous_gradient import PreviousGradient, parse_previous
-from manyhands.scaling._step_stats import NO_REPORT, RankReport, StepExchange, StepFacts, StepStats
 
 
 class Averager(Protocol):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type
+from manyhands._core.modules import modules_holding
 from manyhands._core.sharded import local_shard
-from manyhands._core.wrappers import modules_holding
 from manyhands.blocks._codec import CODECS, Codec
 from manyhands.blocks.averaging._payload import RoundResult, are_finite
 

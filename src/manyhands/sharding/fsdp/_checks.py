@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._core.agreement import agree
+from manyhands._core.modules import check_not_averaged_inside, plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
-from manyhands._core.wrappers import check_not_averaged_inside, plain_name
 from manyhands.sharding.fsdp._optimizer_guard import REPLACED
 from manyhands.sharding.fsdp._places import Places, named_params
 

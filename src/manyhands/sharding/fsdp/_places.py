@@ -12,9 +12,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from manyhands._core.modules import plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
-from manyhands._core.wrappers import plain_name
 
 Place: TypeAlias = tuple[nn.Module, str]
 Places: TypeAlias = Mapping[str, Place]

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from manyhands._core.modules import INNER, plain_name
 from manyhands._core.sharded import is_dtensor, local_shard
-from manyhands._core.wrappers import INNER, plain_name
 from manyhands.sharding.fsdp._full_tensors import (
     from_local,
     rename_keys,

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands._core.wrappers import INNER, ModuleWrapper, plain_name, wrapped_attribute
+from manyhands._core.modules import INNER, ModuleWrapper, plain_name
+from manyhands._core.wrappers import wrapped_attribute
 
 
 class TransparentWrapper(ModuleWrapper):

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.backward import current_task
+from manyhands._core.modules import INNER, plain_name
 from manyhands._core.sharded import local_shard
 from manyhands._core.trees import as_type
-from manyhands._core.wrappers import INNER, plain_name
 from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding._clip import combine_norms, norm_of_shard
 from manyhands.sharding.fsdp._checks import check_inner_groups, check_module, check_parameters

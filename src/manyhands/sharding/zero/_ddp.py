@@ -15,14 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SparseAdam
 
 from manyhands._core.agreement import Describer, agree
+from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import ShardedGradient
-from manyhands._core.wrappers import (
-    ModuleWrapper,
-    check_not_averaged_inside,
-    find_layer,
-    wrapped_attribute,
-)
+from manyhands._core.wrappers import find_layer, wrapped_attribute
 from manyhands.sharding._agreement import ADVICE, Facts, facts_of_groups
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
 from manyhands.sharding.zero._oss import OSS

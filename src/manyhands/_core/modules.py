@@ -1,0 +1,84 @@
+"""Modules around a model, and where a parameter's modules are.
+
+Wrappers put a name of their own into the names of a model's parameters: `module.` (data
+parallelism), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP),
+`_checkpoint_wrapped_module.` (activation checkpointing). The plain model has none of them.
+
+An optimizer does not know its modules. What needs them searches Python's garbage collector, which
+is slow: at construction, or when an error is likely.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
+CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of its state dict
+
+# No user's module has these names, so they are left out wherever they occur. `module` may be a
+# user's name as well, and is left out only below the classes of wrappers.
+WRAPPER_NAMES = ("_orig_mod", CHECKPOINTED, INNER)
+TORCH_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
+
+
+class ModuleWrapper(nn.Module):
+    """Base class of our modules around a model. Names in the model do not change for it."""
+
+    inner_name: ClassVar[str] = "module"  # of the model, among this module's children
+    averages_gradients: ClassVar[bool] = False  # of the whole parameters, as DDP does
+
+    def settle(self) -> None:
+        """Bring the parameters into their state between steps. Called before they are read."""
+
+    def check_can_save(self, model: nn.Module) -> None:
+        """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
+
+
+def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module with its plain prefix; a shared module comes once for each of its names."""
+    yield prefix, module
+    inner = module.inner_name if isinstance(module, ModuleWrapper) else "module"
+    wraps = isinstance(module, (ModuleWrapper, *TORCH_WRAPPERS))
+    for name, child in module._modules.items():
+        if child is not None:
+            is_wrapped = name in WRAPPER_NAMES or (wraps and name == inner)
+            yield from plain_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
+
+
+def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> str:
+    """Return the name of a parameter without the names of these wrappers."""
+    for wrapper in wrappers:
+        name = name.replace(f"{wrapper}.", "")
+    return name
+
+
+def check_not_averaged_inside(module: nn.Module) -> None:
+    """Raise a TypeError if a module that averages gradients is inside."""
+    for inside in module.modules():
+        ours = isinstance(inside, ModuleWrapper) and inside.averages_gradients
+        if ours or isinstance(inside, DistributedDataParallel):
+            raise TypeError(
+                f"the module contains a {type(inside).__name__} already, and gradients would be "
+                "averaged twice. Wrap the bare module."
+            )
+
+
+def modules_holding(
+    params: Sequence[Tensor], wanted: Callable[[nn.Module], bool] = lambda module: True
+) -> Iterator[tuple[nn.Module, set[int]]]:
+    """Yield every live module with any of these parameters, and the indices of those it has.
+
+    Only `wanted` modules are looked into. Modules of before `gc.freeze()` are not found.
+    """
+    index_of = {id(param): index for index, param in enumerate(params)}
+    for thing in gc.get_objects():
+        # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.
+        if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing) and wanted(thing):
+            found = {index_of[id(p)] for p in thing.parameters() if id(p) in index_of}
+            if found:
+                yield thing, found
