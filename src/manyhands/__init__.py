@@ -15,6 +15,7 @@ from manyhands.planning import Plan, plan
 from manyhands.ramp import Ramp
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
+from manyhands.scaling._examples import Coverage, Examples
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_scale import NoiseScale
 from manyhands.scaling._progress import ProgressScheduler
@@ -40,10 +41,12 @@ __all__ = [
     "AdaptiveDataParallel",
     "Blocks",
     "ByDrift",
+    "Coverage",
     "Crew",
     "DiLoCo",
     "DummyProcessGroup",
     "Every",
+    "Examples",
     "FullyShardedDataParallel",
     "LEGWScale",
     "LinearScale",

@@ -105,7 +105,7 @@ def test_every_layer_is_exact(make):
     torch.manual_seed(0)
     model = make()
     norms = check(model, inputs_of(model))
-    assert norms.share == 1.0
+    assert norms.coverage.share == 1.0
 
 
 @pytest.mark.parametrize("batch", [BATCH, 6])  # 6: as many as positions

@@ -123,7 +123,7 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
 
 
 def check_ranks_agree(
-    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options
+    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options, examples: str
 ) -> None:
     """Raise on every rank if they have other options or other parameters."""
     groups = optimizer.param_groups
@@ -140,5 +140,5 @@ def check_ranks_agree(
     }
     if not params:
         raise ValueError("the optimizer has no parameters: every group is empty.")
-    facts = {**claims, "parameters": describe_tensors(params)}
+    facts = {**claims, "parameters": describe_tensors(params), "examples": examples}
     agree(ranks, facts, "Build the same model, optimizer and rule on every rank.")

@@ -79,6 +79,39 @@ class Examples:
         return (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
 
 
+def parse_examples(examples: bool | Examples, model: nn.Module | None) -> Examples | None:
+    """Return the options, or None if examples are not measured; raise if that cannot work."""
+    if not isinstance(examples, (bool, Examples)):
+        raise TypeError(
+            f"examples must be True, False or an mh.Examples(...), got {type(examples).__name__}. "
+            "The model goes to model=."
+        )
+    if not examples:
+        return None
+    if model is None:
+        raise ValueError("examples= needs the model whose layers are measured: model=...")
+    return Examples() if examples is True else examples
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which layers measure the gradients of single examples.
+
+    `layers` are their names in the model, `left_out` has the reason for each of the others, and
+    `share` is the measured share of the elements of all parameters.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    >>> noise = mh.NoiseScale(model.parameters(), model=model, examples=True)
+    >>> noise.coverage.layers, noise.coverage.left_out
+    (('0',), {'1': 'BatchNorm1d mixes the examples of a batch'})
+    """
+
+    layers: tuple[str, ...]
+    left_out: Mapping[str, str]
+    share: float
+
+
 @dataclass(frozen=True)
 class ExampleSquares:
     """What one pass measured.
@@ -127,6 +160,7 @@ class ExampleNorms:
         self.options = options or Examples()
         self.left_out: dict[str, str] = {}
         self.problem: str | None = None  # why the last pass has no numbers
+        self.skipped = False  # whether that holds for this pass alone
         self._paused = paused
         self._params = params
         self._pass: dict[int, _Measured] = {}  # by the layer's id
@@ -195,10 +229,11 @@ class ExampleNorms:
         return {i for layer in self._layers.values() for i in layer.indices.values()}
 
     @property
-    def share(self) -> float:
-        """The measured share of all parameters' elements."""
+    def coverage(self) -> Coverage:
+        """What is measured, and what is not."""
         total = sum(param.numel() for param in self._params)
-        return sum(self._params[i].numel() for i in self.covered) / total
+        share = sum(self._params[i].numel() for i in self.covered) / total
+        return Coverage(tuple(self.layers), dict(self.left_out), share)
 
     def _leave_out(self, layer: _Layer, reason: str) -> None:
         del self._layers[id(layer.module)]
@@ -225,7 +260,7 @@ class ExampleNorms:
 
     def forget(self) -> None:
         """Drop what was measured: no step will follow."""
-        self._pass, self._last, self.problem = {}, None, None
+        self._pass, self._last, self.problem, self.skipped = {}, None, None, False
 
     @torch.no_grad()
     def _on_output_gradient(
@@ -275,7 +310,7 @@ class ExampleNorms:
                     f"its input has {entry.examples or 'no'} examples, where the batch has {batch}",
                 )
         if self._measured_before and len(self.left_out) > left:
-            self.problem = f"layers are left out from now on: {self._describe_left_out()}."
+            self._skip()
             return
         squares = {
             index: batch * total
@@ -305,10 +340,15 @@ class ExampleNorms:
             if unseen.intersection(layer.indices.values()):
                 self._leave_out(layer, "its parameters are used without calling it")
         if unseen and (self._measured_before or not self._layers):
-            self.problem = f"layers are left out from now on: {self._describe_left_out()}."
+            self._skip()
             return None
         self._measured_before = True
         return last
+
+    def _skip(self) -> None:
+        """Note that this pass has no numbers, because the covered layers have changed."""
+        self.problem = f"layers are left out: {self._describe_left_out()}."
+        self.skipped = bool(self._layers)
 
     def remove(self) -> None:
         """Remove the hooks."""

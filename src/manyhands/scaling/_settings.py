@@ -24,6 +24,8 @@ from typing import Any, TypedDict
 
 from torch import nn
 
+from manyhands.scaling._examples import Examples
+
 
 class RuleOptions(TypedDict, total=False):
     """The options that every rule accepts by name; `ScalingRuleBase` documents them."""
@@ -40,6 +42,7 @@ class RuleOptions(TypedDict, total=False):
     floor_each_step: bool | None
     var_floor: float | None
     model: nn.Module | None
+    examples: bool | Examples
 
 
 @dataclass(frozen=True)
