@@ -82,7 +82,8 @@ def squares_one_by_one(model, inputs):
 
 
 def take(norms, model):
-    return norms.take([i for i, p in enumerate(model.parameters()) if p.grad is not None])
+    grads = [p.grad for p in model.parameters()]
+    return norms.take({i: float(grad.norm()) for i, grad in enumerate(grads) if grad is not None})
 
 
 def check(model, inputs, left_out=(), forward=None, **options):
@@ -224,6 +225,7 @@ def test_a_graph_may_be_retained_and_a_gradient_asked_for():
     loss = loss_of(model(x))
     torch.autograd.grad(loss, x, retain_graph=True)
     loss.backward(retain_graph=True)
+    model.zero_grad()
     loss.backward()
     for index, value in take(norms, model).mean_squares.items():
         assert value == pytest.approx(float(expected[index]), rel=1e-4)
@@ -261,10 +263,12 @@ class Odd(nn.Module):
 
 def test_layers_that_cannot_be_measured_are_left_out_with_a_reason():
     model = Odd()
+    model.mixing.eval()
     norms = ExampleNorms(model, list(model.parameters()))
     for _ in range(2):
         loss_of(model(torch.randn(BATCH, 4))).backward()
         assert set(take(norms, model).mean_squares) == {1, 2}
+        model.zero_grad()
     assert norms.layers == ["first"]
     assert norms.left_out == {
         "": "Odd is not a layer that can be measured",
@@ -282,9 +286,11 @@ def test_a_layer_that_becomes_unusable_spoils_one_pass():
     norms = ExampleNorms(model, list(model.parameters()))
     loss_of(model(torch.randn(3, 6))).backward()
     assert take(norms, model).examples == 3
+    model.zero_grad()
     loss_of(model[3](model[1](model[1](model[0](torch.randn(3, 6)))))).backward()
     assert take(norms, model) is None
     assert "1: it is used more than once" in norms.problem
+    model.zero_grad()
     loss_of(model(torch.randn(3, 6))).backward()
     assert set(take(norms, model).mean_squares) == {0, 1, 4}
 
@@ -298,7 +304,7 @@ def test_a_multihead_attention_uses_its_layer_without_calling_it():
 def test_a_pass_that_no_measured_layer_takes_part_in():
     model = mlp()
     norms = ExampleNorms(model, list(model.parameters()))
-    assert norms.take([]) is None
+    assert norms.take({}) is None
     assert "no measured layer took part" in norms.problem
 
 
@@ -329,10 +335,10 @@ def test_a_copied_or_pickled_model_is_not_measured(tmp_path):
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     for other in (twin, loaded):
         loss_of(other(torch.randn(2, 6))).backward()
-    assert norms.take([]) is None
+    assert norms.take({}) is None
     norms.remove()
     loss_of(model(torch.randn(2, 6))).backward()
-    assert norms.take([]) is None
+    assert norms.take({}) is None
 
 
 def test_it_goes_with_its_owner():
@@ -342,3 +348,30 @@ def test_it_goes_with_its_owner():
     del norms
     loss.backward()
     assert not model[0]._forward_hooks
+
+
+def test_batch_statistics_leave_no_example_a_gradient_of_its_own():
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    norms = ExampleNorms(model, list(model.parameters()))
+    loss_of(model(torch.randn(BATCH, 6))).backward()
+    assert take(norms, model) is None
+    assert "BatchNorm1d in training mode mixes the examples" in norms.problem
+    model.zero_grad()
+    model.eval()
+    loss_of(model(torch.randn(BATCH, 6))).backward()
+    assert set(take(norms, model).mean_squares) == {0, 1, 4, 5}
+
+
+def test_a_gradient_that_has_other_sources_is_not_measured():
+    """A penalty on the parameters, and one on the gradient of the input."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    norms = ExampleNorms(model, list(model.parameters()))
+    penalty = model[0].weight.square().sum()
+    (loss_of(model(torch.randn(BATCH, 6))) + penalty).backward()
+    assert set(take(norms, model).mean_squares) == {2, 3}
+    assert norms.left_out == {"0": "its gradient does not come from its output alone"}
+    x = torch.randn(BATCH, 6, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss_of(grad).backward()
+    assert take(norms, model) is None
+    assert "differentiated again" in norms.problem

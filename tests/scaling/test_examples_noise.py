@@ -174,7 +174,7 @@ def test_adascale_with_one_worker_and_one_pass():
 
 def test_a_group_without_a_covered_layer_has_the_gain_of_all_covered_ones():
     model = make_model()
-    model[2] = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2))
+    model[2] = nn.Sequential(nn.BatchNorm1d(5).eval(), nn.Linear(5, 2))
     groups = [{"params": [*model[0].parameters(), *model[2][1].parameters()]}]
     groups += [{"params": list(model[2][0].parameters())}]
     optimizer = mh.AdaScale(torch.optim.SGD(groups, lr=0.1), scale=4.0, model=model, examples=True)

@@ -139,6 +139,7 @@ class _Measured:
     examples: int  # in the layer's input
     expected: int | None  # in the model's input; None if the model was not called
     squares: dict[int, Tensor | float]  # sum over examples of |c_i|^2
+    total: dict[int, Tensor | float]  # |sum over examples of c_i|^2, in the first passes
     times: int = 1
 
 
@@ -165,6 +166,8 @@ class ExampleNorms:
         self._params = params
         self._pass: dict[int, _Measured] = {}  # by the layer's id
         self._last: ExampleSquares | None = None
+        self._totals: dict[int, Tensor | float] = {}  # |sum over examples of c_i|^2, to compare
+        self._mixed_by: str | None = None  # the class of a layer that has mixed the examples
         self._measured_before = False
         self._batch: int | None = None  # examples in the model's last training input
         self._anchor = torch.zeros((), requires_grad=True)
@@ -183,6 +186,11 @@ class ExampleNorms:
         self._handles = [
             layer.module.register_forward_hook(_ForwardHook(_on_forward, reference))
             for layer in self._layers.values()
+        ]
+        self._handles += [
+            module.register_forward_hook(_ForwardHook(_on_batch_norm, reference))
+            for module in model.modules()
+            if isinstance(module, _BatchNorm)
         ]
         self._handles.append(
             model.register_forward_pre_hook(_ForwardHook(_on_input, reference), with_kwargs=True)
@@ -261,6 +269,7 @@ class ExampleNorms:
     def forget(self) -> None:
         """Drop what was measured: no step will follow."""
         self._pass, self._last, self.problem, self.skipped = {}, None, None, False
+        self._totals = {}
 
     @torch.no_grad()
     def _on_output_gradient(
@@ -278,19 +287,22 @@ class ExampleNorms:
         (x,) = kept.saved_tensors  # type: ignore[attr-defined]
         dim = 0 if layer.kind.batch_first else self.options.batch_dim
         # pooled activations, of fewer dimensions, have the examples first in any model
-        if dim and x.dim() > layer.kind.dims(layer.module) + dim - 1:
+        fewest = layer.kind.dims(layer.module)
+        if dim and x.dim() > fewest + dim - 1:
             x, delta = x.transpose(0, dim), delta.transpose(0, dim)
         squares: dict[int, Tensor | float] = {}
-        examples = len(x) if x.dim() >= layer.kind.dims(layer.module) else 0
+        total: dict[int, Tensor | float] = {}
+        examples = len(x) if x.dim() >= fewest else 0
         # measured even if the number of examples is wrong: only the end of the pass tells
         if examples and (batch is None or examples == batch):
             wanted = [n for n in layer.indices if self._params[layer.indices[n]].requires_grad]
-            with torch.autocast(x.device.type, enabled=False):
-                each = layer.kind.measure(layer.module, x, delta, wanted)
-            for name, values in each.items():
-                total = values.double().sum() if values.device.type != "mps" else values.sum()
-                squares[layer.indices[name]] = total.item() if total.device.type == "cpu" else total
-        self._pass[id(layer.module)] = _Measured(layer, examples, batch, squares)
+            squares = _sum_squares(layer, x, delta, wanted)
+            if not self._measured_before and not layer.kind.batch_first:
+                # all positions of all examples as those of one: the whole gradient
+                one = x.flatten(0, 1)[None] if x.dim() > fewest else x[None]
+                delta = delta.flatten(0, 1)[None] if x.dim() > fewest else delta[None]
+                total = _sum_squares(layer, one, delta, wanted)
+        self._pass[id(layer.module)] = _Measured(layer, examples, batch, squares, total)
 
     def _end_pass(self) -> None:
         """Leave out the layers whose numbers cannot be right, and keep the others'."""
@@ -323,27 +335,52 @@ class ExampleNorms:
                 f"no layer could measure the examples of this pass: {self._describe_left_out()}."
             )
             return
+        self._totals = {i: t for entry in measured.values() for i, t in entry.total.items()}
         self._last = ExampleSquares(batch, squares)
 
-    def take(self, with_gradient: Collection[int]) -> ExampleSquares | None:
+    def take(self, norms: Mapping[int, Tensor | float]) -> ExampleSquares | None:
         """Return the numbers of the last pass, and forget them; None if there are none.
 
-        `with_gradient` are the parameters that got a gradient in that pass. One that its layer's
-        output says nothing of is used elsewhere, so its layer is left out.
+        `norms` are the norms of the parameters' gradients in that pass. A parameter whose gradient
+        is not the sum of what its layer has seen is used elsewhere too, so the layer is left out.
         """
         last, self._last = self._last, None
+        mixed_by, self._mixed_by = self._mixed_by, None
+        if mixed_by is not None:
+            self.problem = (
+                f"{mixed_by} in training mode mixes the examples of a batch, and none has a "
+                "gradient of its own. Normalise by layers or groups, put it into eval mode, or "
+                "leave examples= out."
+            )
+            return None
         if last is None:
+            if not self._layers:
+                self._skip()
             self.problem = self.problem or "no measured layer took part in this backward pass."
             return None
-        unseen = self.covered.intersection(with_gradient).difference(last.mean_squares)
-        for layer in list(self._layers.values()) if unseen else ():
+        unseen = self.covered.intersection(norms).difference(last.mean_squares)
+        other = {i for i in self._totals if i in norms and self._differs(i, norms[i], last)}
+        for layer in list(self._layers.values()) if unseen or other else ():
             if unseen.intersection(layer.indices.values()):
                 self._leave_out(layer, "its parameters are used without calling it")
-        if unseen and (self._measured_before or not self._layers):
+            elif other.intersection(layer.indices.values()):
+                self._leave_out(layer, "its gradient does not come from its output alone")
+        if not self._layers or (unseen and self._measured_before):
             self._skip()
             return None
         self._measured_before = True
-        return last
+        covered = self.covered
+        kept = {i: square for i, square in last.mean_squares.items() if i in covered}
+        return ExampleSquares(last.examples, kept)
+
+    def _differs(self, index: int, norm: Tensor | float, last: ExampleSquares) -> bool:
+        """Return whether a gradient is not the sum of its examples' parts, beyond rounding."""
+        if index not in last.mean_squares:
+            return False
+        # the examples' parts are g_i / B, and rounding is relative to them
+        parts = (float(last.mean_squares[index]) / last.examples) ** 0.5
+        difference = abs(float(self._totals[index]) ** 0.5 - float(norm))
+        return difference > 0.05 * float(norm) + 0.01 * parts
 
     def _skip(self) -> None:
         """Note that this pass has no numbers, because the covered layers have changed."""
@@ -353,6 +390,19 @@ class ExampleNorms:
     def remove(self) -> None:
         """Remove the hooks."""
         _remove(self._handles)
+
+
+def _sum_squares(
+    layer: _Layer, x: Tensor, delta: Tensor, wanted: Collection[str]
+) -> dict[int, Tensor | float]:
+    """Return the sum over the examples of |c_i|^2, by the index of the parameter."""
+    with torch.autocast(x.device.type, enabled=False):
+        each = layer.kind.measure(layer.module, x, delta, wanted)
+    sums = {n: v.sum() if v.device.type == "mps" else v.double().sum() for n, v in each.items()}
+    return {
+        layer.indices[name]: total.item() if total.device.type == "cpu" else total
+        for name, total in sums.items()
+    }
 
 
 class _ForwardHook:
@@ -402,6 +452,14 @@ def _on_input(
     examples._batch = next((t.shape[dim] for t in _tensors((*args, kwargs)) if t.dim() > dim), None)
 
 
+def _on_batch_norm(
+    examples: ExampleNorms, module: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    """Note that the examples of this pass have been mixed."""
+    if module.training or not module.track_running_stats:
+        examples._mixed_by = type(module).__name__
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -441,6 +499,9 @@ def _receive(
 ) -> None:
     examples = owner()
     if examples is None or examples._paused() or not kept:
+        return
+    if torch.is_grad_enabled() and id(layer.module) in examples._layers:
+        examples._leave_out(layer, "its gradient is differentiated again (create_graph=True)")
         return
     examples._on_output_gradient(layer, kept[0], batch, delta.detach())
     if not _keeps_graph():
