@@ -3,6 +3,7 @@
     python examples/digits.py                                                    # the baseline
     torchrun --nproc-per-node 4 examples/digits.py --accumulate 8                # 32 x the batch
     torchrun --nproc-per-node 4 examples/digits.py --accumulate 8 --rule linear
+    torchrun --nproc-per-node 4 examples/digits.py --max-scale 32                # the batch grows
 
 The learning rate and its schedule are the baseline's in all of them: the rule adapts them. On one
 worker without accumulation every rule leaves SGD as it is, bit for bit. `manyhands demo` starts
@@ -13,8 +14,6 @@ Needs scikit-learn. It runs on CPUs (gloo); for GPUs say "nccl", and move model 
 
 import argparse
 import math
-from contextlib import nullcontext
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -54,6 +53,7 @@ RULES = {
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--rule", choices=RULES, default="adascale")
 parser.add_argument("--accumulate", type=int, default=1, help="batches per worker and step")
+parser.add_argument("--max-scale", type=int, help="let the batch grow so far, as it pays")
 parser.add_argument("--batch-size", type=int, default=4, help="images in a batch")
 parser.add_argument("--lr", type=float, default=0.2, help="learning rate of the baseline")
 parser.add_argument("--steps", type=int, default=4800, help="steps of the baseline")
@@ -89,6 +89,15 @@ optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 optimizer = RULES[args.rule](optimizer, num_gradients_to_accumulate=args.accumulate)
 
 
+# Without --max-scale the batch stays as it is.
+ramp = mh.Ramp(
+    optimizer,
+    max_scale=args.max_scale or optimizer.scale,
+    goal="time" if args.max_scale else None,
+    model=None if model is network else model,
+)
+
+
 def schedule(step):
     """The part of --lr at a step of the baseline: warm-up, then a cosine."""
     warmup = args.warmup * args.steps
@@ -103,27 +112,33 @@ else:  # a step counts as `scale` steps: the number of images is the baseline's
 
 # -- training --------------------------------------------------------------------------------
 
+
+def batches():
+    """Yield this worker's batches, without end."""
+    while True:
+        chosen = torch.randint(len(train), (args.batch_size,), generator=draw)
+        yield train_images[chosen], train_labels[chosen]
+
+
 name = args.name or f"{args.rule} x{optimizer.scale:g}"
-next_test = 0.0
-with mh.Record(args.record, optimizer, name=name, mode="overwrite") as record:
-    for step in count(1):
+next_test = samples = 0.0
+with mh.Record(args.record, optimizer, ramp, name=name, mode="overwrite") as record:
+    for step, micro_batches in enumerate(ramp.over(batches()), start=1):
         optimizer.zero_grad()
-        mean_loss = 0.0
-        for batch in range(args.accumulate):
-            chosen = torch.randint(len(train), (args.batch_size,), generator=draw)
-            is_last = batch == args.accumulate - 1
-            with nullcontext() if is_last or model is network else model.no_sync():
-                loss = cross_entropy(model(train_images[chosen]), train_labels[chosen])
-                (loss / args.accumulate).backward()
-            mean_loss += loss.item() / args.accumulate
+        mean_loss, scale = 0.0, optimizer.scale
+        for inputs, targets in micro_batches:
+            loss = cross_entropy(model(inputs), targets) / len(micro_batches)
+            loss.backward()
+            mean_loss += loss.item()
         optimizer.step()
         scheduler.step()
 
+        samples += scale * args.batch_size
         baseline_steps = optimizer.progress if args.rule == "adascale" else step * optimizer.scale
         done = baseline_steps / args.steps
         # The parameters are the same on every worker, so all of them stop, or none.
         stop = done >= 1 or not parameters_to_vector(network.parameters()).isfinite().all()
-        values = {"loss": mean_loss}
+        values = {"loss": mean_loss, "samples": samples}
         if done >= next_test or stop:
             with torch.no_grad():
                 right = network(test_images).argmax(1) == test_labels
@@ -134,7 +149,6 @@ with mh.Record(args.record, optimizer, name=name, mode="overwrite") as record:
             break
 
 if rank == 0:
-    samples = step * optimizer.scale * args.batch_size
     print(f"{name}: {values['accuracy']:.1%} right after {step:,} steps, {samples:,.0f} samples")
 if dist.is_initialized():
     dist.destroy_process_group()

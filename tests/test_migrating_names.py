@@ -41,6 +41,8 @@ SHORT = {  # what the page calls the modules in which the originals define their
     "fairscale.nn.data_parallel.fully_sharded_data_parallel": "fairscale.nn",
     "fairscale.nn.wrap.auto_wrap": "fairscale.nn",
     "adaptdl.torch.parallel": "adaptdl.torch",
+    "adaptdl.torch.data": "adaptdl.torch",
+    "adaptdl.torch.epoch": "adaptdl.torch",
 }
 FUNCTIONS_ELSEWHERE = {  # and these functions
     "auto_wrap_bn": "fairscale.nn.data_parallel.auto_wrap_bn",
@@ -115,6 +117,7 @@ OFFERED = {  # what stands for an original, as it is once it is made
     "fairscale.nn.FullyShardedDataParallel": lambda: mh.FSDP(nn.Linear(2, 1)),
     "fairscale.fair_dev.testing.testing.DummyProcessGroup": lambda: mh.DummyProcessGroup(0, 1),
     "adaptdl.torch.AdaptiveDataParallel": bound_rule,
+    "adaptdl.torch.AdaptiveDataLoader": lambda: mh.AdaptiveDataLoader([0, 1]),
     "adaptdl.torch.gradient_noise_scale.GradientNoiseScale": lambda: bound_rule().gns,
     "fairseq.optim.bmuf.FairseqBMUF": around(mh.BMUF),
     **{

@@ -12,7 +12,7 @@ from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import Plan, plan
-from manyhands.ramp import Ramp
+from manyhands.ramp import AdaptiveDataLoader, Ramp, remaining_epochs_until
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
 from manyhands.scaling._examples import Coverage, Examples
@@ -21,6 +21,7 @@ from manyhands.scaling._noise_scale import NoiseScale
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding.fsdp._training_state import TrainingState
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
@@ -38,6 +39,7 @@ __all__ = [
     "OSS",
     "AdaScale",
     "AdamScale",
+    "AdaptiveDataLoader",
     "AdaptiveDataParallel",
     "Blocks",
     "ByDrift",
@@ -68,6 +70,7 @@ __all__ = [
     "SqrtScale",
     "TorchftCrew",
     "TrainingState",
+    "WeightedMean",
     "auto_wrap",
     "auto_wrap_bn",
     "config_auto_wrap_policy",
@@ -76,6 +79,7 @@ __all__ = [
     "load",
     "plan",
     "read_record",
+    "remaining_epochs_until",
     "save",
     "wrap",
 ]

@@ -31,6 +31,7 @@ CLASSES = {  # by the module that defines them
         *("ScalingRuleBase", "AdaScale", "AdamScale", "LinearScale", "SqrtScale", "LEGWScale"),
     ),
     "adaptdl.torch.parallel": ("AdaptiveDataParallel",),
+    "adaptdl.torch.data": ("AdaptiveDataLoaderMixin", "AdaptiveDataLoader"),
     "adaptdl.torch.gradient_noise_scale": ("GradientNoiseScale", "AdamGradientNoiseScale"),
     "fairseq.optim.fairseq_optimizer": ("FairseqOptimizer",),
     "fairseq.optim.bmuf": ("FairseqBMUF",),
@@ -44,8 +45,12 @@ FUNCTIONS = {
     "fairscale.nn.data_parallel.fully_sharded_data_parallel": (
         *("auto_wrap_bn", "get_fsdp_instances", "no_pre_load_state_dict_hook"),
     ),
+    "adaptdl.torch.epoch": ("remaining_epochs_until",),
 }
-BASES = ("fairseq.optim.fairseq_optimizer.FairseqOptimizer",)  # whose names others have too
+BASES = (  # whose names others have too
+    "fairseq.optim.fairseq_optimizer.FairseqOptimizer",
+    "adaptdl.torch.data.AdaptiveDataLoaderMixin",
+)
 PACKAGES = (
     *("fairscale.optim", "fairscale.optim.oss", "fairscale.optim.adascale"),
     *("fairscale.optim.grad_scaler", "fairscale.nn", "fairscale.nn.wrap"),

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.ramp._decision import Limits, decide
-from manyhands.ramp._goodput import Noise, StepTime, efficiency, goodput
-from manyhands.ramp._step_times import StepTimes
+from manyhands.ramp._decision import Limits, Noise, StepTime, decide, efficiency, goodput
+from manyhands.ramp._measured import StepTimes
 
 pytestmark = pytest.mark.quick
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.ramp._goodput import (
+from manyhands.ramp._decision import (
     Noise,
     StepTime,
     efficiency,

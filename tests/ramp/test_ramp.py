@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands.ramp import _ramp
-from manyhands.ramp._goodput import Noise, StepTime, goodput
+from manyhands.ramp._decision import Decision, Noise, StepTime, goodput
 
 
 class Clock:
@@ -101,6 +101,75 @@ def test_fewest_steps_need_no_measurement(clock):
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
     seen = train(clock, model, optimizer, mh.Ramp(optimizer, 8, goal="steps"), loader, steps=40)
     assert seen[::5] == [1, 2, 3, 4, 6, 8, 8, 8]
+
+
+def decaying(rule, steps=120, **options):
+    """Train at a rate that is divided by 4 in the middle; return (passes, rate x factor)."""
+    model, loader = quadratic(spread=100.0, batches=8000)
+    optimizer = rule(model)
+    ramp = mh.Ramp(optimizer, 64, goal=None, every=1, **options)
+    seen = []
+
+    def after_step(loss):
+        seen.append((passes[-1], inner.param_groups[0]["lr"] * optimizer.factors[0]))
+        inner.param_groups[0]["lr"] = 1e-6 / (4 if len(seen) >= steps // 2 else 1)
+
+    inner, passes = optimizer.optimizer, []
+    for micro_batches in ramp.over(loader):
+        for target in micro_batches:
+            loss = (model(torch.ones_like(target)) - target).square().mean() / 2
+            (loss / len(micro_batches)).backward()
+        passes.append(len(micro_batches))
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step(loss)
+        if len(seen) == steps:
+            return seen, ramp
+    raise AssertionError("the data ended")
+
+
+def sgd(model):
+    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return mh.AdaScale(inner, num_gradients_to_accumulate=4)
+
+
+def adam(model):
+    inner = torch.optim.Adam(model.parameters(), lr=1e-6)
+    return mh.SqrtScale(inner, num_gradients_to_accumulate=4)
+
+
+@pytest.mark.parametrize(("rule", "held"), [(sgd, 1.0), (adam, 0.5)])
+def test_the_batch_grows_where_the_schedule_divides_the_rate(clock, rule, held):
+    """SGD: the rate stays, as in Smith et al.; Adam: it falls by sqrt(a) only, as in Seesaw."""
+    seen, _ = decaying(rule, decay="batch")
+    (first, rate), (last, rate_at_last) = seen[50], seen[-1]
+    assert (first, last) == (4, 16)
+    # AdaScale's factor is the gain, which is a little below the scale
+    assert rate_at_last / rate == pytest.approx(held, rel=0.15 if rule is sgd else 1e-9)
+    assert decaying(rule)[0][-1][0] == 4  # decay="rate": the batch stays
+
+
+def test_the_rate_falls_by_the_rest_if_the_batch_may_not_grow_so_far(clock):
+    def limited(model):
+        inner = torch.optim.Adam(model.parameters(), lr=1e-6)
+        return mh.SqrtScale(inner, num_gradients_to_accumulate=32)
+
+    seen, _ = decaying(limited, decay="batch")
+    assert [passes for passes, _ in (seen[50], seen[-1])] == [32, 64]
+    assert seen[-1][1] / seen[50][1] == pytest.approx(2**0.5 / 4)
+
+
+def test_a_rate_of_zero_is_the_largest_batch_and_the_decay_is_saved(clock):
+    model, _ = quadratic()
+    ramp = mh.Ramp(sgd(model), 64, goal=None, decay="batch")
+    ramp._decay.see(4, [0.1])
+    ramp._decay.see(4, [0.05])
+    saved = ramp.state_dict()
+    other = mh.Ramp(sgd(model), 64, goal=None, decay="batch")
+    other.load_state_dict(saved)
+    assert other._decay == ramp._decay
+    ramp._decay.see(4, [0.0])
+    assert ramp._decay.hold(Decision(4, "stay", 4), 64).passes == 64
 
 
 def test_training_is_the_plain_loop_with_the_same_numbers_of_passes(clock):
@@ -278,6 +347,28 @@ def test_under_every_sharding_it_is_the_same_run(way):
         assert losses == pytest.approx(sharded_losses, rel=1e-9)
 
 
+def test_micro_batches_of_different_sizes_are_averaged_over_their_tokens(clock):
+    model, _ = quadratic()
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 9, (150,), generator=generator).tolist()
+    loader = [torch.randn(n, 1, generator=generator, dtype=torch.float64) for n in sizes]
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3))
+    ramp = mh.Ramp(optimizer, 8, goal="steps")
+    for micro_batches in ramp.over(loader, count=len):
+        for targets in micro_batches:
+            losses = (model(torch.ones_like(targets)) - targets).square()
+            micro_batches.mean(losses.sum()).backward()
+        everything = torch.cat(list(micro_batches))
+        whole = (model(torch.ones_like(everything)) - everything).square().mean()
+        (expected,) = torch.autograd.grad(whole, [model.weight])
+        torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.noise.measured and ramp.passes == 8
+    with pytest.raises(RuntimeError, match=r"over\(loader, count="):
+        next(ramp.over(loader)).mean(torch.ones(()))
+
+
 def test_mistakes_are_errors_that_say_what_to_do(clock):
     model, _ = quadratic()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -286,7 +377,13 @@ def test_mistakes_are_errors_that_say_what_to_do(clock):
     optimizer = mh.AdaScale(plain, num_gradients_to_accumulate=4)
     with pytest.raises(ValueError, match="max_scale=2 is below the present scale of 4"):
         mh.Ramp(optimizer, 2)
-    for wrong in ({"goal": "money"}, {"efficiency": 0.0}, {"every": 0}, {"growth": 1.0}):
+    for wrong in (
+        {"goal": "money"},
+        {"decay": "fast"},
+        {"efficiency": 0.0},
+        {"every": 0},
+        {"growth": 1.0},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             mh.Ramp(optimizer, 64, **wrong)
     with pytest.raises(TypeError, match=r"model=Linear has no no_sync"):

@@ -24,7 +24,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor, local_shard
 from manyhands.errors import RanksDisagree
 
-Facts: TypeAlias = Mapping[str, Any]
+Facts: TypeAlias = Mapping[str, object]
 Names: TypeAlias = Mapping[str, Sequence[str]]
 NO_NAMES: Names = MappingProxyType({})
 ABSENT = "absent"
@@ -84,26 +84,28 @@ def raise_if_different(
 
 
 def _difference(
-    title: str, values: Sequence[Any], names: Sequence[Sequence[str]]
-) -> tuple[str, Sequence[Any]]:
+    title: str, values: Sequence[object], names: Sequence[Sequence[str]]
+) -> tuple[str, Sequence[object]]:
     """Return what differs in one fact, and by rank how; an empty text if it does not differ."""
-    if all(isinstance(value, dict) for value in values):
-        keys = dict.fromkeys(key for value in values for key in value)
-        rows = ((key, [value.get(key, ABSENT) for value in values]) for key in keys)
+    dicts = [value for value in values if isinstance(value, dict)]
+    if len(dicts) == len(values):
+        keys = dict.fromkeys(key for value in dicts for key in value)
+        rows = ((key, [value.get(key, ABSENT) for value in dicts]) for key in keys)
         found = _first_difference(f"different {title}", rows)
-        order = ((f"number {i}", row) for i, row in enumerate(zip(*values, strict=False)))
+        order = ((f"number {i}", row) for i, row in enumerate(zip(*dicts, strict=False)))
         return found if found[0] else _first_difference(f"the same {title} in another order", order)
-    if not all(isinstance(value, list) for value in values):
+    lists = [value for value in values if isinstance(value, list)]
+    if len(lists) < len(values):
         return _compare_values(f"different {title}", values)
     thing = title.removesuffix("s") if title.isalpha() else "number"
     first = names[0] if names else ()
     numbered = (
         (f"{thing} {number}" + (f" ({first[number]})" if first else ""), row)
-        for number, row in enumerate(zip(*values, strict=False))
+        for number, row in enumerate(zip(*lists, strict=False))
     )
     found = _first_difference(f"different {title}", numbered)
     if not found[0]:
-        found = _compare_values(f"different numbers of {title}", [len(value) for value in values])
+        found = _compare_values(f"different numbers of {title}", [len(value) for value in lists])
     if not found[0] and all(names) and _all_equal([sorted(each) for each in names]):
         order = ((f"{thing} {number}", row) for number, row in enumerate(zip(*names, strict=True)))
         found = _first_difference(f"the same {title} in another order", order)
@@ -111,23 +113,23 @@ def _difference(
 
 
 def _first_difference(
-    what: str, rows: Iterable[tuple[str, Sequence[Any]]]
-) -> tuple[str, Sequence[Any]]:
+    what: str, rows: Iterable[tuple[str, Sequence[object]]]
+) -> tuple[str, Sequence[object]]:
     for name, row in rows:
         if not _all_equal(row):
             return _compare_values(f"{what}. The first that differs is {name}", row)
     return "", ()
 
 
-def _compare_values(what: str, row: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+def _compare_values(what: str, row: Sequence[object]) -> tuple[str, Sequence[object]]:
     return ("", ()) if _all_equal(row) else (f"{what}: {_by_rank(row)}", row)
 
 
-def _all_equal(values: Sequence[Any]) -> bool:
+def _all_equal(values: Sequence[object]) -> bool:
     return len({json.dumps(value) for value in values}) <= 1
 
 
-def _by_rank(values: Sequence[Any]) -> str:
+def _by_rank(values: Sequence[object]) -> str:
     """Return which ranks have which value."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
@@ -139,7 +141,7 @@ def _by_rank(values: Sequence[Any]) -> str:
     )
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     short = f"{value:g}" if isinstance(value, float) else ""
     return short if short and float(short) == value else str(value)
 
@@ -165,8 +167,8 @@ class Describer:
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
         words.append(f"on {tensor.device.type}{self._which(tensor.device)}")
         if is_dtensor(tensor):
-            mesh = tuple(tensor.device_mesh.shape)  # type: ignore[attr-defined]
-            words.append(f"placed {tensor.placements} on a mesh of {mesh}")  # type: ignore[attr-defined]
+            mesh = tuple(tensor.device_mesh.shape)
+            words.append(f"placed {tensor.placements} on a mesh of {mesh}")
         if here.layout is not torch.strided:
             words.append(f"as {str(here.layout).removeprefix('torch.')}")
         elif not here.is_contiguous():
@@ -199,5 +201,5 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(s if n != 1 else 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _checksum(value: Any) -> float:
+def _checksum(value: object) -> float:
     return float(zlib.crc32(json.dumps(value).encode()))

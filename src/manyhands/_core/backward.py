@@ -18,10 +18,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 _queue_callback: Callable[[Callable[[], None]], None] = (
@@ -73,7 +73,7 @@ class BackwardPasses:
         if self._outer is None:
             self._find_end(around, task, self._pass)
 
-    def _find_end(self, around: Any, task: int, number: int) -> None:
+    def _find_end(self, around: Node | None, task: int, number: int) -> None:
         """Queue the end of this pass in its outermost task."""
         if around is None:
             self._outer = task
@@ -83,7 +83,7 @@ class BackwardPasses:
                 _queue_callback(lambda: _queue_callback(lambda: self._finish(number)))
             return
 
-        def in_the_task_around(_: Any) -> None:
+        def in_the_task_around(_: object) -> None:
             if self._pass == number and self._outer is None:
                 self._find_end(_node_around(), current_task(), number)
 
@@ -97,7 +97,7 @@ class BackwardPasses:
             self._end()
 
 
-def _node_around() -> Any:
+def _node_around() -> Node | None:
     """Return the node of an outer task in which this task runs; None in an outermost one.
 
     Autograd has no call for it, but the Python function that called backward again is on the stack.

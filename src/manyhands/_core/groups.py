@@ -31,12 +31,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
+    Store,
     _get_default_store,
     default_pg_timeout,
 )
@@ -44,13 +44,13 @@ from torch.distributed.distributed_c10d import (
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group
 
 # The newest group of these ranks that this rank has made. Weak: a store is a server's port.
-_serials: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+_serials: weakref.WeakKeyDictionary[Store, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 
 
 class Lease:
     """Keeps a group of our own alive. An object that keeps `group` keeps the lease as well."""
 
-    def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks  # among all processes
         weakref.finalize(self, group_closer.close_when_unused, [group], os.getpid())
@@ -95,7 +95,7 @@ class GroupCloser:
         self._under_way: set[threading.Thread] = set()
         self._closed = False
 
-    def close_when_unused(self, held: list[Any], process: int) -> None:
+    def close_when_unused(self, held: list[object], process: int) -> None:
         """Drop the group in this list once nobody else has it; return at once."""
         if process == os.getpid() and not self._closed:
             thread = threading.Thread(target=self._drop, args=(held,), name="manyhands end")
@@ -109,7 +109,7 @@ class GroupCloser:
         # A forked child would wait for them for ever, and at Python's end it is too late to wait.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
 
-    def _drop(self, held: list[Any]) -> None:
+    def _drop(self, held: list[object]) -> None:
         pause = FIRST_PAUSE
         while sys.getrefcount(held[0]) > 2 or not self._enter():  # the list, and the call itself
             time.sleep(pause)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from manyhands._core.sharded import is_dtensor
 from manyhands._core.shared_memory import SharedMemory, SharedMemoryReduceScatter
 from manyhands._core.slices import PendingReduceScatter
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 SENT_ALONE = 65_536  # elements of a tensor that gets a broadcast of its own, without a copy
 
 
@@ -35,7 +38,8 @@ class RankGroup:
 
     size: int = 1
     rank: int = 0
-    group: Any = None  # a torch.distributed.ProcessGroup; None: the default group
+    # A ProcessGroup, a crew's ProcessGroupGloo, or a stand-in for one; None: the default group.
+    group: Any = None
     own_group: bool = False  # whether the group is ours alone, so that no other collectives pass
     lease: Lease | None = None  # keeps a group of our own alive
     shared_memory: SharedMemory | None = None  # if the ranks of one host exchange through memory
@@ -94,7 +98,7 @@ class RankGroup:
     @property
     def _timeout(self) -> timedelta | None:
         """The group's timeout; None if its backend does not say."""
-        group: Any = self.group or dist.group.WORLD
+        group = self._process_group
         # torch has no public way to read a group's timeout back.
         options = getattr(group._get_backend(group._device_types[0]), "options", None)
         return getattr(options, "_timeout", None)
@@ -151,7 +155,9 @@ class RankGroup:
         """Begin to fill `bucket` on every rank with the slices that each rank owns of it."""
         return slices.all_gather_slices(self, bucket, cuts)
 
-    def reduce_scatter(self, total: torch.Tensor, bucket: torch.Tensor, op: Any) -> None:
+    def reduce_scatter(
+        self, total: torch.Tensor, bucket: torch.Tensor, op: dist.ReduceOp.RedOpType
+    ) -> None:
         """Fill `total` with this rank's slice of all ranks' buckets, reduced by `op`."""
         slices.reduce_scatter(self, total, bucket, op)
 
@@ -185,7 +191,7 @@ class RankGroup:
         """Fill the tensors on every rank with rank 0's values; small ones of a type together."""
         if self.size == 1:
             return
-        small_by_type: dict[Any, list[torch.Tensor]] = {}
+        small_by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in map(torch.Tensor.detach, tensors):
             if tensor.numel() > SENT_ALONE and tensor.is_contiguous():
                 dist.broadcast(tensor, group_src=0, group=self.group)
@@ -214,7 +220,7 @@ class RankGroup:
             dist.all_reduce(tensor, op, group=self.group)
         return tensor
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Any:
+    def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Begin to sum a tensor over the ranks, in place."""
         return self._process_group.allreduce([tensor])
 
@@ -321,13 +327,15 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def rank_group_of(
-    params: Sequence[torch.Tensor], group: Any = None, world_size: int | None = None
+    params: Sequence[torch.Tensor],
+    group: Any = None,
+    world_size: int | None = None,
 ) -> RankGroup:
     """Return the ranks that share the gradients of these parameters.
 
     They are the ranks of `group`, or those over which the parameters are sharded, or all.
     """
-    meshes = {p.device_mesh for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
+    meshes = {p.device_mesh for p in params if is_dtensor(p)}
     if not meshes:
         return RankGroup.of(group, world_size)
     everyone = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
@@ -346,7 +354,7 @@ def rank_group_of(
     return workers
 
 
-def _group_of_mesh(mesh: Any, ranks: list[int]) -> Any:
+def _group_of_mesh(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup | None:
     """Return the process group of all ranks of a mesh; None for the default group."""
     if ranks == list(range(dist.get_world_size())):
         return None

@@ -25,15 +25,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 aten = torch.ops.aten
 
 
-def is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Return whether this is a DTensor, without importing torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -44,7 +49,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():  # or else to_local() is recorded by autograd
-        return tensor.to_local()  # type: ignore[attr-defined]
+        return tensor.to_local()
 
 
 @dataclass(frozen=True)
@@ -64,34 +69,35 @@ class DimRange:
 class DTensorShards:
     """Which rank holds what of a DTensor that is sharded in one dimension at most."""
 
-    mesh: Any
+    mesh: DeviceMesh
     mesh_dim: int | None  # the dimension whose ranks hold different shards; None: nothing is cut
     ranges: tuple[DimRange, ...]  # by rank in that dimension of the mesh
     rank: int
     first_replica: bool  # True on exactly one of the ranks that hold the same shard
 
     @classmethod
-    def of(cls, tensor: Any) -> DTensorShards:
+    def of(cls, tensor: DTensor) -> DTensorShards:
         """Read a DTensor's placements; raise a ValueError if they are not of the known kinds."""
         from torch.distributed.tensor import Replicate, Shard
 
         mesh, placements = tensor.device_mesh, tensor.placements
         # `type(...) is`: strided shards, of tensor parallelism, are a class derived from Shard.
-        cutting = [d for d, placement in enumerate(placements) if type(placement) is Shard]
-        others = [p for p in placements if type(p) is not Shard]
-        if len(cutting) > 1 or any(type(placement) is not Replicate for placement in others):
+        cutting = [(d, p) for d, p in enumerate(placements) if type(p) is Shard]
+        others = [d for d, p in enumerate(placements) if type(p) is not Shard]
+        if len(cutting) > 1 or any(type(placements[d]) is not Replicate for d in others):
             raise ValueError(
                 f"gradients placed as {placements} are not measured. Scaling works over "
                 "fully_shard on a mesh of one dimension, or two (shards and their replicas): "
                 "parameters cut by one Shard placement, without tensor parallelism."
             )
         coordinate = mesh.get_coordinate()
-        first = all(c == 0 for d, c in enumerate(coordinate) if d not in cutting)
+        assert coordinate is not None  # a rank outside of the mesh has none, and no DTensor of it
+        first = all(coordinate[d] == 0 for d in others)
         if not cutting:
             everything = DimRange(0, 0, tensor.size(0) if tensor.dim() else 1)
             return cls(mesh, None, (everything,), 0, first)
-        mesh_dim = cutting[0]
-        dim, workers = placements[mesh_dim].dim, mesh.size(mesh_dim)
+        mesh_dim, placement = cutting[0]
+        dim, workers = placement.dim, mesh.size(mesh_dim)
         size = tensor.size(dim)
         step = -(-size // workers)  # as torch.chunk: the last shards are shorter, or empty
         starts = [min(rank * step, size) for rank in range(workers + 1)]
@@ -155,14 +161,18 @@ class ShardedGradient(Tensor):
         held = sum(piece.numel() for piece in self.slices)
         return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGradient:
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedGradient:
         memo[id(self)] = copied = self.twin(Tensor.clone)
         return copied
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         packet, kwargs = func.overloadpacket, kwargs or {}
         first = args[0] if args else None
         if isinstance(first, ShardedGradient):
@@ -180,14 +190,15 @@ class ShardedGradient(Tensor):
                 to = kwargs.get("dtype"), kwargs.get("device")
                 return first.twin(lambda part: func(part, **kwargs), *to)
         if packet in FOREACH and not any(map(_is_large, args[1:])):
-            return _each(func, args, kwargs)
+            _each(func, args, kwargs)
+            return None
         raise RuntimeError(
             f"{packet.__name__} needs the whole gradient, and this one is sharded over the "
             "workers. To clip, call optimizer.clip_grad_norm(max_norm); for loss scaling, use "
             "ShardedGradScaler. This worker's elements are in grad.slices."
         )
 
-    def _added(self, other: Tensor, alpha: Any) -> ShardedGradient:
+    def _added(self, other: Tensor, alpha: object) -> ShardedGradient:
         """Add the next backward's gradient, as autograd does; it is averaged later."""
         self.zeroed = False
         if isinstance(other, ShardedGradient):
@@ -214,11 +225,11 @@ COPYING = {aten.detach, aten.clone, aten.alias}
 FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_}
 
 
-def _is_large(argument: Any) -> bool:
+def _is_large(argument: object) -> bool:
     return isinstance(argument, Tensor) and argument.numel() > 1
 
 
-def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _each(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Apply a foreach operation; an argument that is a list has one element for each gradient."""
     lists = [a if isinstance(a, list | tuple) else None for a in args[1:]]
     for i, grad in enumerate(args[0]):

@@ -17,14 +17,24 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.flat import accumulation_dtype
 
 CPU = torch.device("cpu")
+
+
+class HostRanks(Protocol):
+    """What shared memory needs of a `RankGroup`."""
+
+    @property
+    def rank(self) -> int: ...
+    def all_gather_text(self, text: str, device: torch.device) -> list[str]: ...
+    def start_all_reduce_max(self, tensor: Tensor) -> dist.Work: ...
 
 
 class SharedMemory:
@@ -33,7 +43,7 @@ class SharedMemory:
     `workers` is their `RankGroup`. Call every method on every rank.
     """
 
-    def __init__(self, workers: Any) -> None:
+    def __init__(self, workers: HostRanks) -> None:
         self._workers = workers
         self._ring: list[Tensor] = []  # each worker's, as bytes
         self._places = 0
@@ -41,7 +51,7 @@ class SharedMemory:
         self._later: list[DeferredBarrier] = []
 
     @classmethod
-    def of(cls, workers: Any) -> SharedMemory:
+    def of(cls, workers: HostRanks) -> SharedMemory:
         """Share memory between ranks; raise an error if they are on several hosts."""
         if not _host():
             raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
@@ -55,7 +65,7 @@ class SharedMemory:
         return cls(workers)
 
     @classmethod
-    def if_possible(cls, workers: Any) -> SharedMemory | None:
+    def if_possible(cls, workers: HostRanks) -> SharedMemory | None:
         """Share memory between ranks, or return None if they cannot read each other's memory."""
         hosts = workers.all_gather_text(_host(), CPU)
         if len(set(hosts)) > 1 or not hosts[0]:
@@ -130,7 +140,7 @@ class SharedMemory:
         slices = [each[cuts[rank] : cuts[rank + 1]] for each in shown]
         return SharedMemoryReduceScatter(slices, self.barrier(), bucket)
 
-    def barrier(self) -> Any:
+    def barrier(self) -> dist.Work:
         """Begin a barrier; the result's `wait` returns when every rank has begun it."""
         work = self._workers.start_all_reduce_max(torch.zeros(1))
         for later in self._later:
@@ -149,11 +159,12 @@ class DeferredBarrier:
 
     def __init__(self, host: SharedMemory) -> None:
         self._host = host
-        self.work: Any = None
+        self.work: dist.Work | None = None
 
     def wait(self) -> None:
         if self.work is None:
-            self._host.barrier()
+            self._host.barrier()  # which sets `work`
+        assert self.work is not None
         self.work.wait()
 
 
@@ -162,7 +173,7 @@ class SharedMemoryReduceScatter:
     """Our slice of a bucket, in all ranks' memory."""
 
     slices: list[Tensor]
-    barrier: Any
+    barrier: dist.Work
     sent: Tensor  # the bucket that we copied from
 
     def mean(self, workers: float, dtype: torch.dtype) -> Tensor:

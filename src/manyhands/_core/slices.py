@@ -40,7 +40,7 @@ class RankIdentity(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def group(self) -> Any: ...
+    def group(self) -> dist.ProcessGroup | None: ...
     def on_gloo(self, device: torch.device) -> bool: ...
 
 
@@ -50,7 +50,7 @@ class PendingReduceScatter:
 
     own: Tensor | None  # our own slice of our bucket, unless a row contains it already
     rows: list[Tensor]  # each of our slice's length
-    works: list[Any]
+    works: list[dist.Work]
     sent: Tensor  # the bucket, kept alive until it was sent
 
     def mean(self, workers: float, dtype: torch.dtype) -> Tensor:
@@ -113,7 +113,7 @@ def _send_by_pairs(
     """Send every slice straight to its owner. `first` is memory for the first row to arrive."""
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]  # needs no copy, unlike in an all_to_all
     rows: list[Tensor] = []
-    works = []
+    works: list[Any] = []  # torch's types allow None: for a rank that is not in the group
     for to, source in partners(ranks):
         if own.numel():
             rows.append(torch.empty_like(own) if rows or first is None else first)
@@ -147,7 +147,9 @@ def all_gather_slices(ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int]) 
     ]
 
 
-def reduce_scatter(ranks: RankIdentity, total: Tensor, bucket: Tensor, op: Any) -> None:
+def reduce_scatter(
+    ranks: RankIdentity, total: Tensor, bucket: Tensor, op: dist.ReduceOp.RedOpType
+) -> None:
     """Fill `total` with our slice of all ranks' buckets, reduced by `op`; equal slices."""
     _reduce_scatter(total, bucket, op=op, group=ranks.group)
 

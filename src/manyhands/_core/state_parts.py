@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
-from manyhands._core.wrappers import OptimizerWrapper, SharingOptimizer, unwrap
+from manyhands._core.wrappers import OptimizerWrapper, ParamGroup, SharingOptimizer, unwrap
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -55,7 +58,9 @@ class OptimizerStatePart(StatePart):
 class ReplicatedState(Protocol):
     """Entries of a sharded optimizer's state, for every parameter, on every rank."""
 
-    state: dict[Tensor, dict[str, Any]]
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """The entries by parameter and name."""
 
     def update(self) -> None:
         """Collect the state as it is now. Called on every rank."""
@@ -96,7 +101,7 @@ class ShardedOptimizer(SharingOptimizer):
         """Bring shards and parameters in line, before state is loaded. Called on every rank."""
         raise NotImplementedError
 
-    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], dict[str, Any]]:
+    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
         """Return this rank's state by parameter, and the state dict of `optim` that it is in.
 
         With `include_empty`, parameters without state are included, to be loaded into.
@@ -105,9 +110,9 @@ class ShardedOptimizer(SharingOptimizer):
 
     def load_parts(
         self,
-        packed: dict[str, Any],
+        packed: StateDict,
         for_later: dict[int, dict[str, Any]],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[ParamGroup],
     ) -> None:
         """Load a state dict of `optim`, and the options of the parameter groups.
 
@@ -123,10 +128,10 @@ class ShardedOptimizer(SharingOptimizer):
 class RuleParts(Protocol):
     """What a checkpoint asks of a scaling rule."""
 
-    def scaling_state_dict(self) -> dict[str, Any]:
+    def scaling_state_dict(self) -> StateDict:
         """Return the rule's state. `previous` is a list by parameter, of gradients or None."""
 
-    def check_scaling_state(self, entry: Mapping[str, Any]) -> Any:
+    def check_scaling_state(self, entry: Mapping[str, Any]) -> object:
         """Return a saved state, parsed; raise a ValueError if it does not fit. Change nothing."""
 
     def take_scaling_state(self, state: Any) -> None:
@@ -141,7 +146,7 @@ class BlocksParts(Protocol):
         """The number of this rank's replica: each has an optimizer state of its own."""
 
     @property
-    def layout(self) -> list[Any]:
+    def layout(self) -> Sequence[object]:
         """Which elements this rank rounds and averages. Equal layouts have equal residuals."""
 
     @property
@@ -219,7 +224,7 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
 
 def state_parts(
     optimizer: Optimizer, *, include_empty: bool = False
-) -> tuple[list[OptimizerStatePart], dict[str, Any]]:
+) -> tuple[list[OptimizerStatePart], StateDict]:
     """Return this rank's state by parameter, and the state dict that it is in.
 
     With `include_empty`, parameters without state are included.
@@ -238,6 +243,6 @@ def state_parts(
     return [part for part in parts if include_empty or not part.empty], packed
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Value]) -> dict[str, Value]:
     """Return a parameter group without its parameters."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}

@@ -16,19 +16,21 @@ import copy
 import dataclasses
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+T = TypeVar("T")
 
-def tree_map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+
+def tree_map_tensors(fn: Callable[[Tensor], object], tree: object) -> Any:
     """Apply `fn` to every tensor in a nested structure; what is not a container stays as it is."""
     return _Map(fn, lambda other: None)(tree)
 
 
-def tensors_in(tree: Any, others: Callable[[Any], None] = lambda other: None) -> list[Tensor]:
+def tensors_in(tree: object, others: Callable[[object], None] = lambda other: None) -> list[Tensor]:
     """Return the tensors in a nested structure, each once; call `others` with all other leaves."""
     found: list[Tensor] = []
 
@@ -40,25 +42,27 @@ def tensors_in(tree: Any, others: Callable[[Any], None] = lambda other: None) ->
     return found
 
 
-def as_type(dtype: torch.dtype, tree: Any) -> Any:
+def as_type(dtype: torch.dtype, tree: T) -> T:
     """Convert the floating-point tensors in a nested structure."""
-    return tree_map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    result: T = tree_map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    return result
 
 
 class _Map:
     """One walk over a tree."""
 
-    def __init__(self, fn: Callable[[Tensor], Any], others: Callable[[Any], None]) -> None:
+    def __init__(self, fn: Callable[[Tensor], object], others: Callable[[object], None]) -> None:
         self._fn = fn
         self._others = others
         # What was met already, by its id, with the object itself so that its id stays its own.
-        self._done: dict[int, tuple[Any, Any]] = {}
+        self._done: dict[int, tuple[object, object]] = {}
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> Any:
         if value is None or isinstance(value, str | bytes | int | float | nn.Module):
             return value
         if id(value) in self._done:
             return self._done[id(value)][1]
+        result: object
         if isinstance(value, Tensor):
             result = self._fn(value)
         else:
@@ -69,7 +73,7 @@ class _Map:
         self._done.setdefault(id(result), (result, result))
         return result
 
-    def _container(self, value: Any) -> Any:
+    def _container(self, value: object) -> object:
         if isinstance(value, tuple):
             return self._rebuilt(value, value, _tuple_like)
         if isinstance(value, set | frozenset):
@@ -92,14 +96,14 @@ class _Map:
         return value
 
     def _rebuilt(
-        self, value: Any, items: Iterable[Any], build: Callable[[Any, list[Any]], Any]
-    ) -> Any:
+        self, value: T, items: Iterable[object], build: Callable[[T, list[object]], object]
+    ) -> object:
         before = list(items)
         after = [self(item) for item in before]
         same = all(new is old for old, new in zip(before, after, strict=True))
         return value if same else build(value, after)
 
-    def _with_items(self, value: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    def _with_items(self, value: Any, items: Iterable[tuple[object, object]]) -> Any:
         changed = [(key, new) for key, old in list(items) if (new := self(old)) is not old]
         if changed:
             value = copy.copy(value)
@@ -107,7 +111,7 @@ class _Map:
                 value[key] = new
         return value
 
-    def _with_fields(self, value: Any) -> Any:
+    def _with_fields(self, value: Any) -> object:
         changed = []
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
@@ -120,7 +124,7 @@ class _Map:
         return value
 
 
-def _tuple_like(old: Any, items: list[Any]) -> Any:
+def _tuple_like(old: tuple[object, ...], items: list[object]) -> object:
     """Return a tuple of the old one's class: plain, named, or torch's (such as `max` returns)."""
     if hasattr(type(old), "n_sequence_fields"):
         return type(old)(items)

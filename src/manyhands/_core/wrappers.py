@@ -29,16 +29,32 @@ in backward, before the scaler leaves anything.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    NoReturn,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.sharded import local_shard
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ParamGroup: TypeAlias = dict[str, Any]  # "params", and options of types that only a class knows
 
 T = TypeVar("T")
 
@@ -56,7 +72,7 @@ class YieldingProperty(Generic[T]):
     def __get__(self, instance: None, owner: type) -> YieldingProperty[T]: ...
     @overload
     def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: Any, owner: type) -> YieldingProperty[T] | T:
+    def __get__(self, instance: object, owner: type) -> YieldingProperty[T] | T:
         return self if instance is None else self._compute(instance)
 
 
@@ -74,7 +90,7 @@ class SharedAttribute(Generic[T]):
     def __get__(self, instance: None, owner: type) -> SharedAttribute[T]: ...
     @overload
     def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: Any, owner: type) -> SharedAttribute[T] | T:
+    def __get__(self, instance: object, owner: type) -> SharedAttribute[T] | T:
         if instance is None:
             return self
         try:
@@ -83,14 +99,14 @@ class SharedAttribute(Generic[T]):
             raise AttributeError(self._name) from None
         return value
 
-    def __set__(self, instance: Any, value: T) -> None:
+    def __set__(self, instance: object, value: T) -> None:
         getattr(instance, SHARED)[self._name] = value
 
 
 class SharingOptimizer(Optimizer):
     """An optimizer with `SharedAttribute`s."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         made = super().__new__(cls)
         vars(made)[SHARED] = {}
         return made
@@ -103,7 +119,7 @@ class OptimizerWrapper(SharingOptimizer):
     _inner: Optimizer | None
     _closure_runs = SharedAttribute[bool]()
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         made = super().__new__(cls)
         made._closure_runs = False
         return made
@@ -119,19 +135,19 @@ class OptimizerWrapper(SharingOptimizer):
         return self._inner_optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         return self._inner_optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[ParamGroup]) -> None:
         self._inner_optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> defaultdict[Tensor, Any]:
         return self._inner_optimizer.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
         self._inner_optimizer.state = state
 
     @property
@@ -151,10 +167,10 @@ class OptimizerWrapper(SharingOptimizer):
         """
         return not self._closure_runs
 
-    def _in_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _in_step(self, closure: Callable[[], T]) -> Callable[[], T]:
         """Return the closure, noting while it runs that it does."""
 
-        def run() -> Any:
+        def run() -> T:
             self._closure_runs = True
             try:
                 return closure()
@@ -163,7 +179,7 @@ class OptimizerWrapper(SharingOptimizer):
 
         return run
 
-    def state_parts(self) -> Any:
+    def state_parts(self) -> object:
         """Return what saves and loads the state that this layer adds (`state_parts.py`)."""
         return self
 
@@ -174,7 +190,7 @@ class OptimizerWrapper(SharingOptimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return wrapped_attribute(self, inner, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} is not pickled: it is tied to its parameters. Save "
             "state_dict(), and load it into one made around the optimizer as before."
@@ -205,13 +221,22 @@ def _shows_state_of(inner: Optimizer, outer: Optimizer) -> bool:
 Layer = TypeVar("Layer")
 
 
-def find_layer(optimizer: Any, kind: type[Layer]) -> Layer | None:
+def find_layer(optimizer: Optimizer, kind: type[Layer]) -> Layer | None:
     """Return the first layer of this class, from the outermost in; None if there is none."""
     layers = unwrap(optimizer, every_layer=True)
     return next((each for each in layers if isinstance(each, kind)), None)
 
 
-def wrapped_attribute(wrapper: Any, wrapped: Any, name: str) -> Any:
+def gradient_ranks(optimizer: Optimizer) -> Any:
+    """Return the `RankGroup` whose gradients are averaged for a step; None if no layer says so."""
+    for layer in unwrap(optimizer, every_layer=True):
+        # on the class, as wrappers forward what they do not have
+        if hasattr(type(layer), "gradient_ranks"):
+            return layer.gradient_ranks  # type: ignore[attr-defined]
+    return None
+
+
+def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
     """Return the wrapped object's attribute, or raise an AttributeError about the wrapper.
 
     Otherwise the error would name a class that the user has never written.
@@ -247,6 +272,12 @@ class ScalerSignals:
         return self.found_inf is not None
 
 
+class LossScaler(Protocol):
+    """A gradient scaler: torch's, Lightning's, or any other that says its scale."""
+
+    def get_scale(self) -> float: ...
+
+
 class LossScale:
     """What gradients are multiplied by when they are measured: the one owner of that number.
 
@@ -255,7 +286,7 @@ class LossScale:
     measurement, and `last` is that of the last step.
     """
 
-    def __init__(self, scaler: Any = None) -> None:
+    def __init__(self, scaler: LossScaler | None = None) -> None:
         self.scaler = scaler
         self.last: float | None = None
 
@@ -319,7 +350,7 @@ def apply_signals(
 
 
 @torch.no_grad()
-def unscale(param_groups: Sequence[dict[str, Any]], grad_scale: Tensor) -> None:
+def unscale(param_groups: Sequence[ParamGroup], grad_scale: Tensor) -> None:
     """Divide the gradients by the loss scale, as `GradScaler.unscale_` does."""
     inverse = grad_scale.double().reciprocal().float()
     for group in param_groups:

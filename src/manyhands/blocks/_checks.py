@@ -144,7 +144,7 @@ def memory_order(params: Sequence[Tensor]) -> float:
 def _shards(params: Sequence[Tensor]) -> list[str]:
     """Describe which shards of DTensors are on this rank."""
     return [
-        f"{tuple(p.placements)} at {p.device_mesh.get_coordinate()}"  # type: ignore[attr-defined]
+        f"{tuple(p.placements)} at {p.device_mesh.get_coordinate()}"
         for p in params
         if is_dtensor(p)
     ]

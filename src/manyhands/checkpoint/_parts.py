@@ -138,7 +138,7 @@ def _locate(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
     here, corner = local_shard(tensor).detach(), (0,) * tensor.dim()
     if is_dtensor(tensor):
-        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+        (chunk,) = tensor.__create_chunk_list__()
         corner = tuple(chunk.offsets)
     return tuple(tensor.shape), corner, here
 

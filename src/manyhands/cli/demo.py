@@ -58,7 +58,8 @@ def demo(
     console.print(
         f"Handwritten digits, {steps:,} steps of {BATCH} images: the baseline. Then batches "
         f"{workers * accumulate} times as large, from {workers} workers with {accumulate} batches "
-        "each, with the same learning rate and schedule, adapted by a scaling rule.\n"
+        "each, with the same learning rate and schedule, adapted by a scaling rule. Ramp begins "
+        "with the small batch and lets it grow.\n"
     )
     script = _script()
     out.mkdir(parents=True, exist_ok=True)
@@ -75,11 +76,14 @@ def demo(
 
 
 def _trainings(workers: int, accumulate: int) -> list[Training]:
-    """Return the baseline, and three ways to train with the large batch."""
+    """Return the baseline, and four ways to train with larger batches."""
     scale, several = workers * accumulate, f"--accumulate={accumulate}"
     return [
         Training("baseline", "baseline", 1, (), counts_gain=True),
         Training("adascale", f"AdaScale ×{scale}", workers, (several,), counts_gain=True),
+        Training(
+            "ramp", f"Ramp, up to ×{scale}", workers, (f"--max-scale={scale}",), counts_gain=True
+        ),
         Training("linear", f"linear ×{scale}", workers, (several, "--rule=linear")),
         Training(
             "linear-warmup",
@@ -222,6 +226,7 @@ def _verdict(runs: Sequence[Run], workers: int, accumulate: int) -> str:
         f"AdaScale against the baseline: {points:+.1f} points of accuracy (another --seed shows "
         f"how much of that is chance), steps divided by {_steps(baseline) / _steps(adascale):.1f}, "
         f"samples multiplied by {_samples(adascale) / _samples(baseline):.1f}.",
+        "Ramp chooses the batch of each step for the most progress in a second on this machine.",
         "The linear runs see as many samples as the baseline.",
     ]
     cores, batches = os.cpu_count() or 1, workers * accumulate
@@ -238,7 +243,7 @@ def _steps(run: Run) -> int:
 
 
 def _samples(run: Run) -> float:
-    return float(_steps(run) * run.lines[-1]["scale"] * BATCH)
+    return float(run.lines[-1]["samples"])
 
 
 def _stop(message: str) -> NoReturn:

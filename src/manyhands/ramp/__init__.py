@@ -1,12 +1,14 @@
 """A batch that sets itself: as many micro-batches a step as pay, decided while training.
 
-_goodput.py      arithmetic: the best number of passes, from noise and times
-_step_times.py   the time of a step by its passes, fitted to the last steps
-_evidence.py     how sure the averaged noise is
-_decision.py     the next number of passes: a pure function
-_ramp.py         `Ramp`: measures, decides, and hands out micro-batches
+_decision.py         arithmetic: the best number of passes, and the next one
+_measured.py         what it rests on: the times of steps, and how sure the noise is
+_micro_batches.py    the micro-batches of one step
+_step_loader.py      whole steps from a data loader whose micro-batches grow
+_ramp.py             `Ramp`: measures, decides, and hands out micro-batches
+_adaptive_loader.py  adaptdl's loop: `AdaptiveDataLoader`, `remaining_epochs_until`
 """
 
+from manyhands.ramp._adaptive_loader import AdaptiveDataLoader, remaining_epochs_until
 from manyhands.ramp._ramp import Ramp
 
-__all__ = ["Ramp"]
+__all__ = ["AdaptiveDataLoader", "Ramp", "remaining_epochs_until"]

@@ -1,10 +1,33 @@
-"""The next number of passes: a pure function of what was measured, so all ranks decide the same.
+"""How many passes should the next step have? Pure functions of what was measured.
+
+So all ranks, which know the same numbers, decide the same. Passes are counted here. With an
+`AdaptiveDataLoader` its units stand in their place: the parts of the small batch, however many of
+them a pass has.
+
+Time      a step of p passes takes         t(p) = a + b p              seconds (`_measured.py`)
+Scale     its batch is, in small batches,  S(p) = u p                  u: one pass on all workers
+Worth     in steps of scale 1              r(S) = (v + s) / (v / S + s)       the gain, `_noise.py`
+Goodput   worth per second                 r(u p) / t(p)
+
+with s = |true gradient|^2 and v = the noise at scale 1. As a function of p the goodput is, up to a
+constant, p / ((v + s u p) (a + b p)). Its maximum, where the derivative is zero, is at
+
+    p* = sqrt((a / b) (v / s) / u)
+
+so the batch u p* is the geometric mean of what communication allows (a / b) and of what the noise
+allows (v / s, the noise scale). A whole number of passes is one of its two neighbours, because the
+goodput rises before p* and falls after it.
+
+Efficiency is the worth of a sample over that of a sample at scale 1: r(S) / S. It falls with S.
+
+`decide` moves towards the best number of passes. Its reasons:
 
     explore    the noise is not known (any more), or the time of a step for one number of passes
                only: try another number
     grow       towards the best number, by at most the factor `growth` at a time
     shrink     likewise
     stay       the best number is not better by more than `margin` (so the batch does not flutter)
+    decay      the schedule has lowered the rate, and the batch grows in its place (`Decay`)
     wait       no decision was taken yet
 
 `goal` is what the best number of passes is the best for:
@@ -12,24 +35,103 @@
     "time"      the most progress in a second            `fastest_passes`
     "samples"   the largest batch whose samples are still worth `efficiency` each
     "steps"     the largest batch that is allowed
+    None        the batch as it is
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from manyhands.ramp._goodput import (
-    Noise,
-    StepTime,
-    fastest_passes,
-    goodput,
-    most_efficient_passes,
-)
+from manyhands.scaling._noise import gain
 
-Goal = Literal["time", "samples", "steps"]
-Reason = Literal["explore", "grow", "shrink", "stay", "wait"]
+Goal = Literal["time", "samples", "steps"] | None
+Reason = Literal["explore", "grow", "shrink", "stay", "decay", "wait"]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step: `fixed` seconds (a), and `per_pass` seconds for every pass (b)."""
+
+    fixed: float
+    per_pass: float
+
+    def seconds(self, passes: int) -> float:
+        """Return how long a step of so many passes takes.
+
+        >>> StepTime(fixed=0.4, per_pass=0.1).seconds(4)
+        0.8
+        """
+        return self.fixed + self.per_pass * passes
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The gradient's squared norm (s) and its noise at scale 1 (v)."""
+
+    sqr: float
+    var: float
+
+
+def efficiency(noise: Noise, scale: float) -> float:
+    """Return what a sample of a batch of `scale` is worth, in samples at scale 1.
+
+    >>> efficiency(Noise(sqr=1.0, var=3.0), 4.0)
+    0.5714285714285714
+    """
+    return gain(noise.sqr, noise.var, scale) / scale
+
+
+def goodput(noise: Noise, time: StepTime, scale_per_pass: float, passes: int) -> float:
+    """Return how many steps of scale 1 a second of such steps is worth."""
+    return gain(noise.sqr, noise.var, scale_per_pass * passes) / time.seconds(passes)
+
+
+def fastest_passes(noise: Noise, time: StepTime, scale_per_pass: float, most: int) -> int:
+    """Return the number of passes, from 1 to `most`, that has the highest goodput.
+
+    >>> fastest_passes(Noise(sqr=1.0, var=16.0), StepTime(4.0, 1.0), 1.0, most=64)
+    8
+    """
+    ratio, noise_scale = _ratio(time.fixed, time.per_pass), _ratio(noise.var, noise.sqr)
+    if ratio == 0.0 or noise_scale == 0.0:
+        return 1
+    best = math.sqrt(ratio) * math.sqrt(noise_scale) / math.sqrt(scale_per_pass)
+    if best >= most:
+        return most
+    low = max(1, math.floor(best))
+    high = min(low + 1, most)
+    # the smaller batch if both are equal: it has seen fewer samples
+    return max(
+        (low, high), key=lambda passes: (goodput(noise, time, scale_per_pass, passes), -passes)
+    )
+
+
+def most_efficient_passes(noise: Noise, least: float, scale_per_pass: float, most: int) -> int:
+    """Return the largest number of passes whose efficiency is at least `least`; at least 1.
+
+    (v + s) / (v + s S) >= e  is  S <= (v (1 - e) / s + 1) / e.
+
+    >>> most_efficient_passes(Noise(sqr=1.0, var=16.0), 0.8, 1.0, most=64)
+    5
+    """
+    if noise.var + noise.sqr == 0.0:
+        return 1
+    largest = (_ratio(noise.var, noise.sqr) * (1.0 - least) + 1.0) / least
+    if least >= 1.0 and noise.sqr > 0.0:
+        largest = 1.0
+    # the tolerance keeps a whole number that rounding made a little smaller
+    passes = largest / scale_per_pass + 1e-9
+    return most if passes >= most else max(1, math.floor(passes))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    """Return the ratio; infinite if only the denominator is zero, and zero if both are."""
+    if denominator > 0.0:
+        return numerator / denominator
+    return math.inf if numerator > 0.0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +174,8 @@ def decide(
     Decision(passes=3, reason='grow', target=16)
     """
     passes_here = min(passes, limits.most)
+    if limits.goal is None:
+        return Decision(passes_here, "stay", passes_here)
     if limits.goal == "steps":
         target = limits.most
     elif limits.most == 1:
@@ -104,3 +208,43 @@ def _neighbour(passes: int, most: int) -> int:
     """Return a number of passes that is far enough away to tell a pass's time from the rest."""
     more = max(passes + 1, round(passes * 1.25))
     return more if more <= most else max(1, min(passes - 1, round(passes / 1.25)))
+
+
+@dataclass
+class Decay:
+    """Where the schedule divides the rate by a, the batch grows by a instead.
+
+    Smith et al. (2018) do so for SGD, Seesaw (Meterez et al. 2025) for Adam with the rate times
+    sqrt(a). Here the rule multiplies the lowered rate by its factor for the larger batch: nearly a
+    for AdaScale, sqrt(a) for AdamScale and SqrtScale, where noise dominates.
+    """
+
+    highest: float = 0.0  # rate that was seen, the sum over parameter groups
+    units: float = 1.0  # of the batch when the rate began to fall
+    rate: float = 0.0  # at present
+
+    def see(self, units: int, rates: Sequence[float]) -> None:
+        """Take note of the rates of a step with so many units."""
+        self.rate = float(sum(rates))
+        if self.rate >= self.highest:
+            self.highest, self.units = self.rate, float(units)
+
+    def hold(self, decision: Decision, most: int) -> Decision:
+        """Return the decision, or a larger batch if the rate has fallen by more.
+
+        >>> decay = Decay()
+        >>> for rate in (0.1, 0.1, 0.025):
+        ...     decay.see(units=4, rates=[rate])
+        >>> decay.hold(Decision(4, "stay", 4), most=64)
+        Decision(passes=16, reason='decay', target=16)
+        """
+        fallen = self.highest / self.rate if self.rate > 0.0 else math.inf
+        # the tolerance keeps a whole number that rounding made a little smaller
+        grown = most if fallen * self.units >= most else math.floor(fallen * self.units + 1e-9)
+        if self.highest == 0.0 or grown <= decision.passes:
+            return decision
+        return Decision(grown, "decay", grown)
+
+    def to_list(self) -> list[float]:
+        """Return the numbers, in the order of the arguments."""
+        return [self.highest, self.units, self.rate]

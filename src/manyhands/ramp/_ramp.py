@@ -21,50 +21,34 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.ramp._decision import Decision, Goal, Limits, decide
-from manyhands.ramp._evidence import Evidence
-from manyhands.ramp._goodput import Noise, StepTime, efficiency
-from manyhands.ramp._step_times import StepTimes
+from manyhands.ramp._decision import (
+    Decay,
+    Decision,
+    Goal,
+    Limits,
+    Noise,
+    StepTime,
+    decide,
+    efficiency,
+)
+from manyhands.ramp._measured import Evidence, StepTimes
+from manyhands.ramp._micro_batches import MicroBatches, fill, no_sync_of
+from manyhands.ramp._step_loader import StepLoader, StepSize
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._step_stats import RankReport
+from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
 
-GOALS = ("time", "samples", "steps")
+GOALS = ("time", "samples", "steps", None)
 NOISE_LASTS = 10  # decisions: after that many without a new measurement the noise is unknown
 SKIPPED = 3  # steps at the beginning whose times do not count: they compile, allocate, connect
-
-
-class MicroBatches(Generic[Batch]):
-    """The micro-batches of one step: a sequence.
-
-    While it is iterated, all but the last are inside the model's `no_sync()`, if it has one.
-    """
-
-    def __init__(
-        self, batches: Sequence[Batch], no_sync: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
-        self._batches = batches
-        self._no_sync = no_sync
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._batches[index]
-
-    def __iter__(self) -> Iterator[Batch]:
-        *others, last = self._batches
-        for batch in others:
-            with self._no_sync():
-                yield batch
-        yield last
 
 
 class Ramp:
@@ -95,13 +79,17 @@ class Ramp:
         max_scale: the largest batch (all workers, all passes) in small batches, as the rule's
             `scale`. Where a further doubling would cost quality, set it lower.
         goal: "time", the most progress in a second; "samples", the largest batch whose samples
-            are still worth `efficiency` of a small batch's; "steps", the largest batch.
+            are still worth `efficiency` of a small batch's; "steps", the largest batch; None, the
+            batch as it is (with `decay="batch"`).
         efficiency: the least worth of a sample, with `goal="samples"`.
+        decay: "rate", or "batch": where the schedule lowers the learning rate, the batch grows by
+            as much, as far as `max_scale`, and the rule's factor holds against the schedule.
         every: steps between two decisions.
         growth: the largest factor by which one decision changes the batch.
         model: the module around which gradients are averaged (`DistributedDataParallel`,
             `ShardedDataParallel`, `FullyShardedDataParallel`). `over` then averages them once a
             step, and not once a pass.
+        loader: the `AdaptiveDataLoader` that `over` will be given; `over` takes it from there.
 
     Count a schedule in progress (`ProgressScheduler`) or in samples. Counted in optimizer steps it
     would change with the batch.
@@ -114,9 +102,11 @@ class Ramp:
         *,
         goal: Goal = "time",
         efficiency: float = 0.5,
+        decay: Literal["rate", "batch"] = "rate",
         every: int = 5,
         growth: float = 1.5,
         model: nn.Module | None = None,
+        loader: StepLoader | None = None,
     ) -> None:
         if not isinstance(optimizer, ScalingRuleBase):
             raise TypeError(
@@ -125,7 +115,9 @@ class Ramp:
                 "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
             )
         if goal not in GOALS:
-            raise ValueError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}.")
+            raise ValueError(f"goal must be one of {', '.join(map(repr, GOALS))}, got {goal!r}.")
+        if decay not in ("rate", "batch"):
+            raise ValueError(f"decay must be 'rate' or 'batch', got {decay!r}.")
         if not 0.0 < efficiency <= 1.0:
             raise ValueError(f"efficiency must be above 0 and at most 1, got {efficiency}.")
         if every < 1 or not growth > 1.0:
@@ -135,82 +127,137 @@ class Ramp:
         if optimizer._observer is not None:
             raise ValueError("this optimizer has a Ramp already: one decides.")
         self.optimizer = optimizer
-        self._no_sync = _no_sync_of(model)
+        self.max_scale = float(max_scale)
+        self._no_sync = no_sync_of(model)
         self._every = every
+        self._loader: StepLoader | None = None
         batch = optimizer._batch
         if batch.scale is not None:  # of the whole batch; from now on the batch changes
             optimizer.set_scale_per_pass(batch.scale / batch.passes)
-        self._limits = Limits(
-            goal=goal,
-            efficiency=efficiency,
-            most=self._most_passes(max_scale),
-            growth=growth,
-        )
-        self.max_scale = float(max_scale)
-        self._passes = batch.passes
-        self._decision = Decision(self._passes, "wait", self._passes)
+        self._limits = Limits(goal=goal, efficiency=efficiency, growth=growth)
+        self._set_units(batch.passes)
         self._times = StepTimes()
         self._evidence = Evidence()
+        self._decay = Decay() if decay == "batch" else None
         self._steps = 0  # since this object was made
-        self._unmeasured = 0  # decisions since the noise was last measured
-        self._timed = (0.0, 0)  # the seconds and the passes of the last step on this rank
+        self._average = optimizer._tracker.average
+        self._unmeasured = 0  # steps since the noise was last measured
+        self._timed = (0.0, 0)  # the seconds and the units of the last step on this rank
         self._step_began: float | None = None
         self._ready = 0  # micro-batches that `over` has ready
         self._left = 0  # how many all ranks had left when they last reported
+        if loader is not None:
+            self._bind(loader)
         optimizer._observer = self
 
-    def _most_passes(self, max_scale: float) -> int:
+    def _set_units(self, units: int) -> None:
+        """Begin with so many units, if they and the largest batch are allowed."""
         rule, batch = self.optimizer, self.optimizer._batch
-        per_pass = batch.scale_for(1)
-        most = math.floor(max_scale / per_pass + 1e-9)
-        if most < batch.passes:
+        most = math.floor(self.max_scale / self._scale_per_unit + 1e-9)
+        if most < units:
             raise ValueError(
-                f"max_scale={max_scale:g} is below the present scale of {rule.scale:g}: a pass on "
-                f"{batch.workers} worker(s) is a scale of {per_pass:g}, and a step has "
-                f"{batch.passes} of them. Raise max_scale, or begin with fewer passes or a smaller "
-                "micro-batch."
+                f"max_scale={self.max_scale:g} is below the present scale of {rule.scale:g}: a "
+                f"pass on {batch.workers} worker(s) is a scale of {self._scale_per_unit:g}, and a "
+                f"step has {units} of them. Raise max_scale, or begin with fewer passes or a "
+                "smaller micro-batch."
             )
-        rule._check_batch(batch, most)  # raises if the rule cannot scale this optimizer that far
-        return most
+        # raises if the rule cannot scale this optimizer that far
+        rule._check_batch(replace(batch, scale_per_pass=self._scale_per_unit), most)
+        self._limits = replace(self._limits, most=most)
+        self._units = units
+        self._decision = Decision(units, "wait", units)
+
+    def _bind(self, loader: StepLoader) -> None:
+        """Count in the units of this loader from now on."""
+        if self._loader is None:
+            before, self._loader = self.scale, loader
+            # a continued run has a batch already
+            self._set_units(max(1, round(before / loader.scale_per_unit)) if self._steps else 1)
+        elif self._loader is not loader:
+            raise ValueError(
+                "this Ramp has another AdaptiveDataLoader already: its batch is counted in that "
+                "loader's units. Make one Ramp and one loader for a training run."
+            )
 
     # -- what a loop asks for ------------------------------------------------------------------
 
     @property
+    def units(self) -> int:
+        """Size of the next step on each rank: in passes, or in an `AdaptiveDataLoader`'s units."""
+        return self._units
+
+    @property
     def passes(self) -> int:
         """Backward passes of the next step; all ranks have the same number."""
-        return self._passes
+        return self._size.passes
 
     @property
     def scale(self) -> float:
         """Size of the next step's batch, in small batches."""
-        return self.optimizer._batch.scale_for(self._passes)
+        return self._scale_per_unit * self._size.units
 
-    def over(self, loader: Iterable[Batch]) -> Iterator[MicroBatches[Batch]]:
+    @property
+    def _size(self) -> StepSize:
+        loader = self._loader
+        if loader is None:
+            return StepSize(self._units, 1)
+        return loader.size_of(self._units)
+
+    @property
+    def _scale_per_unit(self) -> float:
+        if self._loader is not None:
+            return self._loader.scale_per_unit
+        return self.optimizer._batch.scale_for(1)
+
+    def over(
+        self,
+        loader: Iterable[Batch],
+        count: Callable[[Batch], int | float | Tensor] | None = None,
+    ) -> Iterator[MicroBatches[Batch]]:
         """Yield the micro-batches of one step after another, until the data has ended.
 
         Take one `optimizer.step()` for each. At the end of the data a step may have fewer
         micro-batches than before. If ranks have different numbers of batches, all end when the
         shortest does.
+
+        Of an `AdaptiveDataLoader` the micro-batches themselves grow, as far as they may.
+
+        `count` says how many tokens a micro-batch has. Then `micro_batches.mean(loss_sum)` is the
+        loss to go backward from, and the step's loss is the mean over all its tokens:
+        `WeightedMean` explains it.
         """
+        if isinstance(loader, StepLoader):
+            self._bind(loader)
+            self._step_began = None  # the time between two passes over the data is not a step's
+            for step in loader.steps(lambda: self._size):
+                self.begin_step(loader.size)
+                yield self._micro_batches(step, count)
+            return
         batches = iter(loader)
         ready: deque[Batch] = deque()
-        _fill(ready, batches, self._look_ahead())
+        fill(ready, batches, self._look_ahead())
         self._left = self._agree_on_start(len(ready))
         self._step_began = None  # the time between two passes over the data is not a step's
         while True:
-            passes = min(self._passes, self._left)
+            passes = min(self._units, self._left)
             if passes == 0:
                 return
-            self._use(passes)
+            self.begin_step(StepSize(passes, 1))
             step = [ready.popleft() for _ in range(passes)]
-            _fill(ready, batches, self._look_ahead())
+            fill(ready, batches, self._look_ahead())
             self._ready = len(ready)
             self._left -= passes  # `after_step` knows better, if the step is taken
-            yield MicroBatches(step, self._no_sync)
+            yield self._micro_batches(step, count)
+
+    def _micro_batches(
+        self, step: list[Batch], count: Callable[[Batch], int | float | Tensor] | None
+    ) -> MicroBatches[Batch]:
+        mean = None if count is None else WeightedMean(list(map(count, step)), self.optimizer)
+        return MicroBatches(step, self._no_sync, mean)
 
     def _look_ahead(self) -> int:
         """Return how many micro-batches the steps to come may have, before they are reported."""
-        largest = max(self._passes + 1, math.ceil(self._passes * max(self._limits.growth, 1.25)))
+        largest = max(self._units + 1, math.ceil(self._units * max(self._limits.growth, 1.25)))
         # With delayed statistics the reports are one step late.
         return min(largest, self._limits.most) * (3 if self.optimizer._delayed else 2)
 
@@ -231,57 +278,78 @@ class Ramp:
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
         """Time the step that has ended, and decide about the next ones."""
-        passes = self.optimizer._batch.passes
+        batch = self.optimizer._batch
+        units = batch.passes * (1 if self._loader is None else self._loader.size.per_pass)
         now = time.perf_counter()
         if self._step_began is not None and self._steps >= SKIPPED:
-            self._timed = (now - self._step_began, passes)
+            self._timed = (now - self._step_began, units)
         self._step_began = now
         self._steps += 1
-        self._evidence.add(passes * self.optimizer._batch.workers, self.optimizer.smoothing)
+        self._see_noise()
+        if self._decay is not None:
+            self._decay.see(self._units, [g["lr"] for g in self.optimizer.param_groups])
         if not reports:  # delayed statistics, and this was the first step
             return
         # with delayed statistics the reports are older than the step that has just ended
-        used_since = passes if self.optimizer._delayed else 0
+        used_since = batch.passes if self.optimizer._delayed else 0
         self._left = int(min(report.batches for report in reports)) - used_since
         slowest = max(reports, key=lambda report: report.seconds)
         if slowest.seconds > 0.0:
             self._times.add(int(slowest.timed_passes), slowest.seconds)
         if self._steps % self._every == 0:
-            self._decide(passes)
-        self._use(self._passes)
+            self._decide()
+        if self._loader is None:
+            self.begin_step(StepSize(self._units, 1))
 
-    def _decide(self, passes: int) -> None:
-        """Choose the passes of the next steps; the last step had `passes`."""
-        # A single gradient has nothing to be compared with.
-        compared = passes * self.optimizer._batch.workers > 1
-        self._unmeasured = 0 if compared else self._unmeasured + 1
-        noise = self._noise() if self._unmeasured <= NOISE_LASTS else None
+    def _see_noise(self) -> None:
+        """Take note of what the rule has learnt from the step, if anything.
+
+        It learns nothing from a single gradient at scale 1, or from gradients that overflow.
+        """
+        batch, before, average = (
+            self.optimizer._batch,
+            self._average,
+            self.optimizer._tracker.average,
+        )
+        self._unmeasured += 1
+        if average is before:
+            return
+        self._average, self._unmeasured = average, 0
+        if before.consecutive and not average.consecutive:
+            self._evidence = Evidence()  # the average has begun anew, with a better measurement
+        count, scale = batch.passes * batch.workers, self.optimizer.scale
+        if average.consecutive:  # two steps' gradients, as one step of twice the size
+            count, scale = 2 * count, 2.0 * scale
+        self._evidence.add(count, scale, self.optimizer.smoothing)
+
+    def _decide(self) -> None:
+        """Choose the units of the next steps."""
         fit = self._times.fit()
         self._decision = decide(
-            self._passes,
-            noise,
+            self._units,
+            self._noise() if self._unmeasured <= NOISE_LASTS * self._every else None,
             fit,
-            self._scale_per_pass,
+            self._scale_per_unit,
             self._limits,
-            timed_here=fit is not None or self._passes in self._times.medians(),
+            timed_here=fit is not None or self._size.units in self._times.medians(),
         )
-        self._passes = self._decision.passes
+        if self._decay is not None:
+            self._decision = self._decay.hold(self._decision, self._limits.most)
+        self._units = self._decision.passes
 
-    def _use(self, passes: int) -> None:
-        """Let the rule expect so many passes; all ranks do so between the same two steps."""
+    def begin_step(self, size: StepSize) -> None:
+        """Let the rule expect a step of this size; all ranks do so between the same two steps."""
         batch = self.optimizer._batch
+        if self._loader is not None:
+            batch.scale_per_pass = self._loader.scale_per_unit * size.per_pass
         if not batch.counts_passes:
-            batch.passes = passes
-
-    @property
-    def _scale_per_pass(self) -> float:
-        return self.optimizer._batch.scale_for(1)
+            batch.passes = size.passes
 
     def _noise(self) -> Noise | None:
         average = self.optimizer._tracker.average
         if not average.measured:
             return None
-        # One standard error above the average: see `_evidence.py`.
+        # One standard error above the average: see `_measured.py`.
         var = average.var_of()
         return Noise(average.sqr_of() + self._evidence.error * var, var)
 
@@ -297,7 +365,8 @@ class Ramp:
         noise, fit = self._noise(), self._times.fit()
         seconds, passes = self._times.steps[-1][::-1] if self._times.steps else (None, None)
         return {
-            "batch_passes": self._passes,
+            "batch_scale": self.scale,
+            "batch_passes": self.passes,
             "batch_target": self._decision.target,
             "batch_reason": self._decision.reason,
             "efficiency": None if noise is None else efficiency(noise, self.scale),
@@ -314,6 +383,7 @@ class Ramp:
             "scale": self.scale,
             "workers": self.optimizer._batch.workers,
             "steps": self._steps,
+            "decay": None if self._decay is None else self._decay.to_list(),
             "unmeasured": self._unmeasured,
             "times": [[passes, seconds] for passes, seconds in self._times.steps],
             "timed": list(self._timed),
@@ -328,12 +398,15 @@ class Ramp:
         version = state_dict.get("version")
         if version != 1:
             raise ValueError(f"the state dict's version is {version!r}, this Ramp's is 1.")
-        passes = max(1, round(float(state_dict["scale"]) / self._scale_per_pass))
-        self._passes = min(passes, self._limits.most)
-        self._decision = Decision(self._passes, "wait", self._passes)
+        units = max(1, round(float(state_dict["scale"]) / self._scale_per_unit))
+        self._units = min(units, self._limits.most)
+        self._decision = Decision(self._units, "wait", self._units)
+        if self._decay is not None and state_dict["decay"] is not None:
+            self._decay = Decay(*map(float, state_dict["decay"]))
         self._times = StepTimes()
         self._steps, self._timed, self._step_began = int(state_dict["steps"]), (0.0, 0), None
         self._unmeasured = int(state_dict["unmeasured"])
+        self._average = self.optimizer._tracker.average
         squares, weight = state_dict["evidence"]
         self._evidence = Evidence(float(squares), float(weight))
         if int(state_dict["workers"]) == self.optimizer._batch.workers:
@@ -341,39 +414,4 @@ class Ramp:
                 self._times.add(int(timed_passes), float(seconds))
             seconds, timed_passes = state_dict["timed"]
             self._timed = float(seconds), int(timed_passes)
-        self._use(self._passes)
-
-
-def _fill(ready: deque[Batch], batches: Iterator[Batch], count: int) -> None:
-    """Fetch micro-batches until `count` are ready, or the data has ended."""
-    while len(ready) < count:
-        try:
-            ready.append(next(batches))
-        except StopIteration:
-            return
-
-
-def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes a pass of this model accumulate, without averaging over the ranks."""
-    if model is None:
-        return nullcontext
-    no_sync = getattr(model, "no_sync", None)
-    if no_sync is not None:
-        return no_sync
-    set_sync = getattr(model, "set_requires_gradient_sync", None)  # of `fully_shard`
-    if set_sync is None:
-        raise TypeError(
-            f"model={type(model).__name__} has no no_sync(). Give the module that averages the "
-            "gradients (DistributedDataParallel, ShardedDataParallel, FullyShardedDataParallel), "
-            "or leave model=... out if nothing averages them."
-        )
-
-    @contextmanager
-    def without_sync() -> Iterator[None]:
-        set_sync(False)
-        try:
-            yield
-        finally:
-            set_sync(True)
-
-    return without_sync
+        self.begin_step(self._size)

@@ -19,5 +19,6 @@ _rule_base.py       the rule as a user meets it: arguments, readings, state: `Sc
 _rules.py           AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale
 _adaptdl.py         `AdaptiveDataParallel`: a rule in adaptdl's way
 _progress.py        `ProgressScheduler`: schedules by progress
+_weighted_mean.py   `WeightedMean`: the mean loss over micro-batches of different sizes
 _noise_scale.py     `NoiseScale`: measure only
 """

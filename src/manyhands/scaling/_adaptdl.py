@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,37 @@ from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.modules import ModuleWrapper
-from manyhands._core.wrappers import wrapped_attribute
+from manyhands._core.wrappers import LossScaler, wrapped_attribute
 from manyhands.scaling._fsdp_params import fsdp_modules
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
+
+
+class PassSource(Protocol):
+    """A loader whose micro-batches make up whole steps (`ramp/_adaptive_loader.py`)."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether more micro-batches of the same step follow."""
+
+    def attach(self, module: AdaptiveDataParallel) -> None:
+        """Take over the batch of the module's rule."""
+
+
+@dataclass
+class PassSources:
+    """The loader that is iterated at present, if any."""
+
+    current: PassSource | None = None
+
+
+pass_source = PassSources()
+
+
+class ScalarWriter(Protocol):
+    """TensorBoard's `SummaryWriter`, or any other with its method."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class AdaptiveDataParallel(ModuleWrapper):
@@ -62,8 +90,8 @@ class AdaptiveDataParallel(ModuleWrapper):
         model: nn.Module,
         optimizer: Optimizer,
         rule: ScalingRuleBase | LRScheduler | None = None,
-        lr_scheduler: Any = None,
-        mp_scaler: Any = None,
+        lr_scheduler: object = None,
+        mp_scaler: LossScaler | ScalingRuleBase | None = None,
         scaling_rule: ScalingRuleBase | None = None,
         name: str = "adaptdl-dataparallel",
         *,
@@ -122,6 +150,18 @@ class AdaptiveDataParallel(ModuleWrapper):
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(enabled, recurse=False)
 
+    def set_accumulating(self, accumulates: bool | None) -> None:
+        """Make the next pass accumulate, or be its step's last; None: as in any other loop.
+
+        The loop of an `AdaptiveDataLoader` calls `optimizer.step()` and `zero_grad()` in every
+        pass, as adaptdl's did. Within a step both do nothing.
+        """
+        self._averages = not accumulates
+        for ddp in self._parallel:
+            ddp.require_backward_grad_sync = self._averages
+        self._set_averaging(self._averages)
+        self.scaling_rule._pass_accumulates = accumulates
+
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes on DistributedDataParallel (`register_comm_hook`, `join`)."""
         try:
@@ -132,8 +172,12 @@ class AdaptiveDataParallel(ModuleWrapper):
                 raise
             return wrapped_attribute(self, parallel[0], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model."""
+        source = pass_source.current
+        if source is not None and self.training and torch.is_grad_enabled():
+            source.attach(self)
+            self.set_accumulating(source.accumulates)
         # LEGWScale needs the size of the first micro-batch
         if self.leading_dimension is None and self.training and torch.is_grad_enabled():
             tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -144,6 +188,8 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. (adaptdl ignored this call.)"""
+        if self.scaling_rule._keeps_gradients:
+            return
         super().zero_grad(set_to_none)
         self.scaling_rule.forget_gradients()
 
@@ -157,7 +203,7 @@ class AdaptiveDataParallel(ModuleWrapper):
         """The gradient statistics under adaptdl's names."""
         return GradientStatistics(self.scaling_rule)
 
-    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
+    def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
         """Write the statistics to a TensorBoard `SummaryWriter`."""
         prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
         factors = self.scaling_rule.factors
@@ -205,7 +251,7 @@ def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object)
     return named
 
 
-def _check_names(ddp_arguments: dict[str, Any]) -> None:
+def _check_names(ddp_arguments: Mapping[str, object]) -> None:
     """Raise if a keyword is neither ours nor one of `DistributedDataParallel`'s.
 
     Without a process group no DDP module is made, and nothing else would notice a misspelling.

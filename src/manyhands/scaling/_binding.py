@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import RankGroup
@@ -32,13 +33,13 @@ class Binding:
         self.load_state_dict = optimizer.load_state_dict
         self.supports_amp = supports_amp(optimizer)
         # the attributes that `patch` has replaced; None if it was not called
-        self._before: dict[str, Any] | None = None
+        self._before: dict[str, object] | None = None
 
     def claim(self, rule: Optimizer) -> None:
         """Let the next rule that is made around this optimizer find this one."""
         vars(self.optimizer)["_manyhands_rule"] = weakref.ref(rule)  # weak: no cycle
 
-    def patch(self, rule: Any) -> None:
+    def patch(self, rule: Optimizer) -> None:
         """Make the optimizer's own methods the rule's, as adaptdl does, until `release`.
 
         `optimizer.step()` and `.zero_grad()` become the rule's. So do `state_dict` and
@@ -53,10 +54,10 @@ class Binding:
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
             rule.zero_grad(*args, **kwargs)
 
-        def state_dict(_: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def state_dict(_: Optimizer, *args: Any, **kwargs: Any) -> StateDict:
             return rule.state_dict(*args, **kwargs)
 
-        def load_state_dict(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        def load_state_dict(_: Optimizer, state_dict: StateDict) -> None:
             # Without our entry (of a bare run, or from torch.distributed.checkpoint) it is the
             # optimizer's alone: statistics and progress stay as they are.
             load = rule.load_state_dict if KEY in state_dict else self.load_state_dict
@@ -119,6 +120,15 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
         raise RuntimeError(
             f"this {type(optimizer).__name__} is wrapped by a {type(other).__name__} already. "
             "Use that one, or call its unhook() first."
+        )
+
+
+def check_says_which_passes(module: object) -> None:
+    """Raise unless a data-parallel module says which passes it averages."""
+    if not hasattr(module, "require_backward_grad_sync"):
+        raise TypeError(
+            f"{type(module).__name__} does not say which passes are inside no_sync(), which "
+            "is needed to count them. Write AdaptiveDataParallel(model, optimizer, rule)."
         )
 
 

@@ -38,9 +38,11 @@ def unsharded_parameters(
 
     Call it on every rank: it gathers the parameters.
     """
-    index_of = {id(p): i for i, p in enumerate(params) if is_dtensor(p)}
-    for i in index_of.values():
-        DTensorShards.of(params[i])  # raises before any collective if it cannot be measured
+    index_of: dict[int, int] = {}
+    for i, param in enumerate(params):
+        if is_dtensor(param):
+            DTensorShards.of(param)  # raises before any collective if it cannot be measured
+            index_of[id(param)] = i
     if not index_of:
         return {}
     modules = fsdp_modules(model)

@@ -212,6 +212,11 @@ class GradientHooks:
             self.norms[index] = self._kind.one(index, partial_sum)
         return self.norms
 
+    def multiply_norms(self, factor: float) -> dict[int, Norm]:
+        """Multiply the norms of the pass, and return them."""
+        self.norms = {index: each * factor for index, each in self.norms.items()}
+        return self.norms
+
     def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
         """Add the second part of a gradient that comes in parts.
 

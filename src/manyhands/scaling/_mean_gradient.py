@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from torch import Tensor
 from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup, widest_float
 from manyhands._core.sharded import DTensorShards, ShardedGradient, is_dtensor, local_shard
+from manyhands._core.wrappers import ParamGroup
 from manyhands.scaling._hooks import GradientSlice, NormKind
 from manyhands.scaling._step_stats import LocalNumbers, Norm, Numbers, StepFacts, to_tensor
 
@@ -45,7 +45,7 @@ class MeanGradient:
 
     def __init__(
         self,
-        param_groups: Sequence[dict[str, Any]],
+        param_groups: Sequence[ParamGroup],
         ranks: RankGroup,
         norms: NormKind,
         previous: PreviousGradient,
@@ -115,6 +115,8 @@ class MeanGradient:
         numbers, shared_square = self._local_squares_and_mean(norms, covered)
         if squares is not None or not facts.needs_no_correction:
             numbers = self._correct(to_tensor(numbers, self._device), squares, facts)
+        if facts.small_batches is not None:
+            small_batches = facts.small_batches
         return LocalNumbers(numbers, small_batches, shared_square)
 
     def _correct(self, numbers: Tensor, squares: Tensor | None, facts: StepFacts) -> Tensor:

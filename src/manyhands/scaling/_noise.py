@@ -32,7 +32,7 @@ Everything here is plain floats: no tensors, no process groups. The norms come f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -197,7 +197,7 @@ def save_average(average: AnyAverage) -> dict[str, list[float]]:
 
 
 def load_average(
-    kind: type[DebiasedAverage] | type[PaperAverage], state: dict[str, Any]
+    kind: type[DebiasedAverage] | type[PaperAverage], state: Mapping[str, Any]
 ) -> AnyAverage:
     """Return the average that `save_average` wrote."""
     if kind is PaperAverage:
@@ -318,7 +318,7 @@ class NoiseAverage:
         sqr = self.sqr_of(group)
         return self.var_of(group) / sqr if self.measured and sqr > 0.0 else None
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, object]:
         """Return the measured part for a state dict; floors are saved with the options."""
         return {
             "debiased": isinstance(self.sqr, DebiasedAverage),
@@ -328,7 +328,7 @@ class NoiseAverage:
             "norm_kind": self.norm_kind,
         }
 
-    def from_state(self, state: dict[str, Any]) -> NoiseAverage:
+    def from_state(self, state: Mapping[str, Any]) -> NoiseAverage:
         """Return this average with the measured part from `to_state`; raise if it cannot fit."""
         kind = DebiasedAverage if state["debiased"] else PaperAverage
         sqr, var = load_average(kind, state["sqr"]), load_average(kind, state["var"])

@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import rank_group_of
-from manyhands._core.wrappers import LossScale
+from manyhands._core.wrappers import LossScale, LossScaler
 from manyhands.scaling._examples import Coverage, Examples, parse_examples
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._mean_gradient import parse_previous
@@ -94,8 +95,8 @@ class NoiseScale:
         num_gradients_to_accumulate: int = 1,
         is_scaled_loss: bool = True,
         smoothing: float | None = None,
-        process_group: Any = None,
-        grad_scaler: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: LossScaler | None = None,
         model: nn.Module | None = None,
         examples: bool | Examples = False,
     ) -> None:
@@ -117,7 +118,7 @@ class NoiseScale:
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
-        self._stop_watching: Callable[[], Any] | None = None
+        self._stop_watching: Callable[[], object] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
         chosen = parse_examples(examples, model)
@@ -141,25 +142,25 @@ class NoiseScale:
             self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
-        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`.
 
         With a closure, as in Lightning, the gradients are computed inside `step`. The closure is
         replaced by one that also measures them.
         """
-        if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._watch_closure(kwargs["closure"])}
+        if callable(closure := kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._watch_closure(closure)}
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._watch_closure(args[1]), *args[2:]), kwargs
         self._finish_step()
         return None
 
-    def _watch_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _watch_closure(self, closure: Callable[[], object]) -> Callable[[], object]:
         """Return the closure, with the gradients of its first call measured."""
         owner_ref, first = weakref.ref(self), True
 
-        def watched() -> Any:
+        def watched() -> object:
             nonlocal first
             owner = owner_ref()
             if owner is None:
@@ -243,7 +244,7 @@ class NoiseScale:
         if (self._consecutive and not sums.consecutive) or self._of_examples != of_examples:
             self._moments, self._steps = NoiseMoments(), 0
         self._consecutive, self._of_examples = sums.consecutive, of_examples
-        new, smoothing = estimate(sums), self._options["smoothing"].value
+        new, smoothing = estimate(sums), self._options["smoothing"].number
         var = sum(new.var)
         if of_examples:  # the noise of as many examples as `batch_size`, however many these were
             var *= sums.small_batches / sums.scale / self._batch_size
@@ -321,7 +322,7 @@ class NoiseScale:
         self._tap.exchange.announce(passes, batch.scale_for(passes))
         batch.passes = passes
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
         self._add_in_flight()
         return {
@@ -358,11 +359,9 @@ class NoiseScale:
             previous = parse_previous(state_dict["previous"], self._params)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state dict is damaged: {error!r}.") from error
-        batch_size, saved = options["batch_size"].value, options["batch_size"].recorded
-        if of_examples:
-            batch_size, saved = batch_size or 1.0, saved or 1.0
+        saved = options["batch_size"].recorded or (1.0 if of_examples else None)
         if saved is not None:
-            moments = moments.rescale(batch_size / saved)
+            moments = moments.rescale((options["batch_size"].value or 1.0) / saved)
         self._tap.clear()
         self._in_flight = None
         self._tap.previous.load_state(previous, self._params)
@@ -372,7 +371,7 @@ class NoiseScale:
         if mismatches:
             warnings.warn(describe_mismatches(mismatches, "NoiseScale"), stacklevel=2)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, float | None]:
         """Return the measurement in plain numbers, for `Record`."""
         scale, error = self.noise_scale, self.standard_error
         return {

@@ -227,11 +227,11 @@ class NoiseTracker:
         """Return the average with the settings that the options ask for."""
         batch, options = self.tap.batch, self._options
         return average.with_settings(
-            debiased=options["debias_ewma"].value,
+            debiased=bool(options["debias_ewma"].number),
             smoothing=batch.smoothing_for(batch.scale_for(batch.passes)),
-            floor_each_step=options["floor_each_step"].value,
+            floor_each_step=bool(options["floor_each_step"].number),
             mix_norm_kinds=batch.counts_passes,  # adaptdl mixes them
-            var_floor=options["var_floor"].value,
+            var_floor=options["var_floor"].number,
         )
 
     def check_not_stuck(self) -> None:
@@ -308,7 +308,7 @@ class NoiseTracker:
             self.average, self.tap.loss_scale.last, self.nonfinite, self.nonfinite_in_a_row
         )
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, object]:
         """Return the tracker's part of a state dict."""
         return {
             "average": self.average.to_state(),

@@ -16,13 +16,13 @@ reads and saves is in `_rule_base.py`. The factors come from `_rules.py`.
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,20 +30,36 @@ from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.wrappers import (
     SHARED,
     LossScale,
+    LossScaler,
     OptimizerWrapper,
+    ParamGroup,
     ScalerSignals,
     SharedAttribute,
     YieldingProperty,
     apply_signals,
+    find_layer,
 )
-from manyhands.scaling._binding import Binding, check_bindable, check_ranks_agree
+from manyhands.scaling._binding import (
+    Binding,
+    check_bindable,
+    check_ranks_agree,
+    check_says_which_passes,
+)
 from manyhands.scaling._examples import Examples, parse_examples
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, StepOutcome
-from manyhands.scaling._settings import Batch, Options, check_scale
+from manyhands.scaling._settings import Batch, Options, check_scale, parse_factors
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
-from manyhands.scaling._tap import GradientTap
+from manyhands.scaling._tap import Averager, GradientTap
+
+T = TypeVar("T")
+
+
+def rule_of(optimizer: Optimizer) -> ScaledOptimizer | None:
+    """Return the rule that is around an optimizer, or bound to it by `AdaptiveDataParallel`."""
+    patched_by = vars(optimizer).get("_manyhands_rule", lambda: None)()
+    return patched_by or find_layer(optimizer, ScaledOptimizer)
 
 
 class ScaledOptimizer(OptimizerWrapper):
@@ -59,6 +75,8 @@ class ScaledOptimizer(OptimizerWrapper):
     _observer = SharedAttribute[StepObserver | None]()
     _min_scale = 0.0
     _norm_kind = "plain"
+    # Under an `AdaptiveDataLoader`: whether more passes of the step follow (`_adaptdl.py`).
+    _pass_accumulates: bool | None = None
 
     def __init__(
         self,
@@ -66,8 +84,8 @@ class ScaledOptimizer(OptimizerWrapper):
         options: Options,
         *,
         world_size: int | None,
-        process_group: Any,
-        grad_scaler: Any,
+        process_group: dist.ProcessGroup | None,
+        grad_scaler: LossScaler | None,
         delayed: bool,
         model: nn.Module | None,
         examples: bool | Examples,
@@ -75,7 +93,7 @@ class ScaledOptimizer(OptimizerWrapper):
         # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
         self._inner: Optimizer | None = None
         self._ranks = RankGroup()
-        self.adp: Any = None
+        self.adp: Averager | None = None
         self._world_size = world_size
         self._process_group = process_group
         self._loss_scale = LossScale(grad_scaler)
@@ -88,13 +106,18 @@ class ScaledOptimizer(OptimizerWrapper):
         self._factors = ()
         self._observer = None
 
+    @property
+    def gradient_ranks(self) -> RankGroup:
+        """The ranks whose gradients are averaged for a step."""
+        return self._ranks
+
     # -- what a rule may override ------------------------------------------------------------
 
     def scale_lr(self, scale: float) -> float | Sequence[float]:
         """Return the factor for a batch of `scale` small batches, or one per parameter group."""
         raise NotImplementedError(f"{type(self).__name__} must define scale_lr(scale).")
 
-    def _overrides(self, group: dict[str, Any], factor: float) -> dict[str, Any]:
+    def _overrides(self, group: ParamGroup, factor: float) -> Mapping[str, object]:
         """Return the options of a parameter group to change during the step."""
         return {} if factor == 1.0 else {"lr": group["lr"] * factor}
 
@@ -116,7 +139,9 @@ class ScaledOptimizer(OptimizerWrapper):
 
     # -- binding to an optimizer -------------------------------------------------------------
 
-    def initialize(self, adp: Any, optimizer: Optimizer, patch_optimizer: bool = False) -> None:
+    def initialize(
+        self, adp: Averager | None, optimizer: Optimizer, patch_optimizer: bool = False
+    ) -> None:
         """Bind a rule that was made without an optimizer.
 
         `adp` is the data-parallel module (ours or torch's DDP). Backward passes are then counted:
@@ -127,15 +152,11 @@ class ScaledOptimizer(OptimizerWrapper):
         if self._inner is not None:
             raise RuntimeError("this rule is bound to an optimizer already; make another one.")
         if adp is not None:
-            if not hasattr(adp, "require_backward_grad_sync"):
-                raise TypeError(
-                    f"{type(adp).__name__} does not say which passes are inside no_sync(), which "
-                    "is needed to count them. Write AdaptiveDataParallel(model, optimizer, rule)."
-                )
+            check_says_which_passes(adp)
             self.adp = adp
             self._batch.counts_passes = True
             self._process_group = self._process_group or getattr(adp, "process_group", None)
-            self._model = self._model or adp
+            self._model = self._model or _module(adp)
         self._bind(optimizer)
         if patch_optimizer:
             self._binding.patch(self)
@@ -213,7 +234,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._tap.hooks.remove()
         self._binding.release()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters: they are measured from the next backward pass on."""
         self._check_between_steps("add_param_group()")
         self._inner_optimizer.add_param_group(param_group)
@@ -236,7 +257,7 @@ class ScaledOptimizer(OptimizerWrapper):
                 f"{type(self).__name__}.add_param_group(...)."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledOptimizer:
+    def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
         """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -248,7 +269,7 @@ class ScaledOptimizer(OptimizerWrapper):
         twin._observer = None  # it observes the original
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
         # `fully_shard`'s modules cannot be copied; a model whose examples are measured can
-        twin._model = copy.deepcopy(self._model, memo) if self._examples else twin.adp
+        twin._model = copy.deepcopy(self._model, memo) if self._examples else _module(twin.adp)
         twin._batch, twin._loss_scale = copy.copy(self._batch), copy.copy(self._loss_scale)
         twin._options, twin._counts = dict(self._options), copy.copy(self._counts)
         if twin._inner is not None:
@@ -308,6 +329,8 @@ class ScaledOptimizer(OptimizerWrapper):
         A `closure` is run once before the step, so that the factors include its gradients; its
         loss is returned. Other arguments are passed on.
         """
+        if self._pass_accumulates:
+            return None
         inner, tracker, tap = self._inner_optimizer, self._tracker, self._tap
         binding, batch = self._binding, self._batch
         self._check_parameter_groups()
@@ -337,7 +360,9 @@ class ScaledOptimizer(OptimizerWrapper):
             skipped = outcome is not None and outcome.skipped
         if skipped:
             return self._end_step(None)
-        self._factors = self._parse_factors(self.scale_lr(self.scale))
+        scale = self.scale
+        factors = self.scale_lr(scale)
+        self._factors = parse_factors(factors, len(inner.param_groups), type(self).__name__, scale)
         pairs = zip(inner.param_groups, self._factors, strict=True)
         overrides = [self._overrides(group, factor) for group, factor in pairs]
         positional = () if closure is None else (closure,)
@@ -355,7 +380,7 @@ class ScaledOptimizer(OptimizerWrapper):
     # hooks are the inner optimizer's, and its own `step` runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _end_step(self, result: Any) -> Any:
+    def _end_step(self, result: T) -> T:
         """Let the observer act between two steps, and return the step's result."""
         if self._observer is not None:
             self._observer.after_step(self._tracker.reports)
@@ -384,25 +409,17 @@ class ScaledOptimizer(OptimizerWrapper):
         elif outcome is not None and self._delayed:
             self._counts.progress += outcome.gain
 
-    def _parse_factors(self, factors: Any) -> tuple[float, ...]:
-        """Return what `scale_lr` returned as one float per parameter group, or raise."""
-        groups = len(self.param_groups)
-        if hasattr(factors, "tolist"):  # a tensor or an array
-            factors = factors.tolist()
-        each = factors if hasattr(factors, "__len__") else [factors] * groups
-        values = tuple(map(float, each))
-        if len(values) != groups or not all(math.isfinite(v) and v >= 0.0 for v in values):
-            raise ValueError(
-                f"scale_lr must return one factor, or one for each of the {groups} parameter "
-                f"groups, finite and not negative; {type(self).__name__}.scale_lr({self.scale:g}) "
-                f"returned {values}."
-            )
-        return values
-
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""
+        if self._keeps_gradients:
+            return
         self._tracker.forget()
         self._binding.zero_grad(*args, **kwargs)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether a loop that clears after every pass is in mid-step."""
+        return self._pass_accumulates is not None and self._tap.step.passes > 0
 
     def forget_gradients(self) -> None:
         """Drop the measurements of gradients that were cleared in a way that cannot be detected."""
@@ -429,12 +446,16 @@ class ScaledOptimizer(OptimizerWrapper):
         self._tap.divide_by_passes()
 
 
+def _module(averager: Averager | None) -> nn.Module | None:
+    return averager if isinstance(averager, nn.Module) else None
+
+
 @contextmanager
 def overridden(
-    param_groups: Sequence[dict[str, Any]], overrides: Sequence[Mapping[str, Any]]
+    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
     """Change options of each parameter group, and restore them at the end."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[tuple[ParamGroup, str, object]] = []
     try:
         for group, options in zip(param_groups, overrides, strict=True):
             for name, value in options.items():

@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,13 +34,30 @@ from manyhands._core.flat import flatten, norm
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
+from manyhands._core.wrappers import ParamGroup
 from manyhands.scaling._hooks import GradientSlice
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BLOCK = 131_072  # elements that go through the scratch buffer at a time
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 # eps relative to the smallest root. The error of that element's square is at most twice this.
 NEGLIGIBLE = 5e-3
 MESSAGE = 4 * 2**20  # elements that a rank sends at a time
+
+# name of the entry, mesh and dimension that it is cut over, dtype
+_MessageKind: TypeAlias = "tuple[str, DeviceMesh, int | None, torch.dtype]"
+
+
+class Moments(TypedDict, total=False):
+    """What Adam and RMSprop keep of a parameter, as far as it is read here."""
+
+    step: Tensor | float
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor  # with amsgrad
+    square_avg: Tensor
+    grad_avg: Tensor  # with centered
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,7 @@ class PreconditionedNorm:
         self._warm_counts: dict[int, tuple[Tensor, int]] = {}
         self._floors: dict[int, MomentFloor] = {}  # by parameter index
         # parameter index -> the step count of the state that the floor was computed from
-        self._floor_counts: dict[int, Any] = {}
+        self._floor_counts: dict[int, object] = {}
         self.optimizer_stepped()
 
     def optimizer_stepped(self) -> None:
@@ -103,10 +120,10 @@ class PreconditionedNorm:
         for index, (step, _) in self._warm_counts.items():
             self._warm_counts[index] = step, step._version
 
-    def to_state(self) -> list[Any]:
+    def to_state(self) -> list[list[float]]:
         return [[index, *astuple(floor)] for index, floor in self._floors.items()]
 
-    def load_state(self, state: list[Any]) -> None:
+    def load_state(self, state: list[list[float]]) -> None:
         self.refresh()
         self._floors = {
             int(index): MomentFloor(int(period), fraction, float(least), bool(any_below))
@@ -125,12 +142,12 @@ class PreconditionedNorm:
                 return "preconditioned"
         return "plain"
 
-    def _state_of(self, index: int) -> dict[str, Any]:
+    def _state_of(self, index: int) -> Moments:
         holder = self._optimizer if self._replica is None else self._replica
-        state: dict[str, Any] = holder.state.get(self._params[index][1], {})
+        state: Moments = holder.state.get(self._params[index][1], {})
         return state
 
-    def _is_warm(self, index: int, state: dict[str, Any]) -> bool:
+    def _is_warm(self, index: int, state: Moments) -> bool:
         """Return whether these second moments have seen enough steps.
 
         Reading a count that is on a device (a fused optimizer's) waits for the device. It is read
@@ -195,7 +212,7 @@ class PreconditionedNorm:
         norms = [norm(self._divide(g, v, eps, least if any_below else None)) for g, v in pairs]
         return torch.linalg.vector_norm(torch.stack(norms)) / factor
 
-    def _find_floor(self, index: int, step: Any, second: Tensor) -> tuple[float, bool]:
+    def _find_floor(self, index: int, step: Tensor | float, second: Tensor) -> tuple[float, bool]:
         """Return the smallest v that counts, and whether any v may be below it."""
         if not self.floor:
             return 0.0, False
@@ -210,7 +227,7 @@ class PreconditionedNorm:
             known = self._floors[index] = MomentFloor(period, self.floor, least, any_below)
         return known.least, known.any_below
 
-    def _state_was_replaced(self, index: int, step: Any) -> bool:
+    def _state_was_replaced(self, index: int, step: Tensor | float) -> bool:
         """Return whether the state is another object than last time: a state dict was loaded."""
         if self._replica is not None or not isinstance(step, Tensor):
             return False  # a replica makes a new count after every step
@@ -256,7 +273,7 @@ def _moment_names(optimizer: Optimizer) -> list[str]:
     return sorted(names)
 
 
-def _second_moment(group: dict[str, Any], state: dict[str, Any]) -> tuple[Tensor, Any]:
+def _second_moment(group: ParamGroup, state: Moments) -> tuple[Tensor, Tensor | float]:
     """Return the running mean of squares, and the factor that corrects its root's bias."""
     if "betas" in group:  # Adam, AdamW
         second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
@@ -278,7 +295,7 @@ class ReplicatedDTensorState:
         self._optimizer = optimizer
         self._names = list(names)
         self._memory: dict[tuple[Tensor, str], Tensor] = {}
-        self._ranks: dict[Any, RankGroup] = {}  # by mesh and its dimension
+        self._ranks: dict[tuple[DeviceMesh, int], RankGroup] = {}  # by mesh and its dimension
         self.state: dict[Tensor, dict[str, Any]] = {}
 
     @torch.no_grad()
@@ -288,7 +305,7 @@ class ReplicatedDTensorState:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         self.state = {}
         # only shards of one type, cut among the same ranks, can travel in one message
-        messages: dict[Any, list[tuple[Tensor, DTensorShards]]] = defaultdict(list)
+        messages: dict[_MessageKind, list[tuple[Tensor, DTensorShards]]] = defaultdict(list)
         for param in params:
             if "step" not in sharded_state.get(param, {}):
                 continue

@@ -5,6 +5,7 @@ Progress is the number of small-batch steps that the run is worth so far: see `_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -76,11 +77,11 @@ class ProgressScheduler:
             self.scheduler.step(*args)
             self._steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the scheduler's state, and how often it was stepped."""
         return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, at any scale."""
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self._steps = int(state_dict["steps"])

@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.state_parts import plain_optimizer
-from manyhands._core.wrappers import unwrap
+from manyhands._core.wrappers import LossScaler, unwrap
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._examples import Coverage, Examples
 from manyhands.scaling._noise import VAR_FLOOR
@@ -120,8 +122,8 @@ class ScalingRuleBase(ScaledOptimizer):
         is_scaled_loss: bool = True,
         debias_ewma: bool | None = None,
         *,
-        process_group: Any = None,
-        grad_scaler: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: LossScaler | None = None,
         delayed: bool = False,
         floor_each_step: bool | None = None,
         var_floor: float | None = None,
@@ -189,7 +191,7 @@ class ScalingRuleBase(ScaledOptimizer):
         """The factors that the learning rates were multiplied by in the last step, by group."""
         return self._factors
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, object]:
         """Return the state of the scaling in plain numbers, for logs and `Record`.
 
         If blocks are inside, their numbers are included, and "step" and "workers" are theirs.
@@ -218,7 +220,7 @@ class ScalingRuleBase(ScaledOptimizer):
         settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
         return f"{type(self).__name__}({settings})\n{self._inner!r}"
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """Return the settings that `repr` shows."""
         return {
             "scale": f"{self.scale:g}",
@@ -284,14 +286,14 @@ class ScalingRuleBase(ScaledOptimizer):
 
     # -- saving and loading ------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
         """Return the inner optimizer's state dict, with one entry added under "manyhands".
 
         Between the backward passes of a step, the state is that before the step. Arguments are
         passed to the inner optimizer (OSS has `all_ranks`).
         """
         _ = self._inner_optimizer  # raises if there is none
-        state: dict[str, Any] = self._binding.state_dict(*args, **kwargs)
+        state: StateDict = self._binding.state_dict(*args, **kwargs)
         state[KEY] = self.scaling_state_dict()
         return state
 
@@ -308,7 +310,7 @@ class ScalingRuleBase(ScaledOptimizer):
         self._binding.load_state_dict(dict(state_dict))
         self.take_scaling_state(state)
 
-    def scaling_state_dict(self) -> dict[str, Any]:
+    def scaling_state_dict(self) -> StateDict:
         """Return the state of the scaling alone: statistics, progress, scale.
 
         Use it if the optimizer's state is saved in another way, as by
@@ -356,7 +358,7 @@ class ScalingRuleBase(ScaledOptimizer):
             warnings.warn(message, stacklevel=3)
 
 
-def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, Any]:
+def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
     """Return what a state dict records about the wrapper that it is from."""
     inner = unwrap(optimizer)[-1]  # the same name with and without blocks around it
     return {
@@ -379,7 +381,7 @@ def _get_entry(state_dict: Mapping[str, Any], rule: str) -> Mapping[str, Any]:
 
 
 def _parse_entry(
-    entry: Mapping[str, Any], origin: Mapping[str, Any], tracker: NoiseTracker, options: Options
+    entry: Mapping[str, Any], origin: Mapping[str, object], tracker: NoiseTracker, options: Options
 ) -> ScalingState:
     """Return the parsed entry; raise a ValueError if it does not fit this wrapper.
 

@@ -17,15 +17,15 @@ in `_noise.py`. The classes apply them to an optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from manyhands._core.wrappers import YieldingProperty
+from manyhands._core.wrappers import ParamGroup, YieldingProperty
 from manyhands.scaling._hooks import NormKind
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -140,12 +140,12 @@ class AdamScale(AdaScale):
         floor = self._options["second_moment_floor"]
         if self._batch.counts_passes:  # in AdaptiveDataParallel adaptdl's default holds
             floor = self._options["second_moment_floor"] = replace(floor, default=0.0)
-        return PreconditionedNorm(optimizer, floor.value)
+        return PreconditionedNorm(optimizer, floor.number)
 
     def _apply_options(self) -> None:
         norms = self._tap.norms
         assert isinstance(norms, PreconditionedNorm)
-        norms.floor = self._options["second_moment_floor"].value
+        norms.floor = self._options["second_moment_floor"].number
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Sequence[float]:
         return [gain**power for gain in super().scale_lr(scale)]
@@ -221,10 +221,10 @@ class SqrtScale(ScalingRuleBase):
         for group in self.param_groups:
             self._rescale_group(group, scale)  # raises if a beta would become negative
 
-    def _overrides(self, group: dict[str, Any], factor: float) -> dict[str, Any]:
+    def _overrides(self, group: ParamGroup, factor: float) -> Mapping[str, object]:
         return {**super()._overrides(group, factor), **self._rescale_group(group, self.scale)}
 
-    def _rescale_group(self, group: dict[str, Any], scale: float) -> dict[str, Any]:
+    def _rescale_group(self, group: ParamGroup, scale: float) -> Mapping[str, object]:
         """Return the group's epsilon and betas (or alpha) for this scale; empty if unchanged."""
         if not self._rescales_adam or scale == 1.0:
             return {}
@@ -315,7 +315,7 @@ class LEGWScale(ScalingRuleBase):
             scale, self.progress, self._warmup_epochs, self._data_size, self.batch_size
         )
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         known = self._options["batch_size"].value
         return {
             "base_warmup_epochs": self._warmup_epochs,

@@ -20,10 +20,12 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, SupportsIndex, TypedDict
 
+import torch.distributed as dist
 from torch import nn
 
+from manyhands._core.wrappers import LossScaler
 from manyhands.scaling._examples import Examples
 
 
@@ -36,8 +38,8 @@ class RuleOptions(TypedDict, total=False):
     num_gradients_to_accumulate: int
     is_scaled_loss: bool
     debias_ewma: bool | None
-    process_group: Any
-    grad_scaler: Any
+    process_group: dist.ProcessGroup | None
+    grad_scaler: LossScaler | None
     delayed: bool
     floor_each_step: bool | None
     var_floor: float | None
@@ -61,9 +63,17 @@ class Option:
                 self.check(value)
 
     @property
-    def value(self) -> Any:
+    def value(self) -> float | None:
         chosen = self.recorded if self.explicit is None else self.explicit
         return self.default if chosen is None else chosen
+
+    @property
+    def number(self) -> float:
+        """The value of an option that has a default."""
+        chosen = self.recorded if self.explicit is None else self.explicit
+        number = self.default if chosen is None else chosen
+        assert number is not None
+        return number
 
 
 @dataclass(frozen=True)
@@ -225,7 +235,7 @@ def check_scale(scale: float, smallest: float, rule: str, details: str = "") -> 
     return float(scale)
 
 
-def parse_passes(passes: Any) -> int:
+def parse_passes(passes: SupportsIndex) -> int:
     """Return the number of passes as an int, or raise."""
     try:
         # operator.index takes numpy's integers and rejects floats; True is an int, but a mistake
@@ -256,3 +266,17 @@ def check_var_floor(var_floor: float) -> float:
     if not var_floor >= 0.0:
         raise ValueError(f"var_floor must not be negative, got {var_floor}.")
     return float(var_floor)
+
+
+def parse_factors(factors: Any, groups: int, rule: str, scale: float) -> tuple[float, ...]:
+    """Return what `scale_lr(scale)` returned as one float per parameter group, or raise."""
+    if hasattr(factors, "tolist"):  # a tensor or an array
+        factors = factors.tolist()
+    each = factors if hasattr(factors, "__len__") else [factors] * groups
+    values = tuple(map(float, each))
+    if len(values) != groups or not all(math.isfinite(v) and v >= 0.0 for v in values):
+        raise ValueError(
+            f"scale_lr must return one factor, or one for each of the {groups} parameter "
+            f"groups, finite and not negative; {rule}.scale_lr({scale:g}) returned {values}."
+        )
+    return values

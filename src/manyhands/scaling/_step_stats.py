@@ -305,6 +305,7 @@ class StepFacts:
 
     The small batches' gradients were divided by `small_batch_divided_by` when they were measured,
     and `.grad` is the mean times `mean_multiplied_by`: it depends on who divides by the passes.
+    `small_batches` is how many were compared on all ranks, if not one in each pass.
     """
 
     passes: int
@@ -317,6 +318,7 @@ class StepFacts:
     mean_multiplied_by: int
     valid: bool
     examples: ExampleFacts | None = None
+    small_batches: int | None = None
 
     @property
     def needs_no_correction(self) -> bool:

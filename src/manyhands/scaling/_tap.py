@@ -18,6 +18,7 @@ once, after the step's last pass, and calls `complete`, which returns the `StepS
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from torch.optim import Optimizer
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands._core.wrappers import LossScale
+from manyhands._core.wrappers import LossScale, ParamGroup
 from manyhands.scaling._examples import ExampleNorms, Examples
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
@@ -57,7 +58,17 @@ from manyhands.scaling._step_stats import (
 class Averager(Protocol):
     """A data-parallel module that averages the gradients of some passes."""
 
-    require_backward_grad_sync: bool  # whether it averages those of the next one
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether it averages those of the next one."""
+
+
+@dataclass(frozen=True)
+class PassWeight:
+    """What a pass's gradient counts where micro-batches differ in size (`_weighted_mean.py`)."""
+
+    squares: float  # its squared norm counts so many times
+    small_batches: int  # of the whole step, on all ranks: those that are not empty
 
 
 @dataclass
@@ -74,6 +85,7 @@ class StepInProgress:
     valid: bool = True  # False if a gradient was seen only in part
     last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
     divided_by: int = 1  # what the sum of the passes was divided by here
+    small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class GradientTap:
 
     def __init__(
         self,
-        param_groups: Sequence[dict[str, Any]],
+        param_groups: Sequence[ParamGroup],
         ranks: RankGroup,
         norms: NormKind,
         batch: Batch,
@@ -115,6 +127,7 @@ class GradientTap:
         self.exchange = StepExchange(ranks)
         self.previous = PreviousGradient(norms)
         self.step = StepInProgress()
+        self.next_weight: PassWeight | None = None  # of the next pass; None: all count the same
         self._on_last_pass = on_last_pass
         self._averager = averager
         self._compare_at_scale_1 = compare_at_scale_1
@@ -130,7 +143,7 @@ class GradientTap:
         self._gradient_at_step: GradientVersion | None = None
         self.hook(param_groups)
 
-    def hook(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def hook(self, param_groups: Sequence[ParamGroup]) -> None:
         """Measure these parameters, and no others."""
         self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         self._mean = MeanGradient(
@@ -292,6 +305,15 @@ class GradientTap:
             self._on_last_pass()
             return
         norms: Mapping[int, Norm] = hooks.finish_pass()
+        if self.next_weight is not None:
+            weight, self.next_weight = self.next_weight, None
+            norms = hooks.multiply_norms(math.sqrt(weight.squares))
+            step.small_batches = weight.small_batches
+            if self.examples is not None:
+                step.problem = (
+                    "examples= does not work with WeightedMean, whose examples have different "
+                    "weights. Leave examples= out."
+                )
         step.valid = step.valid and hooks.valid
         if self.examples is not None:
             norms = self._norms_of_examples(self.examples, norms)
@@ -362,6 +384,7 @@ class GradientTap:
             mean_multiplied_by=1 if by_user else max(passes, 1),
             valid=step.valid,
             examples=self._example_facts(passes),
+            small_batches=step.small_batches,
         )
         self.exchange.check_announcements()
         covered = None if self.examples is None else self.examples.covered
@@ -451,7 +474,7 @@ class GradientTap:
 
     # -- saving and loading ------------------------------------------------------------------
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, object]:
         """Return the tap's part of a state dict."""
         return {"previous": self.previous.to_state(), "norms": self.norms.to_state()}
 

@@ -1,21 +1,36 @@
-"""How long does a step take, by its number of passes? Measured on the run, fitted robustly.
+"""What a decision rests on: the time of a step by its passes, and how sure the noise is.
 
-Steps of p passes take a + b p seconds, on the slowest worker, with everything in it: data,
-backward, communication, the optimizer. `StepTimes` keeps the last `WINDOW` steps. For each p it
-takes the median, which a pause (an evaluation, a checkpoint, a compilation) does not move. The
+**Times.** Steps of p passes take a + b p seconds, on the slowest worker, with everything in it:
+data, backward, communication, the optimizer. `StepTimes` keeps the last `WINDOW` steps. For each p
+it takes the median, which a pause (an evaluation, a checkpoint, a compilation) does not move. The
 slope b is the weighted median of the slopes between two numbers of passes (Theil and Sen), and a
 the weighted median of what is left. So neither a pause nor one odd number of passes decides.
+
+**Evidence.** Few steps of few passes say little about |true gradient|^2. A step with n small
+batches estimates sqr = |true gradient|^2 with the variance
+
+    2 var^2 / (n (n - 1))        where noise dominates: var is the noise at scale 1 of a small batch
+
+(`scaling/_noise.py` has the estimate; for Gaussian noise). If its scale S is not n, because its
+micro-batches are larger, each has S / n times less noise. An average with the weights w_k has the
+variance sum of w_k^2 times theirs. Relative to var^2 it needs only n and the weights:
+
+    error = sqrt(sum w_k^2 2 / (n_k (n_k - 1))) / sum w_k
+
+`Ramp` decides with sqr + error var, one standard error above the average. Else a run would take
+its first luck, an estimate near zero, for pure noise, and jump to the largest batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
 
-from manyhands.ramp._goodput import StepTime
+from manyhands.ramp._decision import StepTime
 
 WINDOW = 240  # steps
 ENOUGH = 3  # steps of one number of passes, before their median counts
@@ -75,3 +90,32 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
         if below >= half:
             return value
     raise ValueError("a weighted median needs at least one value.")
+
+
+@dataclass
+class Evidence:
+    """The standard error of the averaged |true gradient|^2, in units of the averaged noise."""
+
+    squares: float = 0.0
+    weight: float = 0.0
+
+    def add(self, small_batches: int, scale: float, smoothing: float) -> None:
+        """Add a step; `smoothing` is the weight of the past in the average."""
+        if small_batches < 2:
+            return  # nothing was compared
+        per_batch = scale / small_batches  # larger micro-batches have less noise
+        variance = 2.0 / (small_batches * (small_batches - 1)) / per_batch**2
+        self.squares = smoothing**2 * self.squares + (1.0 - smoothing) ** 2 * variance
+        self.weight = smoothing * self.weight + (1.0 - smoothing)
+
+    @property
+    def error(self) -> float:
+        """The standard error; infinite as long as nothing was measured.
+
+        >>> evidence = Evidence()
+        >>> for _ in range(100):
+        ...     evidence.add(small_batches=2, scale=2.0, smoothing=0.999)
+        >>> round(evidence.error, 3)  # sqrt(2 / (2 * 1) / 100)
+        0.1
+        """
+        return math.sqrt(self.squares) / self.weight if self.weight else math.inf

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from manyhands.ramp._goodput import StepTime
-from manyhands.ramp._step_times import WINDOW, StepTimes
+from manyhands.ramp._decision import StepTime
+from manyhands.ramp._measured import WINDOW, StepTimes
 
 pytestmark = pytest.mark.quick
 

@@ -1,0 +1,319 @@
+"""adaptdl's loop: a loader that scales its batch by itself, and the epochs that remain.
+
+The loop calls `optimizer.step()` and `zero_grad()` after each micro-batch. Between the passes of
+one step both do nothing, and the model accumulates. So the loop knows nothing of the batch:
+
+    loader      yields micro-batches, and says whether more of the step's follow (`accumulates`)
+    model       `AdaptiveDataParallel` asks it in `forward`, and attaches its rule the first time
+    ramp        made then, around the rule: it decides how large the next steps are
+
+Names, and the order of arguments, are adaptdl's. Its scheduler and its cluster are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.ramp._ramp import Ramp
+from manyhands.ramp._step_loader import StepLoader, StepSize, step_size
+from manyhands.scaling._adaptdl import AdaptiveDataParallel, ScalarWriter, pass_source
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """What `autoscale_batch_size` was given, in units."""
+
+    max_scale: float
+    most_per_pass: int
+    least_per_pass: int
+    accumulate: bool
+
+
+class AdaptiveDataLoader(StepLoader):
+    """A `DataLoader` whose micro-batches grow, for `Ramp` or in adaptdl's own loop.
+
+    With a ramp, which takes each step's micro-batches from it:
+
+    >>> import torch, manyhands as mh
+    >>> data = torch.utils.data.TensorDataset(torch.randn(512, 4), torch.randn(512, 1))
+    >>> loader = mh.AdaptiveDataLoader(data, batch_size=8, shuffle=True, max_local_batch_size=32)
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> ramp = mh.Ramp(optimizer, max_scale=16)
+    >>> for micro_batches in ramp.over(loader):
+    ...     for inputs, targets in micro_batches:
+    ...         loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    ...         (loss / len(micro_batches)).backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+
+    adaptdl's loop, with `AdaptiveDataParallel`, works too: see `autoscale_batch_size`.
+
+    Every rank has the same part of each step. The order of the samples depends on `seed` and on
+    how many passes over the data there were, and not on the number of ranks. A loop that was left
+    early goes on behind the last step's samples when the loader is iterated again.
+
+    Args:
+        dataset: a dataset with a length, whose samples are found by index.
+        batch_size: the small batch, on all ranks together: the batch that the learning rate was
+            tuned for. Each rank has its part, rounded up.
+        shuffle: whether each pass over the data has an order of its own.
+        max_local_batch_size: how many samples fit into one pass on one rank. Larger batches come
+            as several passes. By default a pass stays at its part of the small batch.
+        seed: of the order of the samples.
+        process_group: the ranks that share the data; by default all.
+        options: further arguments of `DataLoader`, but no `sampler` and no `batch_sampler`. With
+            `drop_last=True` samples that do not fill the small batch are left out. Else the last
+            step takes the missing ones from the beginning of the data.
+    """
+
+    _bounds: _Bounds | None = None
+    _ramp: Ramp | None = None
+    _module: AdaptiveDataParallel | None = None
+    _saved_ramp: dict[str, Any] | None = None  # of a run that continues, until there is a ramp
+    _more_follow = False
+    _iterated = False
+    _end: float | None = None  # the progress at which the present epoch ends
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+    ) -> None:
+        """Let the batch of a training loop with `AdaptiveDataParallel` grow as it pays.
+
+        A loop over the loader then ends when the progress is worth one pass over the data at the
+        small batch. So it may see the data more than once.
+
+        >>> import torch, manyhands as mh
+        >>> data = torch.utils.data.TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
+        >>> loader = mh.AdaptiveDataLoader(data, batch_size=8, shuffle=True)
+        >>> loader.autoscale_batch_size(64, local_bsz_bounds=(8, 32), gradient_accumulation=True)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model = mh.AdaptiveDataParallel(model, optimizer)
+        >>> for epoch in mh.remaining_epochs_until(2):
+        ...     for inputs, targets in loader:
+        ...         optimizer.zero_grad()
+        ...         torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        ...         optimizer.step()
+
+        Args:
+            max_batch_size: the largest batch, on all ranks together, in samples.
+            local_bsz_bounds: the fewest and the most samples of one pass on one rank; either may
+                be None.
+            gradient_accumulation: whether a step may have several passes.
+        """
+        if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int):
+            raise ValueError(f"max_batch_size must be a whole number, got {max_batch_size!r}.")
+        if max_batch_size < self.samples_per_unit:
+            raise ValueError(
+                f"max_batch_size={max_batch_size} is below the small batch of "
+                f"{self.samples_per_unit} samples (batch_size={self._small_batch}, divided among "
+                f"{self._ranks.size} rank(s) and rounded up)."
+            )
+        low, high = local_bsz_bounds or (None, None)
+        if low is not None and low > max(self._small_batch, self._unit):
+            raise ValueError(
+                f"local_bsz_bounds={local_bsz_bounds}: the first must be at most the batch_size, "
+                f"which is {self._small_batch}."
+            )
+        most_units = max_batch_size // self.samples_per_unit
+        most_per_pass = most_units if high is None else min(most_units, self._units_within(high))
+        self._bounds = _Bounds(
+            max_scale=(most_units if gradient_accumulation else most_per_pass)
+            * self.scale_per_unit,
+            most_per_pass=most_per_pass,
+            least_per_pass=1 if low is None else min(-(-low // self._unit), most_per_pass),
+            accumulate=gradient_accumulation,
+        )
+        self._most_per_pass = most_per_pass
+
+    # -- what adaptdl's loop reads -------------------------------------------------------------
+
+    @property
+    def current_local_bsz(self) -> int:
+        """Samples in one micro-batch on each rank, in the step under way."""
+        return self.size.per_pass * self._unit
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of a step before the one that is followed by the optimizer's step."""
+        return self.size.passes - 1
+
+    @property
+    def current_batch_size(self) -> int:
+        """Samples of the whole step under way, on all ranks."""
+        return self.size.units * self.samples_per_unit
+
+    @property
+    def training(self) -> bool:
+        """Whether the batch scales itself, as the loader of the training data does."""
+        return self._bounds is not None
+
+    def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
+        """Write the sizes to a TensorBoard `SummaryWriter`."""
+        prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
+        for tag, value in (
+            ("Total_Batch_Size", self.current_batch_size),
+            ("Local_Batch_Size", self.current_local_bsz),
+            ("Accumulation_Steps", self.accumulation_steps),
+        ):
+            writer.add_scalar(prefix + tag, value, global_step)
+
+    # -- iteration -----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield micro-batches: of one pass over the data, or of an epoch's worth of progress."""
+        with self._being_iterated():
+            while True:
+                for step in self._ordered_steps(self._plan_step):
+                    if self._ramp is not None:
+                        self._ramp.begin_step(self.size)
+                    for index, batch in enumerate(step, start=1):
+                        self._more_follow = index < self.size.passes
+                        yield batch
+                    if self._is_over():
+                        return
+                if self._ramp is None:
+                    return  # one pass over the data: nothing scales the batch
+
+    @contextmanager
+    def _being_iterated(self) -> Iterator[None]:
+        if self._iterated:
+            raise RuntimeError(
+                "this loader is iterated already: one loop over it at a time. For another loop "
+                "over the same data make another AdaptiveDataLoader."
+            )
+        outer, self._iterated = pass_source.current, True
+        pass_source.current = self
+        try:
+            yield
+        finally:
+            pass_source.current, self._iterated, self._more_follow = outer, False, False
+            if self._module is not None:
+                self._module.set_accumulating(None)
+            if self._is_over():
+                self._end = None
+
+    def size_of(self, units: int) -> StepSize:
+        """Return how a step of so many units is divided."""
+        bounds = self._bounds
+        if bounds is None:
+            return super().size_of(units)
+        units = max(units, bounds.least_per_pass)
+        if bounds.accumulate:
+            return super().size_of(units)
+        return StepSize(1, step_size(units, bounds.most_per_pass).per_pass)
+
+    def _plan_step(self) -> StepSize:
+        """Return the size of the next step; small until there is a rule that measures."""
+        if self._bounds is None:
+            return StepSize(1, 1)
+        return self.size_of(1 if self._ramp is None else self._ramp.units)
+
+    def _is_over(self) -> bool:
+        """Return whether the epoch's progress is reached."""
+        if self._ramp is None or self._end is None:
+            return False
+        return self._ramp.optimizer.progress >= self._end - 1e-9
+
+    # -- what the model asks -------------------------------------------------------------------
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether more micro-batches of the same step follow."""
+        return self._more_follow
+
+    def attach(self, module: AdaptiveDataParallel) -> None:
+        """Take over the batch of the module's rule, the first time it is called."""
+        if self._module is module:
+            if self._ramp is not None and self._end is None:
+                self._begin_epoch(module)
+            return
+        self._module, rule = module, module.scaling_rule
+        if self._bounds is None:
+            rule._batch.scale_per_pass = self.scale_per_unit
+            return
+        self._ramp = Ramp(rule, self._bounds.max_scale, loader=self)
+        if self._saved_ramp is not None:
+            self._ramp.load_state_dict(self._saved_ramp)
+            self._saved_ramp = None
+        self._ramp.begin_step(self.size)
+        if self._end is None:
+            self._begin_epoch(module)
+
+    def _begin_epoch(self, module: AdaptiveDataParallel) -> None:
+        self._end = module.scaling_rule.progress + self._samples / self._small_batch
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the data was handed out, how far the epochs are, and the ramp's state.
+
+        Take it between two steps.
+        """
+        return {
+            **super().state_dict(),
+            "finished_epochs": _epochs.finished,
+            "end": self._end,
+            "ramp": None if self._ramp is None else self._ramp.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue behind the last step's samples, on any number of ranks.
+
+        The rest of the pass under way comes first. `remaining_epochs_until` goes on with the epoch
+        that was not finished.
+        """
+        super().load_state_dict(state_dict)
+        _epochs.finished = int(state_dict["finished_epochs"])
+        end, ramp = state_dict["end"], state_dict["ramp"]
+        self._end = None if end is None else float(end)
+        if self._ramp is None:
+            self._saved_ramp = ramp
+        elif ramp is not None:
+            self._ramp.load_state_dict(ramp)
+
+
+class _Epochs:
+    """How many epochs this process has finished."""
+
+    finished = 0
+    running = False
+
+
+_epochs = _Epochs()
+
+
+def remaining_epochs_until(epoch: int) -> Iterator[int]:
+    """Yield the numbers of the epochs that are left, from 0 or where a saved run stopped.
+
+    A run that was continued by an `AdaptiveDataLoader`'s `load_state_dict` skips the epochs that
+    it had finished. A second loop goes on where the first one ended.
+
+    >>> import manyhands as mh
+    >>> epochs = mh.remaining_epochs_until(0)
+    >>> list(epochs)
+    []
+
+    Args:
+        epoch: the number of epochs at which the run ends.
+    """
+    if _epochs.running:
+        raise RuntimeError(
+            "a loop over remaining_epochs_until() is running already: end it first. Epochs are "
+            "counted for the whole process."
+        )
+    while _epochs.finished < epoch:
+        _epochs.running = True
+        try:
+            yield _epochs.finished
+        finally:
+            # also if the loop is left by break or an exception, as in adaptdl
+            _epochs.finished += 1
+            _epochs.running = False

@@ -1,0 +1,237 @@
+"""Whole steps of micro-batches, from a data loader whose micro-batches grow.
+
+One *unit* is the part of the small batch that one rank has: `batch_size` divided by the ranks. A
+step has so many units on each rank. They come as few passes as memory allows:
+
+    units <= most        one pass, of a size from a short list (1, 2, 3, 4, 6, 8, 12, ...): a
+                         compiled model sees few shapes
+    units > most         passes of `most` units each
+
+All ranks draw the same order of the samples, and take neighbouring parts of it. So every sample
+comes once in a pass over the data, and a run that continues on other ranks goes on behind the
+last step's samples. At the end of the data a step has as many whole units as are left.
+
+With worker processes (`num_workers`) micro-batches are ordered ahead, so a new size comes a few
+steps later: on all ranks at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from manyhands._core.ranks import RankGroup
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """How large a step is on each rank: `passes` micro-batches of `per_pass` units."""
+
+    passes: int
+    per_pass: int
+
+    @property
+    def units(self) -> int:
+        """All units of the step on one rank."""
+        return self.passes * self.per_pass
+
+
+def step_size(units: int, most_per_pass: int, fewest_passes: int = 1) -> StepSize:
+    """Return the step nearest to so many units whose micro-batches have one of the sizes.
+
+    >>> step_size(5, most_per_pass=16)
+    StepSize(passes=1, per_pass=4)
+    >>> step_size(5, most_per_pass=16, fewest_passes=2)
+    StepSize(passes=2, per_pass=2)
+    >>> step_size(40, most_per_pass=16)
+    StepSize(passes=2, per_pass=16)
+    """
+    if units < fewest_passes:
+        return StepSize(units, 1)
+    if units < most_per_pass * fewest_passes:
+        fitting = (size for size in sizes(most_per_pass) if size * fewest_passes <= units)
+        return StepSize(fewest_passes, max(fitting))
+    return StepSize(units // most_per_pass, most_per_pass)
+
+
+def sizes(most_per_pass: int) -> list[int]:
+    """Return the sizes that a micro-batch may have, in units: at most 2 log2(most) + 2.
+
+    >>> sizes(20)
+    [1, 2, 3, 4, 6, 8, 12, 16, 20]
+    """
+    doublings = range(most_per_pass.bit_length())
+    grid = {2**k for k in doublings} | {3 * 2**k for k in doublings} | {most_per_pass}
+    return sorted(size for size in grid if size <= most_per_pass)
+
+
+class StepLoader(DataLoader[Any]):
+    """Base class of `AdaptiveDataLoader`: whole steps of micro-batches, of a size to be planned."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        max_local_batch_size: int | None = None,
+        seed: int = 0,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        _check(dataset, batch_size, options)
+        self._ranks = RankGroup.of(process_group)
+        self._small_batch = batch_size
+        self._samples = len(dataset)  # type: ignore[arg-type]
+        self._shuffle, self._seed = shuffle, seed
+        self._drop_last = bool(options.pop("drop_last", False))
+        self._unit = math.ceil(batch_size / self._ranks.size)
+        self._most_per_pass = self._units_within(max_local_batch_size)
+        self._turn = 0  # passes over the data so far
+        self._position = 0  # in this pass: samples of all ranks that were handed out
+        self._plan: Callable[[], StepSize] = lambda: StepSize(1, 1)
+        self._ordered: deque[StepSize] = deque()  # the sizes of steps that are on their way
+        self.size = StepSize(1, 1)  # of the step that was handed out last
+        super().__init__(dataset, batch_sampler=_Order(self), **options)
+
+    def _units_within(self, local_batch_size: int | None) -> int:
+        """Return how many units a pass of so many samples on one rank has at most."""
+        if local_batch_size is None:
+            return 1
+        if local_batch_size < self._unit:
+            raise ValueError(
+                f"a rank's part of the small batch is {self._unit} samples, and at most "
+                f"{local_batch_size} are allowed in one pass. Allow at least {self._unit}, or "
+                "begin with a smaller batch_size and the learning rate that fits it."
+            )
+        return local_batch_size // self._unit
+
+    @property
+    def samples_per_unit(self) -> int:
+        """Samples of a unit, on all ranks together."""
+        return self._unit * self._ranks.size
+
+    @property
+    def scale_per_unit(self) -> float:
+        """How many small batches a unit on every rank makes: 1, but for rounding."""
+        return self.samples_per_unit / self._small_batch
+
+    def size_of(self, units: int) -> StepSize:
+        """Return how a step of so many units is divided.
+
+        A single rank compares its own passes to measure the noise, so it takes two at least.
+        """
+        return step_size(units, self._most_per_pass, 2 if self._ranks.size == 1 else 1)
+
+    def __len__(self) -> int:
+        """Return how many micro-batches of the present size a pass over the data has."""
+        return math.ceil(self._samples / (self.size.per_pass * self.samples_per_unit))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[Any]]:
+        """Yield each step's micro-batches of one pass over the data; `size` says how large it is.
+
+        `plan` gives the size of the next step whenever one is ordered.
+        """
+        for micro_batches in self._ordered_steps(plan):
+            yield list(micro_batches)
+
+    def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[Any]]:
+        """Yield each step as an iterator over its micro-batches."""
+        self._plan = plan
+        self._ordered.clear()
+        batches = super().__iter__()
+        while True:
+            first = next(batches, None)
+            if first is None:
+                break
+            self.size = self._ordered.popleft()
+            taken = _first_and(first, batches, self.size.passes)
+            # Counted as soon as it is handed out: a run saved in mid-step repeats none of it.
+            self._position += self.size.units * self.samples_per_unit
+            yield taken
+        self._turn, self._position = self._turn + 1, 0
+
+    def indices(self) -> Iterator[list[int]]:
+        """Yield the samples of each of this rank's micro-batches, planning step by step."""
+        order = self._order_of(self._turn)
+        position = self._position
+        while position < self._samples:
+            left = (self._samples - position) / self.samples_per_unit
+            units = math.floor(left) if self._drop_last else math.ceil(left)
+            if units == 0:
+                return
+            size = self._plan()
+            if size.units > units:
+                size = step_size(units, size.per_pass)
+            self._ordered.append(size)
+            count = size.per_pass * self._unit
+            for _ in range(size.passes):
+                start = position + self._ranks.rank * count
+                # beyond the end, from the beginning again
+                yield [order[i % self._samples] for i in range(start, start + count)]
+                position += count * self._ranks.size
+
+    def _order_of(self, turn: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._samples))
+        generator = torch.Generator().manual_seed(self._seed + turn)
+        return torch.randperm(self._samples, generator=generator).tolist()
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the data was handed out. Take it between two steps."""
+        return {"version": 1, "turn": self._turn, "position": self._position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue behind the last step's samples, on any number of ranks.
+
+        The rest of the pass under way comes first.
+        """
+        version = state_dict.get("version")
+        if version != 1:
+            raise ValueError(f"the state dict's version is {version!r}, this loader's is 1.")
+        self._turn, self._position = int(state_dict["turn"]), int(state_dict["position"])
+
+
+class _Order:
+    """What torch's loader asks for the indices of each micro-batch."""
+
+    def __init__(self, loader: StepLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.indices()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def _first_and(first: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:
+    yield first
+    for _ in range(count - 1):
+        yield next(others)
+
+
+def _check(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"AdaptiveDataLoader needs a dataset with a length whose samples are found by index, "
+            f"got {type(dataset).__name__}. For a stream give any loader of micro-batches to "
+            "Ramp.over()."
+        )
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} must be None: AdaptiveDataLoader orders the samples itself.")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")

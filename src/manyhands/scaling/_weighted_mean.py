@@ -1,0 +1,127 @@
+"""The mean of a loss over everything in a step, where micro-batches have different numbers of it.
+
+Micro-batch i has n_i tokens (or samples, or pixels) and the loss sum l_i. A step's loss is
+
+    sum of l_i / N          N = sum of n_i, over all passes and all ranks
+
+and not the mean of the micro-batches' means. Each rank's gradients are averaged over W ranks after
+its passes, so a pass's loss is l_i W / N. One small collective before the passes finds N.
+
+A rule compares the micro-batches' gradients. Of k micro-batches, k' have tokens. With s_i the
+gradient of l_i, and a noise of v for one token,
+
+    E |s_i|^2 / n_i = n_i sqr + v          E N |G|^2 = N sqr + v
+
+and the sum of the first over i minus the second is (k' - 1) v, however the tokens are divided. So
+the estimate (`_noise.py`) is right if pass i's squared norm counts N k' / (k^2 n_i) times, and k'
+gradients were compared: the small batch is then the mean micro-batch, of N / k tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands._core.ranks import RankGroup
+from manyhands._core.wrappers import gradient_ranks, unwrap
+from manyhands.scaling._optimizer import ScaledOptimizer, rule_of
+from manyhands.scaling._tap import PassWeight
+
+
+class WeightedMean:
+    """The mean loss of a step whose micro-batches have different numbers of tokens.
+
+    Make one for each step, on every rank, from the numbers of this rank's micro-batches. Call it
+    with each micro-batch's sum of losses, in the same order:
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = mh.AdaScale(
+    ...     torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2
+    ... )
+    >>> micro_batches = [torch.randn(3, 4), torch.randn(8, 4)]
+    >>> mean = mh.WeightedMean([len(x) for x in micro_batches], optimizer)
+    >>> for x in micro_batches:
+    ...     mean(model(x).square().sum()).backward()
+    >>> optimizer.step()
+
+    The gradient is that of the whole batch in one backward pass: under no wrapper,
+    `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel` and `fully_shard`.
+    A rule's statistics take the numbers into account; its small batch is the mean micro-batch.
+    Do not divide the losses by anything else. A micro-batch may have none: call it with a sum of
+    zero that depends on the model, so that its backward pass takes place.
+
+    With several ranks, making it is a small collective of its own.
+
+    Args:
+        counts: how many tokens (or samples) each of this rank's micro-batches of the step has.
+        optimizer: the optimizer of the step. It says which ranks' gradients are averaged, and a
+            rule in it learns the numbers.
+        process_group: the ranks whose gradients are averaged, if no optimizer of ours says so; by
+            default all.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int | float | Tensor],
+        optimizer: Optimizer | None = None,
+        *,
+        process_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        numbers = [float(count) for count in counts]
+        rule = None if optimizer is None else rule_of(optimizer)
+        self._check(numbers, rule)
+        ranks = None if optimizer is None else gradient_ranks(optimizer)
+        if ranks is None:
+            ranks = RankGroup.of(process_group)
+        own = [sum(numbers), float(sum(number > 0 for number in numbers)), float(len(numbers))]
+        device = _device_of(optimizer)
+        rows = [own] if ranks.size == 1 else ranks.all_gather(own, device)
+        self.total, not_empty, passes = (sum(column) for column in zip(*rows, strict=True))
+        """The number of tokens in the step, on all ranks."""
+        divided_later = rule is not None and not rule._batch.passes_divided_by_user
+        self._factor = ranks.size * (len(numbers) if divided_later else 1)
+        self._rule, self._left = rule, list(reversed(numbers))
+        self._not_empty, self._passes = int(not_empty), int(passes)
+
+    @staticmethod
+    def _check(numbers: Sequence[float], rule: ScaledOptimizer | None) -> None:
+        if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
+            raise ValueError(
+                f"counts must have a number of at least 0 for each micro-batch, got {numbers}."
+            )
+        if rule is not None and not rule._batch.counts_passes:
+            passes = rule._batch.passes
+            if len(numbers) != passes:
+                raise ValueError(
+                    f"counts has {len(numbers)} number(s), and a step has {passes} backward "
+                    "pass(es), as declared by num_gradients_to_accumulate or a Ramp. Give one "
+                    "number for each pass."
+                )
+
+    def __call__(self, loss_sum: Tensor) -> Tensor:
+        """Return this micro-batch's part of the mean, for `backward()`."""
+        if not self._left:
+            raise RuntimeError(
+                "a loss more than there were counts. Make a WeightedMean for each step, with a "
+                "count for each of its micro-batches."
+            )
+        count = self._left.pop()
+        if self._rule is not None:
+            self._rule._tap.next_weight = PassWeight(
+                self.total * self._not_empty / (self._passes**2 * count) if count else 0.0,
+                self._not_empty,
+            )
+        # a step without any tokens has a gradient of zero
+        return loss_sum * (self._factor / self.total if self.total else 0.0)
+
+
+def _device_of(optimizer: Optimizer | None) -> torch.device:
+    if optimizer is None:
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device("cpu") if accelerator is None else accelerator
+    innermost = unwrap(optimizer)[-1]
+    return next(p.device for group in innermost.param_groups for p in group["params"])
