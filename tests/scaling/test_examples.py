@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import manyhands as mh
 from manyhands.scaling import _example_squares
 from manyhands.scaling._example_squares import linear_squares
 from manyhands.scaling._examples import ExampleNorms, Examples
@@ -341,6 +342,28 @@ def test_a_copied_or_pickled_model_is_not_measured(tmp_path):
     assert norms.take({}) is None
 
 
+@pytest.mark.long
+def test_a_compiled_model_is_measured_if_it_was_hooked_before():
+    torch.manual_seed(0)
+    model = mlp()
+    x, params = inputs_of(model), list(model.parameters())
+    expected = squares_one_by_one(model, x)
+    norms = ExampleNorms(model, params)
+    compiled = torch.compile(model, backend="eager")
+    loss_of(compiled(x)).backward()
+    for index, value in take(norms, model).mean_squares.items():
+        assert value == pytest.approx(float(expected[index]), rel=1e-4)
+    del norms
+    torch._dynamo.reset()
+    model.zero_grad()
+    compiled = torch.compile(model, backend="eager")
+    loss_of(compiled(x)).backward()
+    late = ExampleNorms(model, params)
+    loss_of(compiled(x)).backward()
+    assert take(late, model) is None
+    assert "no measured layer took part" in late.problem
+
+
 def test_it_goes_with_its_owner():
     model = mlp()
     norms = ExampleNorms(model, list(model.parameters()))
@@ -375,3 +398,30 @@ def test_a_gradient_that_has_other_sources_is_not_measured():
     loss_of(grad).backward()
     assert take(norms, model) is None
     assert "differentiated again" in norms.problem
+
+
+@pytest.mark.parametrize("make", [mlp, cnn, Attention])
+def test_the_noise_of_a_micro_batch_is_that_of_the_whole_data(make):
+    """The truth comes from a pass over each example of the data, at parameters that stay."""
+    torch.manual_seed(0)
+    model, samples, steps = make(), 200, 150
+    data = inputs_of(model, samples)
+    if isinstance(model, Attention):
+        data[:, 0] = 5  # something in common: a signal
+    else:
+        data += 0.5
+    params = list(model.parameters())
+    noise = mh.NoiseScale(params, model=model, examples=True, smoothing=0.999)
+    for _ in range(steps):
+        model.zero_grad()
+        loss_of(model(data[torch.randint(samples, (16,))])).backward()
+    covered = noise._tap.examples.covered
+    noise.unhook()
+    assert not any(module._forward_hooks for module in model.modules())
+    small = float(squares_one_by_one(model, data)[sorted(covered)].sum())
+    grads = torch.autograd.grad(loss_of(model(data)), params)
+    sqr = sum(float(grads[i].square().sum()) for i in covered)
+    assert noise.steps == steps
+    assert noise.squared_norm == pytest.approx(sqr, rel=0.1)
+    assert noise.variance == pytest.approx(small - sqr, rel=0.1)
+    assert noise.noise_scale == pytest.approx((small - sqr) / sqr, abs=4 * noise.standard_error)

@@ -381,7 +381,7 @@ class NoiseScale:
 
     def unhook(self) -> None:
         """Stop measuring."""
-        self._tap.hooks.remove()
+        self._tap.unhook()
         if self._stop_watching is not None:
             self._stop_watching()
 

@@ -231,7 +231,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def unhook(self) -> None:
         """Stop measuring the parameters, and give the optimizer back as it was."""
-        self._tap.hooks.remove()
+        self._tap.unhook()
         self._binding.release()
 
     def add_param_group(self, param_group: ParamGroup) -> None:

@@ -175,6 +175,12 @@ class GradientTap:
             paused=lambda: (now := hooks()) is None or now.is_paused,
         )
 
+    def unhook(self) -> None:
+        """Stop measuring."""
+        self.hooks.remove()
+        if self.examples is not None:
+            self.examples.remove()
+
     # -- one step ----------------------------------------------------------------------------
 
     def clear(self) -> None:
