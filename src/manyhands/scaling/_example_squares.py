@@ -190,6 +190,8 @@ LAYER_KINDS: dict[type[nn.Module], LayerKind] = {
     nn.Conv2d: LayerKind("conv", _conv, batch_first=True, dims=lambda layer: 4),
 }
 
+GROUPS = tuple(dict.fromkeys(kind.group for kind in LAYER_KINDS.values()))
+
 
 def _wide(tensor: Tensor) -> torch.dtype:
     """Return the type in which sums of these values are made."""

@@ -36,61 +36,11 @@ from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
 from manyhands.scaling._example_squares import LAYER_KINDS, LayerKind
+from manyhands.scaling._settings import Examples
 
-GROUPS = tuple(dict.fromkeys(kind.group for kind in LAYER_KINDS.values()))
+UNCALLED = "its parameters are used without calling it, or it is compiled"
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Which layers measure the gradients of single examples, and where the examples are.
-
-    >>> import torch, manyhands as mh
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    >>> noise = mh.NoiseScale(optimizer, model=model, examples=mh.Examples(layers="norm"))
-
-    Args:
-        layers: "all", or some of "norm" (LayerNorm, RMSNorm, GroupNorm), "linear", "embedding" and
-            "conv" (one and two dimensions), as one name or several.
-        batch_dim: the dimension of the inputs along which the examples are: 0, or 1 for models
-            that have time first.
-    """
-
-    layers: str | Sequence[str] = "all"
-    batch_dim: int = 0
-
-    def __post_init__(self) -> None:
-        unknown = set(self.groups) - set(GROUPS)
-        if unknown or not self.groups:
-            raise ValueError(
-                f"layers must be 'all' or some of {', '.join(map(repr, GROUPS))}, got "
-                f"{self.layers!r}."
-            )
-        if self.batch_dim not in (0, 1):
-            raise ValueError(f"batch_dim must be 0 or 1, got {self.batch_dim!r}.")
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The kinds of layers that were asked for."""
-        if self.layers == "all":
-            return GROUPS
-        return (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
-
-
-def parse_examples(examples: bool | Examples, model: nn.Module | None) -> Examples | None:
-    """Return the options, or None if examples are not measured; raise if that cannot work."""
-    if not isinstance(examples, (bool, Examples)):
-        raise TypeError(
-            f"examples must be True, False or an mh.Examples(...), got {type(examples).__name__}. "
-            "The model goes to model=."
-        )
-    if not examples:
-        return None
-    if model is None:
-        raise ValueError("examples= needs the model whose layers are measured: model=...")
-    return Examples() if examples is True else examples
 
 
 @dataclass(frozen=True)
@@ -356,13 +306,18 @@ class ExampleNorms:
         if last is None:
             if not self._layers:
                 self._skip()
-            self.problem = self.problem or "no measured layer took part in this backward pass."
+            self.problem = self.problem or (
+                "no measured layer took part in this backward pass. (Layers that torch.compile has "
+                "compiled are not measured.)"
+            )
             return None
         unseen = self.covered.intersection(norms).difference(last.mean_squares)
         other = {i for i in self._totals if i in norms and self._differs(i, norms[i], last)}
         for layer in list(self._layers.values()) if unseen or other else ():
             if unseen.intersection(layer.indices.values()):
-                self._leave_out(layer, "its parameters are used without calling it")
+                self._leave_out(
+                    layer, "its parameters are used without calling it, or it is compiled"
+                )
             elif other.intersection(layer.indices.values()):
                 self._leave_out(layer, "its gradient does not come from its output alone")
         if not self._layers or (unseen and self._measured_before):
@@ -413,6 +368,9 @@ class _ForwardHook:
         self._owner = owner
 
     def __call__(self, *args: Any) -> None:
+        # torch.compile cannot trace hooks on outputs, so compiled layers are not measured
+        if torch.compiler.is_compiling():
+            return
         owner = self._owner()
         if owner is not None and torch.is_grad_enabled():
             self._call(owner, *args)

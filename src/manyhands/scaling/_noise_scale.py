@@ -22,17 +22,19 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import rank_group_of
 from manyhands._core.wrappers import LossScale, LossScaler
-from manyhands.scaling._examples import Coverage, Examples, parse_examples
+from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._mean_gradient import parse_previous
 from manyhands.scaling._noise import NoiseMoments, estimate
 from manyhands.scaling._settings import (
     Batch,
+    Examples,
     Option,
     Options,
     check_smoothing,
     describe_mismatches,
     load_options,
+    parse_examples,
     parse_passes,
     save_options,
 )

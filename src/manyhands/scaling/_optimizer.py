@@ -45,11 +45,17 @@ from manyhands.scaling._binding import (
     check_ranks_agree,
     check_says_which_passes,
 )
-from manyhands.scaling._examples import Examples, parse_examples
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, StepOutcome
-from manyhands.scaling._settings import Batch, Options, check_scale, parse_factors
+from manyhands.scaling._settings import (
+    Batch,
+    Examples,
+    Options,
+    check_scale,
+    parse_examples,
+    parse_factors,
+)
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import Averager, GradientTap
 

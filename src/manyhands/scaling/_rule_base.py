@@ -22,12 +22,13 @@ from torch.optim.optimizer import StateDict
 from manyhands._core.state_parts import plain_optimizer
 from manyhands._core.wrappers import LossScaler, unwrap
 from manyhands.scaling._binding import KEY
-from manyhands.scaling._examples import Coverage, Examples
+from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import VAR_FLOOR
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState, check_progress
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._settings import (
     Batch,
+    Examples,
     Option,
     OptionMismatch,
     Options,
