@@ -278,8 +278,8 @@ VERDICT = """## What to make of it
 - **The cost** is that of `NoiseScale` on a small model (10 and more tensors in a step of 1 ms), and
   that of convolutions, whose patches are made again: twice the CNN's step. In the transformer all
   layers cost a quarter of a step, norm layers 6 %, consecutive steps 5 % and two copies.
-- Batch norm is an error: in an earlier run, all layers gave an infinite noise scale with it, and the
-  linear layer half of the truth (157).
+- Batch norm is an error. In an earlier run with batch norms in the CNN, all layers gave an infinite
+  noise scale, and the linear layer half of the truth (157).
 """
 
 

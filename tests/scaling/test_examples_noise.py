@@ -1,5 +1,6 @@
 """The noise of the gradient from single examples: NoiseScale and the rules with `examples`."""
 
+import contextlib
 import copy
 import math
 
@@ -404,3 +405,39 @@ def differing_options():
 
 def test_ranks_with_different_options():
     raises_on_ranks(2, ValueError, differing_options, match="have different examples")
+
+
+def under_a_rule(delayed, counted):
+    """Two steps of two passes; the statistics of the first are in the noise after the second."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    if counted:
+        rule = mh.AdaScale(examples=True, delayed=delayed)
+        network = mh.AdaptiveDataParallel(model, inner, rule)
+    else:
+        network = DistributedDataParallel(model)
+        rule = mh.AdaScale(
+            inner, model=model, examples=True, delayed=delayed, num_gradients_to_accumulate=2
+        )
+    batches = micro_batches([3, 5, 4, 6])[2 * rank : 2 * rank + 2]
+    for _ in range(2):
+        rule.zero_grad()
+        for (x, y), last in zip(batches, (False, True), strict=True):
+            with network.no_sync() if not last else contextlib.nullcontext():
+                (F.mse_loss(network(x), y) / (1 if counted else 2)).backward()
+        rule.step()
+    return [rule.noise.sqr_of(), rule.noise.var_of(), float(rule.noise.measured)]
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_rule_on_two_ranks_by_hand(delayed, counted):
+    model = make_model()
+    batches = micro_batches([3, 5, 4, 6])
+    sqr, var = by_hand(model, batches, list(model.parameters()))
+    examples = 16 / sum(1 / len(x) for x, _ in batches)
+    first, second = run_ranks(2, under_a_rule, delayed, counted)
+    assert first == second
+    # a small batch is one of the four micro-batches
+    assert first == pytest.approx([sqr, var * 4 / examples, 1.0], rel=1e-4)
