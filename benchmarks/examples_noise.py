@@ -273,8 +273,8 @@ VERDICT = """## What to make of it
 - **All layers**: 0.87, 1.01 and 0.93 of the truth, which is within the two errors each time.
 - **Consecutive steps** count the movement of the parameters as noise. That did not matter in the
   MLP, and gave 4.3 and 1.7 times the truth in the CNN and the transformer.
-- **Norm layers alone** were too low by a quarter to three fifths, and **linear layers** of the CNN (its
-  last one) too high by 3.5. A part of the layers is a guide to changes, not a measurement.
+- **Norm layers alone** were too low by a quarter to three fifths, and the **linear layer** of the
+  CNN 3.5 times too high. A part of the layers is a guide to changes, not a measurement.
 - **The cost** is that of `NoiseScale` on a small model (10 and more tensors in a step of 1 ms), and
   that of convolutions, whose patches are made again: twice the CNN's step. In the transformer all
   layers cost a quarter of a step, norm layers 6 %, consecutive steps 5 % and two copies.
