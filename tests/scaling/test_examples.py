@@ -277,7 +277,7 @@ def test_layers_that_cannot_be_measured_are_left_out_with_a_reason():
         "twice": "it is used more than once in a pass",
         "tied": "another layer has the same parameter",
         "other": "another layer has the same parameter",
-        "by_hand": "its parameters are used without calling it, or it is compiled",
+        "by_hand": "its parameters are used elsewhere, or it is compiled",
         "mixing": "BatchNorm1d mixes the examples of a batch",
         "flattened": "its input has 10 examples, where the batch has 5",
     }

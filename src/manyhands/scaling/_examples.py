@@ -38,8 +38,6 @@ from manyhands._core.backward import BackwardPasses, current_task
 from manyhands.scaling._example_squares import LAYER_KINDS, LayerKind
 from manyhands.scaling._settings import Examples
 
-UNCALLED = "its parameters are used without calling it, or it is compiled"
-
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -315,9 +313,7 @@ class ExampleNorms:
         other = {i for i in self._totals if i in norms and self._differs(i, norms[i], last)}
         for layer in list(self._layers.values()) if unseen or other else ():
             if unseen.intersection(layer.indices.values()):
-                self._leave_out(
-                    layer, "its parameters are used without calling it, or it is compiled"
-                )
+                self._leave_out(layer, "its parameters are used elsewhere, or it is compiled")
             elif other.intersection(layer.indices.values()):
                 self._leave_out(layer, "its gradient does not come from its output alone")
         if not self._layers or (unseen and self._measured_before):
