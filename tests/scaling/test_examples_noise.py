@@ -441,3 +441,17 @@ def test_a_rule_on_two_ranks_by_hand(delayed, counted):
     assert first == second
     # a small batch is one of the four micro-batches
     assert first == pytest.approx([sqr, var * 4 / examples, 1.0], rel=1e-4)
+
+
+def test_a_ramp_knows_the_noise_of_one_pass():
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    rule = mh.AdaScale(inner, model=model, examples=True, smoothing=0.9)
+    ramp = mh.Ramp(rule, max_scale=8, every=100)
+    for x, y in micro_batches([12] * 20):
+        F.mse_loss(model(x), y).backward()
+        rule.step()
+        rule.zero_grad()
+    # 20 steps of 12 examples: a small error, although each step had one pass of one worker
+    assert 0.1 < ramp._evidence.error < 1.0
+    assert ramp._noise().var == pytest.approx(rule.noise.var_of())
