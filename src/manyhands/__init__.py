@@ -16,11 +16,13 @@ from manyhands.probe import ProbeResult, probe_batch
 from manyhands.ramp import AdaptiveDataLoader, Ramp, remaining_epochs_until
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
+from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_scale import NoiseScale
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.scaling._settings import Examples
 from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding.fsdp._engine import TrainingState
@@ -43,10 +45,12 @@ __all__ = [
     "AdaptiveDataParallel",
     "Blocks",
     "ByDrift",
+    "Coverage",
     "Crew",
     "DiLoCo",
     "DummyProcessGroup",
     "Every",
+    "Examples",
     "FullyShardedDataParallel",
     "LEGWScale",
     "LinearScale",

@@ -99,7 +99,7 @@ class Evidence:
     squares: float = 0.0
     weight: float = 0.0
 
-    def add(self, small_batches: int, scale: float, smoothing: float) -> None:
+    def add(self, small_batches: float, scale: float, smoothing: float) -> None:
         """Add a step; `smoothing` is the weight of the past in the average."""
         if small_batches < 2:
             return  # nothing was compared

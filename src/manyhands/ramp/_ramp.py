@@ -317,7 +317,9 @@ class Ramp:
         self._average, self._unmeasured = average, 0
         if before.consecutive and not average.consecutive:
             self._evidence = Evidence()  # the average has begun anew, with a better measurement
-        count, scale = batch.passes * batch.workers, self.optimizer.scale
+        count, scale = float(batch.passes * batch.workers), self.optimizer.scale
+        if average.norm_kind == "examples":  # each is a small batch of a fraction of the scale
+            count = self.optimizer._tracker.compared
         if average.consecutive:  # two steps' gradients, as one step of twice the size
             count, scale = 2 * count, 2.0 * scale
         self._evidence.add(count, scale, self.optimizer.smoothing)

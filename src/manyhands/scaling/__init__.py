@@ -5,6 +5,8 @@ In the order in which a gradient meets them:
 _hooks.py           hooks where autograd adds to `param.grad`: |g| of each parameter in one pass
 _preconditioned.py  the other kind of norm: of a gradient as Adam or RMSprop divides it
 _fsdp_params.py     under `fully_shard`: the tensors that autograd computes on
+_examples.py        hooks on layers: the gradient norms of single examples in one pass
+_example_squares.py the same as arithmetic: from a layer's inputs and output gradients
 _tap.py             counts backward passes, and turns those of a step into one `StepStats`
 _mean_gradient.py   |G|^2 of the averaged gradient, or of the last two if a step has only one
 _step_stats.py      one step's numbers, their way to the other ranks, and what must agree

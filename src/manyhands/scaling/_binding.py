@@ -133,7 +133,7 @@ def check_says_which_passes(module: object) -> None:
 
 
 def check_ranks_agree(
-    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options
+    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options, examples: str
 ) -> None:
     """Raise on every rank if they have other options or other parameters."""
     groups = optimizer.param_groups
@@ -150,5 +150,5 @@ def check_ranks_agree(
     }
     if not params:
         raise ValueError("the optimizer has no parameters: every group is empty.")
-    facts = {**claims, "parameters": describe_tensors(params)}
+    facts = {**claims, "parameters": describe_tensors(params), "examples": examples}
     agree(ranks, facts, "Build the same model, optimizer and rule on every rank.")

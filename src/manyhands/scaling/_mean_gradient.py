@@ -20,7 +20,7 @@ between `backward` and `step`, because a gradient that no step follows must not 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -97,17 +97,22 @@ class MeanGradient:
     # -- one step ----------------------------------------------------------------------------
 
     def measure(
-        self, squares: Tensor | None, norms: Mapping[int, Norm], facts: StepFacts
+        self,
+        squares: Tensor | None,
+        norms: Mapping[int, Norm],
+        facts: StepFacts,
+        covered: Collection[int] | None = None,
     ) -> LocalNumbers:
         """Measure the mean gradient, and return this rank's numbers of the step.
 
-        `norms` are those of the last pass; `squares` are the sums over the passes before it.
+        `norms` are those of the last pass; `squares` are the sums over the passes before it. If
+        examples are measured, `norms` are theirs, and only `covered` parameters count.
         """
         small_batches = facts.passes * self._ranks.size
-        if small_batches == 1:
+        if small_batches == 1 and covered is None:
             return self._compare_with_previous(facts)
         self._previous.grads = []  # no longer needed: free the copy
-        numbers, shared_square = self._local_squares_and_mean(norms)
+        numbers, shared_square = self._local_squares_and_mean(norms, covered)
         if squares is not None or not facts.needs_no_correction:
             numbers = self._correct(to_tensor(numbers, self._device), squares, facts)
         if facts.small_batches is not None:
@@ -126,24 +131,28 @@ class MeanGradient:
             numbers *= torch.nan
         return numbers
 
-    def _local_squares_and_mean(self, norms: Mapping[int, Norm]) -> tuple[Numbers, Norm]:
+    def _local_squares_and_mean(
+        self, norms: Mapping[int, Norm], covered: Collection[int] | None
+    ) -> tuple[Numbers, Norm]:
         """Return sums per group (local squares, then this rank's part of |G|^2); the shared square.
 
         `norms` are those of this rank's last pass. All squares are summed in one call, because
         operations on small tensors cost the same whatever their size.
         """
+        every = range(len(self._params)) if covered is None else covered
         common = self._gradients_of(self._common_indices)
         own = self._gradients_of(self._own_indices)
         compared = common or self._shortest_gradient()
         measured = {**compared, **own}
         mean_norms = self._norms.many(list(measured), list(measured.values()))
-        slices = self._sharded_slices()
+        slices = [slice for slice in self._sharded_slices() if slice[0] in every]
         if slices:
             mean_norms = [*mean_norms, *self._norms.slices(slices)]
         squares = self._square_all([*norms.values(), *mean_norms])
         groups, group_of = self._groups, self._group_of
         # Every rank has measured the common ones; rank 0 alone adds them to the sum over ranks.
         counted = {**common, **own} if self._ranks.rank == 0 else own
+        counted = {i: grad for i, grad in counted.items() if i in every}
         uncounted = 2 * groups  # one group more, to be dropped
         sum_into = [
             *(group_of[i] for i in norms),

@@ -51,10 +51,10 @@ class NormSums:
 
     small_squares: tuple[float, ...]
     mean_square: tuple[float, ...]
-    small_batches: int
+    small_batches: float  # a fraction, if passes have different numbers of examples
     scale: float
     consecutive: bool = False  # the "small batches" are the gradients of two consecutive steps
-    norm_kind: str = "plain"  # or "preconditioned": see `NormKind` in `_hooks.py`
+    norm_kind: str = "plain"  # or "preconditioned": see `NormKind` in `_hooks.py`; or "examples"
 
     def unscale(self, loss_scale: float) -> NormSums:
         """Return the sums for gradients that are not multiplied by a loss scale."""
@@ -248,7 +248,7 @@ class NoiseAverage:
         new = estimate(sums)
         if self.floor_each_step:
             new = Estimate(apply_floor(new.sqr, SQR_FLOOR), apply_floor(new.var, self.var_floor))
-        kinds_must_match = sums.norm_kind == "plain" or not self.mix_norm_kinds
+        kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
         restart = kind_changed or (self.consecutive and not sums.consecutive)
         sqr, var = (type(self.sqr)(), type(self.var)()) if restart else (self.sqr, self.var)

@@ -22,16 +22,19 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import rank_group_of
 from manyhands._core.wrappers import LossScale, LossScaler
+from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._mean_gradient import parse_previous
 from manyhands.scaling._noise import NoiseMoments, estimate
 from manyhands.scaling._settings import (
     Batch,
+    Examples,
     Option,
     Options,
     check_smoothing,
     describe_mismatches,
     load_options,
+    parse_examples,
     parse_passes,
     save_options,
 )
@@ -62,7 +65,10 @@ class NoiseScale:
     scale"): the batch size, in samples, at which noise and signal are equal. Well below it a
     larger batch saves steps almost in proportion; well above it, nothing. With one worker and no
     accumulation, consecutive gradients are compared, at the price of a copy of the gradient. The
-    estimate then counts the change of the parameters between them as noise.
+    estimate then counts the change of the parameters between them as noise. `examples=True`
+    compares the examples of each micro-batch instead, with any number of workers and passes:
+
+    >>> noise = mh.NoiseScale(optimizer, model=model, examples=True)
 
     Args:
         parameters: an optimizer, whose steps are then watched (also those with closures), or the
@@ -76,8 +82,11 @@ class NoiseScale:
         process_group: the workers that share gradients; all, by default. Make a NoiseScale on
             each of them.
         grad_scaler: the `GradScaler` in use; required if its scale changes.
-        model: the module that `fully_shard` was called on. It is needed only after `gc.freeze()`;
-            otherwise it is found.
+        model: the model whose layers measure examples, and the module that `fully_shard` was
+            called on. Without examples it is needed only after `gc.freeze()`.
+        examples: True, or an `Examples`, to measure the gradients of single examples in the layers
+            that allow it. Results are of those layers, and in samples even without `batch_size`,
+            which then only says what `variance` is of (one sample by default).
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class NoiseScale:
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: LossScaler | None = None,
         model: nn.Module | None = None,
+        examples: bool | Examples = False,
     ) -> None:
         self._options: Options = {
             "batch_size": Option(None, batch_size, check=_check_batch_size),
@@ -105,6 +115,7 @@ class NoiseScale:
         self._params = params
         self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
+        self._of_examples = False  # whether they are of single examples, and of covered layers
         self._in_flight: StepStats | None = None  # the last step's, on their way to the host
         self._steps = 0
         self._nonfinite = 0
@@ -112,7 +123,8 @@ class NoiseScale:
         self._stop_watching: Callable[[], object] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
-        facts = {**claims, "parameters": describe_tensors(params)}
+        chosen = parse_examples(examples, model)
+        facts = {**claims, "parameters": describe_tensors(params), "examples": str(chosen)}
         agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
         self._optimizer = optimizer
         # weak: neither the tap nor the optimizer's hook may keep this object alive
@@ -125,6 +137,7 @@ class NoiseScale:
             LossScale(grad_scaler),
             on_last_pass=lambda: owner._complete_step(),
             model=model,
+            examples=chosen,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
             hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
@@ -172,7 +185,10 @@ class NoiseScale:
             return
         stats = tap.complete()
         if self._optimizer is None:  # then a step is assumed to follow
-            self._receive(stats)
+            if tap.step.problem is not None:
+                self._leave_out_step(tap.step.problem)
+            else:
+                self._receive(stats)
 
     def _finish_step(self) -> None:
         """Take in the measured gradients: the optimizer is about to step along them."""
@@ -225,11 +241,16 @@ class NoiseScale:
         if not sums.all_finite:
             self._nonfinite += 1
             return
-        if self._consecutive and not sums.consecutive:  # the better measurement: start anew
+        of_examples = sums.norm_kind == "examples"
+        # the better measurement, or one of other parameters: start anew
+        if (self._consecutive and not sums.consecutive) or self._of_examples != of_examples:
             self._moments, self._steps = NoiseMoments(), 0
-        self._consecutive = sums.consecutive
+        self._consecutive, self._of_examples = sums.consecutive, of_examples
         new, smoothing = estimate(sums), self._options["smoothing"].number
-        self._moments = self._moments.add(sum(new.sqr), sum(new.var), smoothing)
+        var = sum(new.var)
+        if of_examples:  # the noise of as many examples as `batch_size`, however many these were
+            var *= sums.small_batches / sums.scale / self._batch_size
+        self._moments = self._moments.add(sum(new.sqr), var, smoothing)
         self._steps += 1
 
     @property
@@ -255,7 +276,10 @@ class NoiseScale:
 
     @property
     def variance(self) -> float:
-        """Trace of the covariance of one worker's micro-batch gradient."""
+        """Trace of the covariance of one worker's micro-batch gradient.
+
+        With `examples`: of the covered layers' gradient, for `batch_size` samples.
+        """
         return self._moments.var / self._moments.weight if self.steps else math.nan
 
     @property
@@ -276,6 +300,14 @@ class NoiseScale:
         if self.steps < 2 or not sqr > 0.0:
             return math.nan if self.steps < 2 else math.inf
         return self._batch_size * self._moments.ratio_error
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """Which layers measure examples, and which do not; None without `examples`.
+
+        Layers that turn out not to be measurable are left out in the first backward pass.
+        """
+        return None if self._tap.examples is None else self._tap.examples.coverage
 
     def one_sample(self) -> AbstractContextManager[None]:
         """Treat the backward passes inside as one (see `AdaScale.one_sample`)."""
@@ -301,6 +333,7 @@ class NoiseScale:
             "options": save_options(self._options),
             "moments": asdict(self._moments),
             "consecutive": self._consecutive,
+            **({"examples": True} if self._of_examples else {}),
             "steps": self._steps,
             "nonfinite": self._nonfinite,
             "previous": self._tap.previous.to_state(),
@@ -323,17 +356,19 @@ class NoiseScale:
             options, mismatches = load_options(self._options, state_dict["options"])
             moments = NoiseMoments(**{k: float(v) for k, v in state_dict["moments"].items()})
             consecutive = bool(state_dict["consecutive"])
+            of_examples = bool(state_dict.get("examples", False))
             steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
             previous = parse_previous(state_dict["previous"], self._params)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state dict is damaged: {error!r}.") from error
-        saved = options["batch_size"].recorded
+        saved = options["batch_size"].recorded or (1.0 if of_examples else None)
         if saved is not None:
-            moments = moments.rescale(options["batch_size"].number / saved)
+            moments = moments.rescale((options["batch_size"].value or 1.0) / saved)
         self._tap.clear()
         self._in_flight = None
         self._tap.previous.load_state(previous, self._params)
         self._options, self._moments, self._consecutive = options, moments, consecutive
+        self._of_examples = of_examples
         self._steps, self._nonfinite = steps, nonfinite
         if mismatches:
             warnings.warn(describe_mismatches(mismatches, "NoiseScale"), stacklevel=2)
@@ -348,12 +383,12 @@ class NoiseScale:
 
     def unhook(self) -> None:
         """Stop measuring."""
-        self._tap.hooks.remove()
+        self._tap.unhook()
         if self._stop_watching is not None:
             self._stop_watching()
 
     def __repr__(self) -> str:
-        known = self._options["batch_size"].value is not None
+        known = self._options["batch_size"].value is not None or self._tap.examples is not None
         unit = "samples" if known else "small batches"
         return (
             f"NoiseScale({self.noise_scale:.4g} ± {self.standard_error:.2g} {unit}, "

@@ -48,7 +48,14 @@ from manyhands.scaling._binding import (
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
-from manyhands.scaling._settings import Batch, Options, check_scale, parse_factors
+from manyhands.scaling._settings import (
+    Batch,
+    Examples,
+    Options,
+    check_scale,
+    parse_examples,
+    parse_factors,
+)
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import Averager, GradientTap
 
@@ -73,6 +80,7 @@ class ScaledOptimizer(OptimizerWrapper):
     _options = SharedAttribute[Options]()
     _observer = SharedAttribute[StepObserver | None]()
     _min_scale = 0.0
+    _norm_kind = "plain"
     # Under an `AdaptiveDataLoader`: whether more passes of the step follow (`_adaptdl.py`).
     _pass_accumulates: bool | None = None
 
@@ -86,6 +94,7 @@ class ScaledOptimizer(OptimizerWrapper):
         grad_scaler: LossScaler | None,
         delayed: bool,
         model: nn.Module | None,
+        examples: bool | Examples,
     ) -> None:
         # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
         self._inner: Optimizer | None = None
@@ -95,6 +104,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._process_group = process_group
         self._loss_scale = LossScale(grad_scaler)
         self._model = model
+        self._examples = examples
         self._delayed = delayed
         self._options = options
         self._batch = batch
@@ -160,6 +170,13 @@ class ScaledOptimizer(OptimizerWrapper):
     def _bind(self, optimizer: Optimizer) -> None:
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
         norms = self._make_norm(optimizer)
+        examples = parse_examples(self._examples, self._model)
+        if examples is not None and self._norm_kind != "plain":
+            raise ValueError(
+                f"{type(self).__name__} measures gradients as the optimizer divides them, and "
+                "examples= can measure plain gradients only. Leave examples= out, or use a rule "
+                "that measures plain gradients, such as SqrtScale."
+            )
         group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
         params = [param for g in optimizer.param_groups for param in g["params"]]
         self._ranks = rank_group_of(params, group, self._world_size)
@@ -171,7 +188,7 @@ class ScaledOptimizer(OptimizerWrapper):
             if not self._batch.counts_passes:  # else the scale is known only at the step
                 scale = self._check_own_scale(scale)
             self._check_optimizer_supports(scale)
-            check_ranks_agree(optimizer, self._ranks, self._batch, self._options)
+            check_ranks_agree(optimizer, self._ranks, self._batch, self._options, str(examples))
             self._start_measuring(norms, NoiseAverage(len(optimizer.param_groups)))
         except BaseException:
             self._inner = None  # so that the mistake can be corrected, and the rule bound again
@@ -192,6 +209,7 @@ class ScaledOptimizer(OptimizerWrapper):
             averager=self.adp,
             compare_at_scale_1=self._batch.counts_passes,
             model=self._model,
+            examples=parse_examples(self._examples, self._model),
         )
         self._noise_tracker = NoiseTracker(tap, average, self._options, delayed=self._delayed)
         self._binding = Binding(self._inner_optimizer)
@@ -219,7 +237,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def unhook(self) -> None:
         """Stop measuring the parameters, and give the optimizer back as it was."""
-        self._tap.hooks.remove()
+        self._tap.unhook()
         self._binding.release()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -256,9 +274,8 @@ class ScaledOptimizer(OptimizerWrapper):
         vars(twin)[SHARED] = dict(vars(self)[SHARED])
         twin._observer = None  # it observes the original
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
-        twin._model = _module(
-            twin.adp
-        )  # only fully_shard's modules are searched, and none can be copied
+        # `fully_shard`'s modules cannot be copied; a model whose examples are measured can
+        twin._model = copy.deepcopy(self._model, memo) if self._examples else _module(twin.adp)
         twin._batch, twin._loss_scale = copy.copy(self._batch), copy.copy(self._loss_scale)
         twin._options, twin._counts = dict(self._options), copy.copy(self._counts)
         if twin._inner is not None:

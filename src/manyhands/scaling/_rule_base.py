@@ -22,11 +22,13 @@ from torch.optim.optimizer import StateDict
 from manyhands._core.state_parts import plain_optimizer
 from manyhands._core.wrappers import LossScaler, unwrap
 from manyhands.scaling._binding import KEY
+from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import VAR_FLOOR
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState, check_progress
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._settings import (
     Batch,
+    Examples,
     Option,
     OptionMismatch,
     Options,
@@ -92,11 +94,12 @@ class ScalingRuleBase(ScaledOptimizer):
         var_floor: the smallest noise that an average can have, 1e-6 by default. Gradients whose
             squared norms are nearly as small seem to be pure noise: lower the floor for them, or
             multiply the loss.
-        model: the module that `fully_shard` was called on. It is needed only after `gc.freeze()`;
-            otherwise it is found.
+        model: the model whose layers measure examples, and the module that `fully_shard` was
+            called on. Without examples it is needed only after `gc.freeze()`.
+        examples: True, or an `Examples`, to compare the gradients of single examples in the layers
+            that allow it. Without it, one worker with one pass compares consecutive gradients.
+            AdamScale does not have it: the norms are those of plain gradients.
     """
-
-    _norm_kind = "plain"
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class ScalingRuleBase(ScaledOptimizer):
         floor_each_step: bool | None = None,
         var_floor: float | None = None,
         model: nn.Module | None = None,
+        examples: bool | Examples = False,
     ) -> None:
         options = {
             "debias_ewma": Option(True, debias_ewma, check=bool),
@@ -134,6 +138,7 @@ class ScalingRuleBase(ScaledOptimizer):
             grad_scaler=grad_scaler,
             delayed=delayed,
             model=model,
+            examples=examples,
         )
         if optimizer is not None:
             self._bind(optimizer)
@@ -164,6 +169,11 @@ class ScalingRuleBase(ScaledOptimizer):
     def set_progress(self, progress: float) -> None:
         """Set the progress, after a phase that was trained without the rule."""
         self._counts.progress = check_progress(progress)
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """Which layers measure examples, and which do not; None without `examples`."""
+        return None if self._tap.examples is None else self._tap.examples.coverage
 
     @property
     def factors(self) -> tuple[float, ...]:

@@ -76,6 +76,8 @@ class RankClaims:
     passes           backward passes of a whole step
     passes_seen      passes that this rank has seen; fewer if its losses in the other passes used
                      none of the parameters, which is allowed on some ranks, but not on all
+    covered          parameters whose layers measure single examples (`_examples.py`)
+    inverse_batches  sum over its passes of 1 / examples, if examples are measured
     scale            size of the whole batch in small batches
     checksum         of the progress, the averages so far and the last factors
     report           what the rank says about itself: see `RankReport`
@@ -88,19 +90,23 @@ class RankClaims:
     passes_seen: float
     scale: float
     checksum: float
+    covered: float
+    inverse_batches: float
     report: RankReport
     shared_square: float
 
-    SIZE: ClassVar[int] = 6 + len(RankReport._fields)
+    SIZE: ClassVar[int] = 8 + len(RankReport._fields)
 
     @classmethod
     def parse_table(cls, numbers: Sequence[float]) -> list[RankClaims]:
         """Return every rank's claims, in rank order."""
         table = []
         for i in range(0, len(numbers), cls.SIZE):
-            announced, passes, seen, scale, checksum, *own, square = numbers[i : i + cls.SIZE]
+            *common, shared_square = numbers[i : i + cls.SIZE]
+            announced, passes, seen, scale, checksum, covered, inverse, *own = common
             report = RankReport(*own)
-            table.append(cls(announced, passes, seen, scale, checksum, report, square))
+            common_claims = announced, passes, seen, scale, checksum, covered, inverse
+            table.append(cls(*common_claims, report, shared_square))
         return table
 
     @staticmethod
@@ -130,6 +136,13 @@ class RankClaims:
                 "ranks have different statistics, progress or factors (checksums: "
                 f"{_list_by_rank(checksums)}). Load the state dict on every worker, not on "
                 "some, and let scale_lr() depend only on what all workers know."
+            )
+        covered = [claims.covered for claims in table]
+        if len({number for number in covered if number}) > 1:  # 0: without a pass, not known yet
+            raise RuntimeError(
+                "ranks measure the examples of different layers (parameters that are covered: "
+                f"{_list_by_rank(covered)}). A layer that a rank cannot measure is left out there. "
+                "Choose layers that all ranks use alike: examples=mh.Examples(layers=...)."
             )
         _check_averaged([claims.shared_square for claims in table])
         return True
@@ -183,6 +196,18 @@ def describe_missing(missing: Sequence[int], expected: int) -> str:
     )
 
 
+@dataclass(frozen=True)
+class ExampleFacts:
+    """What a rank knows of a step whose small batches are single examples.
+
+    `covered_groups` says of each parameter group whether any of its parameters is covered.
+    """
+
+    covered: int  # parameters; 0 if this rank ran no pass
+    inverse_batches: float  # sum over its passes of 1 / examples
+    covered_groups: Sequence[bool]
+
+
 @dataclass
 class StepStats:
     """One step's numbers, on the device until `read`."""
@@ -191,8 +216,9 @@ class StepStats:
     groups: int
     ranks: int
     passes: int
-    small_batches: int  # 1 if there was nothing to compare the gradient with
+    small_batches: float  # 1 if there was nothing to compare the gradient with
     scale: float
+    examples: ExampleFacts | None = None  # if the small batches are single examples
     consecutive: bool = False
     norm_kind: str = "plain"
     reports: Sequence[RankReport] = ()  # this rank's own, and after `read` every rank's
@@ -230,16 +256,27 @@ class StepStats:
             self._check_late()
             numbers = self._join_extras(extras).tolist() if extras else self.pending.read()
         groups, end = self.groups, len(numbers) - (self._extra_count or len(extras))
+        small, mean = numbers[:groups], numbers[groups : 2 * groups]
+        small_batches, examples = self.small_batches, self.examples
+        inverse, seen = examples.inverse_batches if examples else 0.0, float(self.passes)
         if self.ranks > 1:
             table = RankClaims.parse_table(numbers[2 * groups : end])
             self.incomplete_everywhere = not RankClaims.check(table)
             self.most_passes_seen = max(claims.passes_seen for claims in table)
             self.reports = [claims.report for claims in table]
-        if self.small_batches < 2:
+            inverse = sum(claims.inverse_batches for claims in table)
+            seen = sum(claims.passes_seen for claims in table)
+        if examples is not None and inverse > 0.0:
+            small_batches, small, mean = _count_examples(
+                self.passes * self.ranks, seen / inverse, small, mean, examples.covered_groups
+            )
+        if small_batches < 2:
             return None, numbers[end:]
-        small, mean = tuple(numbers[:groups]), tuple(numbers[groups : 2 * groups])
-        n, scale = self.small_batches, self.scale
-        return NormSums(small, mean, n, scale, self.consecutive, self.norm_kind), numbers[end:]
+        sums = NormSums(
+            *(tuple(small), tuple(mean), small_batches),
+            *(self.scale, self.consecutive, self.norm_kind),
+        )
+        return sums, numbers[end:]
 
     @property
     def micro_batch(self) -> float:
@@ -276,6 +313,7 @@ class StepFacts:
     small_batch_divided_by: int
     mean_multiplied_by: int
     valid: bool
+    examples: ExampleFacts | None = None
     small_batches: int | None = None
 
     @property
@@ -312,7 +350,9 @@ class StepExchange:
         """Start the step's collective and return the statistics that will come of it."""
         # in the order of the fields of `RankClaims`, whose last one is added in `_payload`
         common = facts.passes, facts.passes_seen, facts.scale, facts.checksum
-        claims = 0.0, *common, *facts.report
+        examples = facts.examples
+        covered = (examples.covered, examples.inverse_batches) if examples else (0.0, 0.0)
+        claims = 0.0, *common, *covered, *facts.report
         payload = self._payload(local.numbers, claims, local.shared_square)
         # Kept until the next step's has begun: see `PendingSums`.
         self._last_sent = self.ranks.sum_and_gather(payload, 2 * self._groups)
@@ -324,8 +364,9 @@ class StepExchange:
             small_batches=local.small_batches,
             # two consecutive gradients stand for one step of twice the size
             scale=2.0 * facts.scale if local.consecutive else facts.scale,
+            examples=examples,
             consecutive=local.consecutive,
-            norm_kind=norm_kind,
+            norm_kind=norm_kind if examples is None else "examples",
             reports=[facts.report],
         )
 
@@ -349,7 +390,7 @@ class StepExchange:
         paired with whatever the other ranks send next.
         """
         if self.ranks.own_group:
-            claims = [1.0, passes, passes, scale, checksum, *NO_REPORT, 0.0]  # `RankClaims`
+            claims = [1.0, passes, passes, scale, checksum, 0.0, 0.0, *NO_REPORT, 0.0]
             payload = to_tensor([0.0] * (2 * self._groups) + claims, self._device)
             self._announcements.append(self.ranks.sum_and_gather(payload, 2 * self._groups))
 
@@ -363,6 +404,26 @@ class StepExchange:
                 return
             numbers = self._announcements.pop(0).read()
             RankClaims.check(RankClaims.parse_table(numbers[2 * self._groups :]))
+
+
+def _count_examples(
+    passes: int,
+    batch: float,
+    small: Sequence[float],
+    mean: Sequence[float],
+    covered_groups: Sequence[bool],
+) -> tuple[float, list[float], list[float]]:
+    """Return how many small batches of one example a step has, and the sums for so many.
+
+    `small` has the sum over the passes of the mean |g_i|^2 of their examples, and `batch` is the
+    harmonic mean of their numbers of examples B_k: the mean gradient of n passes has the noise
+    var sum 1/B_k / n^2 = var / (n batch). A group that no layer covers gets the sums of all, so
+    that its gain, and the gain of all groups together, are those of the covered parameters.
+    """
+    total_small, total_mean = sum(small), sum(mean)
+    pairs = zip(small, mean, covered_groups, strict=True)
+    sums = [(s, m) if covered else (total_small, total_mean) for s, m, covered in pairs]
+    return passes * batch, [s * batch for s, _ in sums], [m for _, m in sums]
 
 
 def to_tensor(numbers: Numbers, device: torch.device) -> Tensor:

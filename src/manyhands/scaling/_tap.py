@@ -22,7 +22,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,16 +34,19 @@ from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
 from manyhands._core.wrappers import LossScale, ParamGroup
+from manyhands.scaling._examples import ExampleNorms
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
 from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
-from manyhands.scaling._settings import Batch
+from manyhands.scaling._settings import Batch, Examples
 from manyhands.scaling._step_stats import (
     NO_BACKWARD,
     NO_REPORT,
     NOT_AVERAGED,
     PATIENCE,
+    ExampleFacts,
     GradientAnomaly,
+    Norm,
     RankReport,
     StepExchange,
     StepFacts,
@@ -76,7 +79,9 @@ class StepInProgress:
     too_many: bool = False  # whether the last pass was one more than that, and is not counted
     stats: StepStats | None = None
     problem: str | None = None  # an error message, for the `step` that would use these gradients
+    norms: Mapping[int, Norm] = field(default_factory=dict)  # of the last pass, in `complete`
     squares: Tensor | None = None
+    inverse_batches: float = 0.0  # sum over the passes of 1 / examples, if those are measured
     valid: bool = True  # False if a gradient was seen only in part
     last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
     divided_by: int = 1  # what the sum of the passes was divided by here
@@ -113,6 +118,7 @@ class GradientTap:
         averager: Averager | None = None,
         compare_at_scale_1: bool = True,
         model: nn.Module | None = None,
+        examples: Examples | None = None,
     ) -> None:
         self.ranks = ranks
         self.norms = norms
@@ -126,6 +132,9 @@ class GradientTap:
         self._averager = averager
         self._compare_at_scale_1 = compare_at_scale_1
         self._model = model
+        self._examples_option = examples
+        self.examples: ExampleNorms | None = None
+        self._compared_examples = False  # whether any pass had several
         # Weak, so that there is no cycle: dropping the optimizer then drops the hooks at once.
         tap = weakref.proxy(self)
         passes = BackwardPasses(lambda: tap._begin_pass(), lambda: tap._end_pass())
@@ -147,13 +156,38 @@ class GradientTap:
         self.exchange.set_groups(len(param_groups), self._params[0].device)
         self._unsharded = unsharded_parameters(self._params, self._model)
         self.hooks.attach(self._params, self._unsharded)
+        self._measure_examples(param_groups)
         self.clear()
+
+    def _measure_examples(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Measure the gradients of single examples, if that was asked for."""
+        self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
+        if self._examples_option is None:
+            return
+        if self.examples is not None:
+            self.examples.remove()
+        assert self._model is not None
+        hooks = weakref.ref(self.hooks)
+        self.examples = ExampleNorms(
+            self._model,
+            self._params,
+            self._examples_option,
+            paused=lambda: (now := hooks()) is None or now.is_paused,
+        )
+
+    def unhook(self) -> None:
+        """Stop measuring."""
+        self.hooks.remove()
+        if self.examples is not None:
+            self.examples.remove()
 
     # -- one step ----------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget what was measured and not used: the gradients were cleared."""
         self.hooks.passes.forget()
+        if self.examples is not None:
+            self.examples.forget()
         self._gradient_at_step = None
         if self._unsharded and self._lacks_last_pass:
             for param in self._unsharded.values():
@@ -252,6 +286,11 @@ class GradientTap:
         hooks = self.hooks
         if self.in_one_sample:
             raise RuntimeError("one_sample() is open already; leave it before entering it again.")
+        if self.examples is not None:
+            raise RuntimeError(
+                "examples= does not work with one_sample(): an example's gradient is spread over "
+                "its passes. Add the losses up and call backward() once, or leave examples= out."
+            )
         hooks.sums_gradients = True
         passes_before = hooks.passes.count
         try:
@@ -271,12 +310,20 @@ class GradientTap:
         if step.too_many:
             self._on_last_pass()
             return
-        norms = hooks.finish_pass()
+        norms: Mapping[int, Norm] = hooks.finish_pass()
         if self.next_weight is not None:
             weight, self.next_weight = self.next_weight, None
             norms = hooks.multiply_norms(math.sqrt(weight.squares))
             step.small_batches = weight.small_batches
+            if self.examples is not None:
+                step.problem = (
+                    "examples= does not work with WeightedMean, whose examples have different "
+                    "weights. Leave examples= out."
+                )
         step.valid = step.valid and hooks.valid
+        if self.examples is not None:
+            norms = self._norms_of_examples(self.examples, norms)
+        step.norms = norms
         step.passes += 1
         if self._averaged if batch.counts_passes else step.passes == batch.passes:
             self._on_last_pass()
@@ -285,7 +332,40 @@ class GradientTap:
             squares = self._mean.squares_per_group(norms)
             step.squares = squares if step.squares is None else step.squares + squares
         hooks.reset()
+        step.norms = {}
         step.last_gradient = GradientVersion(self._params[hooks.first_index])
+
+    def _norms_of_examples(
+        self, examples: ExampleNorms, norms: Mapping[int, Norm]
+    ) -> Mapping[int, Norm]:
+        """Return the root mean square of the examples' norms in a pass with these gradients."""
+        measured = examples.take(norms)
+        if measured is None:
+            self.step.valid = False
+            if not examples.skipped:
+                self.step.problem = f"examples= has nothing to measure: {examples.problem}"
+            return {}
+        self.step.inverse_batches += 1.0 / measured.examples
+        self._compared_examples |= measured.examples > 1
+        return {i: square**0.5 for i, square in measured.mean_squares.items()}
+
+    def _example_facts(self, passes: int) -> ExampleFacts | None:
+        """Return what this rank knows of the step's examples, if they are measured."""
+        step, examples = self.step, self.examples
+        if examples is None:
+            return None
+        if step.inverse_batches == 1.0 == passes * self.ranks.size and not self._compared_examples:
+            step.problem = (
+                "this batch has one example, whose gradient cannot be compared with another's. "
+                "Use larger micro-batches, or leave examples= out."
+            )
+        covered = examples.covered
+        groups = {self._group_of[index] for index in covered}
+        return ExampleFacts(
+            len(covered) if step.passes else 0,
+            step.inverse_batches,
+            [group in groups for group in range(self._group_of[-1] + 1)],
+        )
 
     @torch.no_grad()
     def complete(self, *, checksum: float = 0.0, report: RankReport = NO_REPORT) -> StepStats:
@@ -309,10 +389,12 @@ class GradientTap:
             small_batch_divided_by=passes if by_user else 1,
             mean_multiplied_by=1 if by_user else max(passes, 1),
             valid=step.valid,
+            examples=self._example_facts(passes),
             small_batches=step.small_batches,
         )
         self.exchange.check_announcements()
-        numbers = self._mean.measure(step.squares, self.hooks.norms, facts)
+        covered = None if self.examples is None else self.examples.covered
+        numbers = self._mean.measure(step.squares, step.norms, facts, covered)
         step.stats = self.exchange.send(numbers, facts, self.norms.norm_kind)
         step.stats.anomaly = self._find_anomaly()
         if batch.counts_passes and passes > 1:
