@@ -1,8 +1,11 @@
-"""What a command writes to a terminal: an error that ends it, and text of a stranger's file."""
+"""What commands share: an error that ends them, a name from the command line, a safe text."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 
@@ -25,3 +28,31 @@ def printable(text: str) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def import_object(command: str, name: str) -> Any:
+    """Return what MODULE:NAME stands for, as seen from the present folder."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        stop(
+            command,
+            f"{name!r} is not MODULE:FUNCTION, such as my_module:build_model for my_module.py.",
+        )
+    sys.path.insert(0, str(Path.cwd()))  # the program's own folder is there instead
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # the module exists, and one that it imports is missing
+        stop(
+            command,
+            f"there is no module {module!r}. Run the command in the folder that has "
+            f"{error.name}.py, and leave out the .py.",
+        )
+    finally:
+        sys.path.pop(0)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            stop(command, f"{module} has no {attribute!r}.")
+        found = getattr(found, part)
+    return found

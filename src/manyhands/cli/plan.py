@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
-from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -15,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from manyhands.cli._terminal import stop
+from manyhands.cli._terminal import import_object, stop
 from manyhands.planning import Plan
 from manyhands.planning import plan as make_plan
 
@@ -54,7 +51,7 @@ def plan(
     The model is built on torch's meta device, where tensors have no memory, so a laptop can plan a
     model of any size. The exit code is 1 if nothing fits.
     """
-    builder = _import_object(model)
+    builder = import_object("plan", model)
     options = dict(map(_parse_option, optimizer_option or []))
     try:
         inputs = None if input is None else tuple(map(_parse_input, input))
@@ -72,33 +69,6 @@ def plan(
     _print_plan(found)
     if found.cheapest is None:
         raise typer.Exit(1)
-
-
-def _import_object(name: str) -> Any:
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        stop(
-            "plan",
-            f"{name!r} is not MODULE:FUNCTION, such as my_module:build_model for my_module.py.",
-        )
-    sys.path.insert(0, str(Path.cwd()))  # the program's own folder is there instead
-    try:
-        found = import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise  # the module exists, and one that it imports is missing
-        stop(
-            "plan",
-            f"there is no module {module!r}. Run the command in the folder that has "
-            f"{error.name}.py, and leave out the .py.",
-        )
-    finally:
-        sys.path.pop(0)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            stop("plan", f"{module} has no {attribute!r}.")
-        found = getattr(found, part)
-    return found
 
 
 def _parse_option(text: str) -> tuple[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pkgutil
-import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from manyhands.checkpoint import load
-from manyhands.cli._printable import printable
+from manyhands.cli._terminal import import_object, printable, stop
 from manyhands.probe import ProbeResult, probe_batch
 
 
@@ -47,9 +45,9 @@ def probe(
 
     Nothing is saved: the checkpoint stays as it is.
     """
-    made = _import_object(factory)()
+    made = import_object("probe", factory)()
     if not isinstance(made, tuple) or len(made) != 4:
-        _stop(f"{factory} must return (model, optimizer, loss, batches), got {type(made)}.")
+        stop("probe", f"{factory} must return (model, optimizer, loss, batches), got {type(made)}.")
     model, optimizer, loss, batches = made
     try:
         if checkpoint is not None:
@@ -70,29 +68,17 @@ def probe(
         if figure is not None:
             found.figure().write_html(figure)
     except (OSError, TypeError, ValueError, ImportError) as error:
-        _stop(str(error))
+        stop("probe", str(error))
     _print_result(found)
     if figure is not None:
         typer.echo(f"wrote {printable(str(figure))}")
-
-
-def _import_object(name: str) -> Any:
-    if ":" not in name:
-        _stop(f"{name!r} is not MODULE:FUNCTION, such as train:make_probe for train.py.")
-    sys.path.insert(0, str(Path.cwd()))  # the program's own folder is there instead
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        _stop(f"{name!r} cannot be imported: {error}. Run the command in the folder of the module.")
-    finally:
-        sys.path.pop(0)
 
 
 def _parse_scales(text: str) -> list[int]:
     try:
         return [int(scale) for scale in text.split(",")]
     except ValueError:
-        _stop(f"--scales takes whole numbers, such as 1,2,4,8, got {text!r}.")
+        stop("probe", f"--scales takes whole numbers, such as 1,2,4,8, got {text!r}.")
 
 
 def _print_result(found: ProbeResult) -> None:
@@ -105,8 +91,3 @@ def _print_result(found: ProbeResult) -> None:
         table.add_row(*line, style="bold" if row.scale == found.largest else "")
     console.print(table)
     console.print(f"[bold]{escape(found.conclusion)}[/bold]", soft_wrap=True)
-
-
-def _stop(message: str) -> NoReturn:
-    typer.echo(f"manyhands probe: {printable(message)}", err=True)
-    raise typer.Exit(2)

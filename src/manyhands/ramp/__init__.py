@@ -2,8 +2,7 @@
 
 _decision.py         arithmetic: the best number of passes, and the next one
 _measured.py         what it rests on: the times of steps, and how sure the noise is
-_micro_batches.py    the micro-batches of one step
-_step_loader.py      whole steps from a data loader whose micro-batches grow
+_step_loader.py      the micro-batches of a step, and a data loader of whole steps
 _ramp.py             `Ramp`: measures, decides, and hands out micro-batches
 _adaptive_loader.py  adaptdl's loop: `AdaptiveDataLoader`, `remaining_epochs_until`
 """

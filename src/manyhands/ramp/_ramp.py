@@ -21,12 +21,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._core.modules import no_sync_of
 from manyhands.ramp._decision import (
     Decay,
     Decision,
@@ -38,8 +40,7 @@ from manyhands.ramp._decision import (
     efficiency,
 )
 from manyhands.ramp._measured import Evidence, StepTimes
-from manyhands.ramp._micro_batches import MicroBatches, fill, no_sync_of
-from manyhands.ramp._step_loader import StepLoader, StepSize
+from manyhands.ramp._step_loader import MicroBatches, StepLoader, StepSize
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
@@ -128,7 +129,7 @@ class Ramp:
             raise ValueError("this optimizer has a Ramp already: one decides.")
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
-        self._no_sync = no_sync_of(model)
+        self._no_sync = _no_sync_of(model)
         self._every = every
         self._loader: StepLoader | None = None
         batch = optimizer._batch
@@ -235,7 +236,7 @@ class Ramp:
             return
         batches = iter(loader)
         ready: deque[Batch] = deque()
-        fill(ready, batches, self._look_ahead())
+        _fill(ready, batches, self._look_ahead())
         self._left = self._agree_on_start(len(ready))
         self._step_began = None  # the time between two passes over the data is not a step's
         while True:
@@ -244,7 +245,7 @@ class Ramp:
                 return
             self.begin_step(StepSize(passes, 1))
             step = [ready.popleft() for _ in range(passes)]
-            fill(ready, batches, self._look_ahead())
+            _fill(ready, batches, self._look_ahead())
             self._ready = len(ready)
             self._left -= passes  # `after_step` knows better, if the step is taken
             yield self._micro_batches(step, count)
@@ -417,3 +418,26 @@ class Ramp:
             seconds, timed_passes = state_dict["timed"]
             self._timed = float(seconds), int(timed_passes)
         self.begin_step(self._size)
+
+
+def _fill(ready: deque[Batch], batches: Iterator[Batch], count: int) -> None:
+    """Fetch micro-batches until `count` are ready, or the data has ended."""
+    while len(ready) < count:
+        try:
+            ready.append(next(batches))
+        except StopIteration:
+            return
+
+
+def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes a pass of this model accumulate, or raise if nothing does."""
+    if model is None:
+        return nullcontext
+    no_sync = no_sync_of(model)
+    if no_sync is None:
+        raise TypeError(
+            f"model={type(model).__name__} has no no_sync(). Give the module that averages the "
+            "gradients (DistributedDataParallel, ShardedDataParallel, FullyShardedDataParallel), "
+            "or leave model=... out if nothing averages them."
+        )
+    return no_sync

@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from manyhands._core.ranks import RankGroup
+from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
 
@@ -73,6 +76,49 @@ def sizes(most_per_pass: int) -> list[int]:
     return sorted(size for size in grid if size <= most_per_pass)
 
 
+class MicroBatches(Generic[Batch]):
+    """The micro-batches of one step: a sequence.
+
+    While it is iterated, all but the last are inside the model's `no_sync()`, if it has one.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        no_sync: Callable[[], AbstractContextManager[Any]],
+        mean: WeightedMean | None,
+    ) -> None:
+        self._batches = batches
+        self._no_sync = no_sync
+        self._mean = mean
+
+    def mean(self, loss_sum: Tensor) -> Tensor:
+        """Return this micro-batch's part of the mean over all that `count` counted.
+
+        Call it once for each micro-batch, in their order, with the sum of its losses.
+        """
+        if self._mean is None:
+            raise RuntimeError(
+                "mean() needs to know how many tokens each micro-batch has: write "
+                "ramp.over(loader, count=lambda batch: ...), or divide the mean loss by "
+                "len(micro_batches)."
+            )
+        return self._mean(loss_sum)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._batches[index]
+
+    def __iter__(self) -> Iterator[Batch]:
+        *others, last = self._batches
+        for batch in others:
+            with self._no_sync():
+                yield batch
+        yield last
+
+
 class StepLoader(DataLoader[Any]):
     """Base class of `AdaptiveDataLoader`: whole steps of micro-batches, of a size to be planned."""
 
@@ -87,7 +133,7 @@ class StepLoader(DataLoader[Any]):
         process_group: torch.distributed.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        _check(dataset, batch_size, options)
+        _check_arguments(dataset, batch_size, options)
         self._ranks = RankGroup.of(process_group)
         self._small_batch = batch_size
         self._samples = len(dataset)  # type: ignore[arg-type]
@@ -223,7 +269,7 @@ def _first_and(first: Batch, others: Iterator[Batch], count: int) -> Iterator[Ba
         yield next(others)
 
 
-def _check(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> None:
+def _check_arguments(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"AdaptiveDataLoader needs a dataset with a length whose samples are found by index, "
