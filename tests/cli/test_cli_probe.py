@@ -74,8 +74,8 @@ def test_it_writes_a_figure(manyhands, tmp_path):
     ("arguments", "message"),
     [
         (["probed_here"], "is not MODULE:FUNCTION"),
-        (["nowhere:make_probe"], "cannot be imported: No module named 'nowhere'"),
-        (["probed_here:nothing"], "cannot be imported"),
+        (["nowhere:make_probe"], "there is no module 'nowhere'"),
+        (["probed_here:nothing"], "has no 'nothing'"),
         (["probed_here:wrong"], "must return (model, optimizer, loss, batches)"),
         (["probed_here:plain"], "needs a scaling rule"),
         (["probed_here:make_probe", "--scales", "1,two"], "--scales takes whole numbers"),
