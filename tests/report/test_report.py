@@ -363,3 +363,39 @@ def test_many_values_take_time_in_proportion(tmp_path):
         return time.process_time() - begun
 
     assert seconds(600) < 1.0
+
+
+class Ramping:
+    """What `Ramp` puts on record, with a batch that grows."""
+
+    passes = 0
+
+    def snapshot(self):
+        self.passes += 1
+        return {
+            "batch_scale": 2.0 * self.passes,
+            "batch_passes": self.passes,
+            "batch_reason": "grow",
+            "target_scale": 64.0,
+            "efficiency": 0.9,
+            "fixed_seconds": 4.0,
+            "pass_seconds": 1.0,
+            "step_seconds": 4.5 + self.passes,
+            "predicted_seconds": 4.0 + self.passes,
+        }
+
+
+def test_a_ramp_has_its_figures(tmp_path):
+    with Record(tmp_path / "ramp.jsonl", Optimizer(), Ramping(), name="Ramp") as record:
+        for _ in range(3):
+            record.step(loss=1.0)
+    page = Page(write_report([tmp_path / "ramp.jsonl"], tmp_path / "page.html"))
+    assert page.titles == [
+        *("loss", "Gain", "Noise scale", "Learning rate", "Scale"),
+        *("Efficiency", "Time of a step", "Bytes"),
+    ]
+    assert page.curves("Scale")[1] == ("Ramp, target", [64.0] * 3)
+    assert page.curves("Efficiency") == [("Ramp", [0.9] * 3)]
+    assert page.curves("Time of a step") == [
+        ("Ramp", [6.5, 7.5, 8.5]), ("Ramp, predicted", [6.0, 7.0, 8.0])
+    ]  # fmt: skip

@@ -370,7 +370,7 @@ class Ramp:
         return {
             "batch_scale": self.scale,
             "batch_passes": self.passes,
-            "batch_target": self._decision.target,
+            "target_scale": self._scale_per_unit * self._decision.target,
             "batch_reason": self._decision.reason,
             "efficiency": None if noise is None else efficiency(noise, self.scale),
             "fixed_seconds": None if fit is None else fit.fixed,

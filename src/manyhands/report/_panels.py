@@ -81,10 +81,32 @@ _WELL_KNOWN = (
         "sets it.",
         logarithmic=True,
     ),
-    Panel("scale", "Scale", "times the small batch", "The size of a step's batch."),
+    Panel(
+        "scale",
+        "Scale",
+        "times the small batch",
+        "The size of a step's batch. Dotted: the size that Ramp moves towards.",
+    ),
+    Panel(
+        "efficiency",
+        "Efficiency",
+        "samples at scale 1",
+        "What a sample of the batch was worth: 1 is as much as in the small batch.",
+    ),
+    Panel(
+        "step_seconds",
+        "Time of a step",
+        "seconds",
+        "On the slowest rank. Dotted: as Ramp's fit predicts it.",
+        logarithmic=True,
+    ),
 )
+# drawn dotted in the figure of another value, and what the curve is called there
+_DOTTED = {"scale": ("target_scale", "target"), "step_seconds": ("predicted_seconds", "predicted")}
 _NOT_DRAWN = {"step", "time", "progress", "factor", "sqr", "var", "workers", "passes"}
 _NOT_DRAWN |= {"skipped", "nonfinite"}  # the table has them
+_NOT_DRAWN |= {"batch_scale", "batch_passes", "batch_reason", "fixed_seconds", "pass_seconds"}
+_NOT_DRAWN |= {column for column, _ in _DOTTED.values()}
 
 
 def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) -> list[Panel]:
@@ -192,6 +214,9 @@ def _curves(key: str, index: int, run: Run, label: str, most: int) -> Iterator[C
         yield from draw([running_mean(group, _WINDOW) for group in groups], label)
     else:
         yield from draw(_distinct(groups), label)
+        column, name = _DOTTED.get(key, ("", ""))
+        if column in run.columns:
+            yield from draw([numbers(run, column)], f"{label}, {name}", dash="dot")
 
 
 def _group_columns(run: Run, key: str) -> list[str]:
