@@ -188,7 +188,7 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. (adaptdl ignored this call.)"""
-        if self.scaling_rule._keeps_gradients:
+        if self.scaling_rule._keeps_gradients():
             return
         super().zero_grad(set_to_none)
         self.scaling_rule.forget_gradients()

@@ -410,12 +410,11 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""
-        if self._keeps_gradients:
+        if self._keeps_gradients():
             return
         self._tracker.forget()
         self._binding.zero_grad(*args, **kwargs)
 
-    @property
     def _keeps_gradients(self) -> bool:
         """Whether a loop that clears after every pass is in mid-step."""
         return self._pass_accumulates is not None and self._tap.step.passes > 0
