@@ -81,7 +81,7 @@ def train(clock, model, loader, rule, ramp, steps=None):
 def begin(max_local=64, spread=8.0, lr=1e-6, **options):
     model, data = noisy(spread=spread)
     loader = mh.AdaptiveDataLoader(data, 4, True, max_local_batch_size=max_local, **options)
-    rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=lr))
+    rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=lr), smoothing=0.99)
     return model, loader, rule
 
 
@@ -91,8 +91,8 @@ def test_the_micro_batch_grows_to_its_bound_and_then_passes_do(clock):
     assert sorted(numbers) == list(range(4000)) != numbers
     assert seen[0] == (1, 4, 1.0)
     # one rank compares its own passes: at least two, once there is anything to divide
-    assert [s for s in dict.fromkeys(seen) if s[0] <= 2] == [
-        (1, 4, 1.0), (2, 4, 2.0), (2, 8, 4.0), (2, 12, 6.0), (2, 16, 8.0),
+    assert [s for s in dict.fromkeys(seen[:-1]) if s[0] <= 2] == [
+        (1, 4, 1.0), (2, 4, 2.0), (2, 8, 4.0), (2, 16, 8.0),
     ]  # fmt: skip
     assert max(seen[:-1]) == (16, 16, 64.0)
 
@@ -111,9 +111,9 @@ def test_training_is_the_plain_loop_over_the_same_samples(clock):
     model, loader, rule = begin(lr=0.01)
     seen, numbers = train(clock, model, loader, rule, mh.Ramp(rule, 32, goal="steps"))
     plain, data = noisy()
-    expected = mh.AdaScale(torch.optim.SGD(plain.parameters(), lr=0.01))
+    expected = mh.AdaScale(torch.optim.SGD(plain.parameters(), lr=0.01), smoothing=0.99)
     for passes, samples, scale in seen:
-        expected.set_num_gradients_to_accumulate(passes)
+        expected.set_num_gradients_to_accumulate(passes, update_smoothing=False)
         expected.set_scale_per_pass(samples / 4)
         assert scale == passes * samples / 4
         for _ in range(passes):
@@ -187,7 +187,7 @@ def adaptdl_loop(clock, clear, accumulate=True, epochs=2, samples=600):
     loader = mh.AdaptiveDataLoader(data, batch_size=4, shuffle=True)
     loader.autoscale_batch_size(64, local_bsz_bounds=(None, 16), gradient_accumulation=accumulate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
-    wrapped = mh.AdaptiveDataParallel(model, optimizer)
+    wrapped = mh.AdaptiveDataParallel(model, optimizer, mh.AdaScale(smoothing=0.99))
     rule = wrapped.scaling_rule
     passes = []
     for epoch in mh.remaining_epochs_until(epochs):
@@ -216,7 +216,7 @@ def test_adaptdls_loop_takes_a_step_after_the_last_pass_only(clock, clear):
 
     plain, data = noisy(600)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.002)
-    wrapped = mh.AdaptiveDataParallel(plain, optimizer)
+    wrapped = mh.AdaptiveDataParallel(plain, optimizer, mh.AdaScale(smoothing=0.99))
     expected = wrapped.scaling_rule
     while passes:
         size, more, _ = passes[0]

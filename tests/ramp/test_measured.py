@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from manyhands.ramp._decision import StepTime
-from manyhands.ramp._measured import WINDOW, StepTimes
+from manyhands.ramp._decision import Noise, StepTime
+from manyhands.ramp._measured import ERROR, MEMORIES, WINDOW, Evidence, StepTimes, memory_for
 
 pytestmark = pytest.mark.quick
 
@@ -54,3 +54,19 @@ def test_a_machine_that_became_slower_is_noticed():
     for passes in [1, 2] * (WINDOW // 2):
         times.add(passes, 2.0 + 0.1 * passes)
     assert times.fit().fixed == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("gradients", "scale"), [(8, 8.0), (8, 10.0), (10, 9.0)])
+def test_averages_look_back_until_their_error_is_half_of_the_signal(gradients, scale):
+    noise = Noise(sqr=1.0, var=20.0)
+    memory = memory_for(noise, gradients, scale)
+    assert MEMORIES[0] < memory < MEMORIES[1]
+    evidence = Evidence()
+    for _ in range(round(memory / gradients)):
+        evidence.add(gradients, scale, 1.0 - 1e-9)
+    assert evidence.error * noise.var == pytest.approx(ERROR * noise.sqr, rel=0.1)
+
+
+def test_averages_never_look_back_further_than_without_a_ramp():
+    assert memory_for(Noise(0.0, 1.0), 8, 8.0) == memory_for(Noise(1e-9, 1.0), 8, 8.0) == 1000.0
+    assert memory_for(Noise(1.0, 0.0), 8, 8.0) == 200.0

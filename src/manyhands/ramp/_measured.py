@@ -17,6 +17,10 @@ variance sum of w_k^2 times theirs. Relative to var^2 it needs only n and the we
 
     error = sqrt(sum w_k^2 2 / (n_k (n_k - 1))) / sum w_k
 
+**Memory.** The averages look back over so many small batches. A long memory has a small error, and
+lags behind a noise that grows. `memory_for` returns the one whose error is half of sqr: with
+n gradients a step, M small batches have an error of sqrt(2 / (n M)) var.
+
 `Ramp` decides with sqr + error var, one standard error above the average. Else a run would take
 its first luck, an estimate near zero, for pure noise, and jump to the largest batch.
 """
@@ -30,9 +34,11 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
 
-from manyhands.ramp._decision import StepTime
+from manyhands.ramp._decision import Noise, StepTime
 
 WINDOW = 240  # steps
+MEMORIES = (200.0, 1000.0)  # the shortest and the longest, in small batches
+ERROR = 0.5  # of sqr, in units of sqr
 ENOUGH = 3  # steps of one number of passes, before their median counts
 
 
@@ -119,3 +125,18 @@ class Evidence:
         0.1
         """
         return math.sqrt(self.squares) / self.weight if self.weight else math.inf
+
+
+def memory_for(noise: Noise, gradients: int, scale: float) -> float:
+    """Return how many small batches to look back if a step of `scale` has so many gradients.
+
+    >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=8, scale=8.0)
+    400.0
+    >>> memory_for(Noise(sqr=0.0, var=1.0), gradients=8, scale=8.0)
+    1000.0
+    """
+    shortest, longest = MEMORIES
+    if noise.sqr <= 0.0:
+        return longest
+    noise_scale = noise.var / noise.sqr / (scale / gradients)
+    return min(max(2.0 * (noise_scale / ERROR) ** 2 / gradients, shortest), longest)

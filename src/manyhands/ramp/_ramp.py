@@ -39,7 +39,7 @@ from manyhands.ramp._decision import (
     decide,
     efficiency,
 )
-from manyhands.ramp._measured import Evidence, StepTimes
+from manyhands.ramp._measured import Evidence, StepTimes, memory_for
 from manyhands.ramp._step_loader import MicroBatches, StepLoader, StepSize
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._step_stats import RankReport
@@ -48,7 +48,7 @@ from manyhands.scaling._weighted_mean import WeightedMean
 Batch = TypeVar("Batch")
 
 GOALS = ("time", "samples", "steps", None)
-NOISE_LASTS = 10  # decisions: after that many without a new measurement the noise is unknown
+NOISE_LASTS = 60  # steps: after that many without a new measurement the noise is unknown
 SKIPPED = 3  # steps at the beginning whose times do not count: they compile, allocate, connect
 
 
@@ -92,6 +92,9 @@ class Ramp:
             step, and not once a pass.
         loader: the `AdaptiveDataLoader` that `over` will be given; `over` takes it from there.
 
+    Unless the rule has a `smoothing` of its own, its averages look back between 200 and 1,000 small
+    batches: no further than they have to, so that they follow the noise as the batch grows.
+
     Count a schedule in progress (`ProgressScheduler`) or in samples. Counted in optimizer steps it
     would change with the batch.
     """
@@ -104,8 +107,8 @@ class Ramp:
         goal: Goal = "time",
         efficiency: float = 0.5,
         decay: Literal["rate", "batch"] = "rate",
-        every: int = 5,
-        growth: float = 1.5,
+        every: int = 3,
+        growth: float = 2.0,
         model: nn.Module | None = None,
         loader: StepLoader | None = None,
     ) -> None:
@@ -328,9 +331,10 @@ class Ramp:
     def _decide(self) -> None:
         """Choose the units of the next steps."""
         fit = self._times.fit()
+        self._set_memory()
         self._decision = decide(
             self._units,
-            self._noise() if self._unmeasured <= NOISE_LASTS * self._every else None,
+            self._noise() if self._unmeasured <= NOISE_LASTS else None,
             fit,
             self._scale_per_unit,
             self._limits,
@@ -339,6 +343,14 @@ class Ramp:
         if self._decay is not None:
             self._decision = self._decay.hold(self._decision, self._limits.most)
         self._units = self._decision.passes
+
+    def _set_memory(self) -> None:
+        """Let the averages look back no further than they have to: see `memory_for`."""
+        batch, average = self.optimizer._batch, self.optimizer._tracker.average
+        if average.measured and self._limits.goal is not None:
+            gradients = batch.passes * batch.workers
+            noise = Noise(average.sqr_of(), average.var_of())
+            batch.memory = memory_for(noise, gradients, self.optimizer.scale)
 
     def begin_step(self, size: StepSize) -> None:
         """Let the rule expect a step of this size; all ranks do so between the same two steps."""
@@ -390,6 +402,7 @@ class Ramp:
             "unmeasured": self._unmeasured,
             "times": [[passes, seconds] for passes, seconds in self._times.steps],
             "timed": list(self._timed),
+            "memory": self.optimizer._batch.memory,
             "evidence": [self._evidence.squares, self._evidence.weight],
         }
 
@@ -410,6 +423,7 @@ class Ramp:
         self._steps, self._timed, self._step_began = int(state_dict["steps"]), (0.0, 0), None
         self._unmeasured = int(state_dict["unmeasured"])
         self._average = self.optimizer._tracker.average
+        self.optimizer._batch.memory = float(state_dict["memory"])
         squares, weight = state_dict["evidence"]
         self._evidence = Evidence(float(squares), float(weight))
         if int(state_dict["workers"]) == self.optimizer._batch.workers:

@@ -189,6 +189,7 @@ class Batch:
     scale: float | None = None
     scale_per_pass: float | None = None
     smoothing: float | None = None
+    memory: float = 1000.0  # how many small batches the averages look back by default
     counts_passes: bool = False
     loss_is_divided: bool = True
     set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
@@ -211,8 +212,8 @@ class Batch:
         if self.smoothing is not None:
             return self.smoothing
         if self.counts_passes:
-            return float(0.999**scale)
-        return max(1.0 - self.workers * self.passes / 1000.0, 0.0)
+            return float((1.0 - 1.0 / self.memory) ** scale)
+        return max(1.0 - self.workers * self.passes / self.memory, 0.0)
 
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
         """Set the scale of the whole batch or of one pass, as the user asked."""
