@@ -1,6 +1,7 @@
 """A ramp in real runs: the batch it chooses, the data it hands out, the same on all ranks."""
 
 import contextlib
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -345,6 +346,67 @@ def test_under_every_sharding_it_is_the_same_run(way):
     for (seen, losses), (sharded_seen, sharded_losses) in run_ranks(2, run):
         assert seen == sharded_seen and max(seen) == 16
         assert losses == pytest.approx(sharded_losses, rel=1e-9)
+
+
+@dataclass(frozen=True)
+class Found:
+    largest: int
+
+
+def test_a_probe_bounds_the_batch_until_the_next(clock):
+    model, loader = quadratic(spread=100.0)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    answers = [Found(1), Found(2)]
+    scales = []
+
+    def probe():
+        scales.append(optimizer.scale)
+        return answers[len(scales) - 1]
+
+    ramp = mh.Ramp(optimizer, 64, goal="steps", probe=probe, probe_every=10)
+    seen = train(clock, model, optimizer, ramp, loader, steps=29)
+    assert scales == [8.0, 8.0]
+    assert max(seen[:20]) == 8 and seen[-1] == 16
+    other = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    again = mh.Ramp(other, 64, goal="steps", probe=probe, probe_every=10)
+    again.load_state_dict(ramp.state_dict())
+    assert again._most == 16
+
+
+def test_a_real_probe_between_steps_changes_nothing_but_the_bound(clock):
+    def begin():
+        model, loader = quadratic(spread=8.0)
+        return model, loader, mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    def loss(model, target):
+        return (model(torch.ones_like(target)) - target).square().mean() / 2
+
+    results = []
+    for with_probe in (False, True):
+        model, loader, optimizer = begin()
+        batches = [loader[i] for i in range(400)]
+        found = []
+
+        def probe(model=model, optimizer=optimizer, batches=batches, found=found):
+            found.append(
+                mh.probe_batch(
+                    model,
+                    optimizer,
+                    loss,
+                    batches,
+                    scales=(1, 2),
+                    budget=200,
+                    held_out=8,
+                    repeats=2,
+                )
+            )
+            return Found(64)  # a bound that does not bind
+
+        ramp = mh.Ramp(optimizer, 16, probe=probe if with_probe else None, probe_every=15)
+        clock.now = 0.0
+        seen = train(clock, model, optimizer, ramp, loader, steps=25)
+        results.append((seen[:16], len(found)))
+    assert results[0][0] == results[1][0] and results[1][1] == 1
 
 
 def test_micro_batches_of_different_sizes_are_averaged_over_their_tokens(clock):

@@ -135,6 +135,27 @@ def test_the_noise_is_weighted_by_the_numbers_of_tokens(counts):
     assert rule.noise.raw_var == pytest.approx((var,), rel=1e-10)
 
 
+def test_workers_in_blocks_count_their_own_tokens():
+    """Their gradients are not averaged, so each worker's loss is the mean over its own tokens."""
+
+    def on_rank():
+        rank = dist.get_rank()
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        optimizer = mh.LocalSGD(sgd, every=4)
+        batches = list(tokens(COUNTS[rank], rank))
+        mean = mh.WeightedMean([len(y) for _, y in batches], optimizer)
+        for x, y in batches:
+            mean(cross_entropy(model(x), y, reduction="sum")).backward()
+        optimizer.step()
+        return mean.total, [p.detach().clone() for p in model.parameters()]
+
+    found = run_ranks(2, on_rank)
+    assert [total for total, _ in found] == [15.0, 17.0]
+    expected = whole_batch(1, counts=[COUNTS[0]])
+    torch.testing.assert_close(found[0][1], expected, rtol=1e-12, atol=1e-14)
+
+
 def test_equal_numbers_are_the_plain_mean():
     results = []
     for weighted in (False, True):

@@ -159,6 +159,7 @@ class Blocks(OptimizerWrapper):
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         inner_of_crew = None if crew is None else crew.inner
+        self._inner_ranks: RankGroup = inner_of_crew or inner
         ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
@@ -230,6 +231,11 @@ class Blocks(OptimizerWrapper):
         )
 
     # -- what a user can read --------------------------------------------------------------------
+
+    @property
+    def gradient_ranks(self) -> RankGroup:
+        """The ranks whose gradients are averaged for a step: those of this worker."""
+        return self._inner_ranks
 
     @property
     def alone(self) -> bool:

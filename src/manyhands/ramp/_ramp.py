@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -50,6 +50,14 @@ Batch = TypeVar("Batch")
 GOALS = ("time", "samples", "steps", None)
 NOISE_LASTS = 60  # steps: after that many without a new measurement the noise is unknown
 SKIPPED = 3  # steps at the beginning whose times do not count: they compile, allocate, connect
+
+
+class Probed(Protocol):
+    """What a probe has found (`ProbeResult`)."""
+
+    @property
+    def largest(self) -> int:
+        """The largest batch that loses nothing, in batches of the present size."""
 
 
 class Ramp:
@@ -91,6 +99,10 @@ class Ramp:
             `ShardedDataParallel`, `FullyShardedDataParallel`). `over` then averages them once a
             step, and not once a pass.
         loader: the `AdaptiveDataLoader` that `over` will be given; `over` takes it from there.
+        probe: a function that tries larger batches, such as `lambda: mh.probe_batch(...)`. `over`
+            calls it between two steps, on every rank. Until the next probe the batch grows no
+            further than `largest` times the batch of that moment.
+        probe_every: steps from one probe to the next.
 
     Unless the rule has a `smoothing` of its own, its averages look back between 200 and 1,000 small
     batches: no further than they have to, so that they follow the noise as the batch grows.
@@ -111,6 +123,8 @@ class Ramp:
         growth: float = 2.0,
         model: nn.Module | None = None,
         loader: StepLoader | None = None,
+        probe: Callable[[], Probed] | None = None,
+        probe_every: int = 1000,
     ) -> None:
         if not isinstance(optimizer, ScalingRuleBase):
             raise TypeError(
@@ -124,6 +138,8 @@ class Ramp:
             raise ValueError(f"decay must be 'rate' or 'batch', got {decay!r}.")
         if not 0.0 < efficiency <= 1.0:
             raise ValueError(f"efficiency must be above 0 and at most 1, got {efficiency}.")
+        if probe_every < 1:
+            raise ValueError(f"probe_every must be at least 1 step, got {probe_every}.")
         if every < 1 or not growth > 1.0:
             raise ValueError(
                 f"every must be at least 1 and growth above 1, got every={every}, growth={growth}."
@@ -134,6 +150,8 @@ class Ramp:
         self.max_scale = float(max_scale)
         self._no_sync = _no_sync_of(model)
         self._every = every
+        self._probe, self._probe_every = probe, probe_every
+        self._probed_scale = math.inf  # the largest batch that a probe has found to be level
         self._loader: StepLoader | None = None
         batch = optimizer._batch
         if batch.scale is not None:  # of the whole batch; from now on the batch changes
@@ -234,6 +252,7 @@ class Ramp:
             self._bind(loader)
             self._step_began = None  # the time between two passes over the data is not a step's
             for step in loader.steps(lambda: self._size):
+                self._run_probe()
                 self.begin_step(loader.size)
                 yield self._micro_batches(step, count)
             return
@@ -243,6 +262,7 @@ class Ramp:
         self._left = self._agree_on_start(len(ready))
         self._step_began = None  # the time between two passes over the data is not a step's
         while True:
+            self._run_probe()
             passes = min(self._units, self._left)
             if passes == 0:
                 return
@@ -252,6 +272,20 @@ class Ramp:
             self._ready = len(ready)
             self._left -= passes  # `after_step` knows better, if the step is taken
             yield self._micro_batches(step, count)
+
+    def _run_probe(self) -> None:
+        """Try larger batches, if it is time to, and let the batch grow as far as they are level."""
+        if self._probe is None or self._steps == 0 or self._steps % self._probe_every:
+            return
+        self._probed_scale = self._probe().largest * self.optimizer.scale
+        self._units = min(self._units, self._most)
+        self._step_began = None  # the time of a probe is not a step's
+
+    @property
+    def _most(self) -> int:
+        """The largest number of units, by the arguments and by the last probe."""
+        probed = self._probed_scale / self._scale_per_unit + 1e-9
+        return self._limits.most if probed >= self._limits.most else max(1, math.floor(probed))
 
     def _micro_batches(
         self, step: list[Batch], count: Callable[[Batch], int | float | Tensor] | None
@@ -263,7 +297,7 @@ class Ramp:
         """Return how many micro-batches the steps to come may have, before they are reported."""
         largest = max(self._units + 1, math.ceil(self._units * max(self._limits.growth, 1.25)))
         # With delayed statistics the reports are one step late.
-        return min(largest, self._limits.most) * (3 if self.optimizer._delayed else 2)
+        return min(largest, self._most) * (3 if self.optimizer._delayed else 2)
 
     def _agree_on_start(self, ready: int) -> int:
         """Return how many micro-batches the rank with the fewest has: once in a pass over data."""
@@ -337,11 +371,11 @@ class Ramp:
             self._noise() if self._unmeasured <= NOISE_LASTS else None,
             fit,
             self._scale_per_unit,
-            self._limits,
+            replace(self._limits, most=self._most),
             timed_here=fit is not None or self._size.units in self._times.medians(),
         )
         if self._decay is not None:
-            self._decision = self._decay.hold(self._decision, self._limits.most)
+            self._decision = self._decay.hold(self._decision, self._most)
         self._units = self._decision.passes
 
     def _set_memory(self) -> None:
@@ -402,6 +436,7 @@ class Ramp:
             "unmeasured": self._unmeasured,
             "times": [[passes, seconds] for passes, seconds in self._times.steps],
             "timed": list(self._timed),
+            "probed_scale": None if self._probed_scale == math.inf else self._probed_scale,
             "memory": self.optimizer._batch.memory,
             "evidence": [self._evidence.squares, self._evidence.weight],
         }
@@ -414,8 +449,10 @@ class Ramp:
         version = state_dict.get("version")
         if version != 1:
             raise ValueError(f"the state dict's version is {version!r}, this Ramp's is 1.")
+        probed = state_dict["probed_scale"]
+        self._probed_scale = math.inf if probed is None else float(probed)
         units = max(1, round(float(state_dict["scale"]) / self._scale_per_unit))
-        self._units = min(units, self._limits.most)
+        self._units = min(units, self._most)
         self._decision = Decision(self._units, "wait", self._units)
         if self._decay is not None and state_dict["decay"] is not None:
             self._decay = Decay(*map(float, state_dict["decay"]))

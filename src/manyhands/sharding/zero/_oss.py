@@ -167,6 +167,11 @@ class OSS(ShardedOptimizer):
         agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
 
     @property
+    def gradient_ranks(self) -> RankGroup:
+        """The ranks whose gradients are averaged for a step."""
+        return self._workers
+
+    @property
     def optim(self) -> Any:
         """The optimizer of this worker's slices; None until the first groups are laid out."""
         return None if self._sliced is None else self._sliced.optim
