@@ -348,6 +348,58 @@ def test_under_every_sharding_it_is_the_same_run(way):
         assert losses == pytest.approx(sharded_losses, rel=1e-9)
 
 
+@pytest.mark.parametrize("rule", [mh.AdaScale, mh.AdamScale, mh.SqrtScale, mh.LinearScale])
+def test_loss_scaling_and_clipping_at_a_changing_batch(clock, rule):
+    """A scaler and a clipped gradient: the same run as without the scaler."""
+
+    def run(scaled):
+        model, loader = quadratic(spread=8.0)
+        model = model.float()
+        kind = torch.optim.Adam if rule is mh.AdamScale else torch.optim.SGD
+        optimizer = rule(kind(model.parameters(), lr=0.01))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        if scaled:
+            optimizer._loss_scale.scaler = scaler
+        ramp = mh.Ramp(optimizer, 16, goal="steps")
+        seen = []
+        for micro_batches in ramp.over(loader.float()):
+            for target in micro_batches:
+                loss = (model(torch.ones_like(target)) - target).square().mean() / 2
+                scaler.scale(loss / len(micro_batches)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(len(micro_batches))
+            if len(seen) == 40:
+                break
+        return seen, model.weight.item(), optimizer.progress
+
+    (seen, weight, progress), (expected_seen, expected, expected_progress) = run(True), run(False)
+    assert seen == expected_seen and max(seen) == 16
+    assert weight == pytest.approx(expected, rel=1e-5)
+    assert progress == pytest.approx(expected_progress, rel=1e-4)
+
+
+def in_blocks():
+    rank = dist.get_rank()
+    clock = Clock(fixed=(1.0, 30.0)[rank])
+    _ramp.time = clock
+    model, loader = quadratic(rank, batches=14_000, spread=8.0)  # for 200 steps of any size
+    rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
+    blocks = mh.LocalSGD(rule, every=10)
+    ramp = mh.Ramp(rule, 64)
+    seen = train(clock, model, blocks, ramp, loader, steps=200)
+    return seen, model.weight.item()
+
+
+def test_inside_blocks_each_worker_has_its_own_batch():
+    (seen, weight), (other, other_weight) = run_ranks(2, in_blocks)
+    assert sum(other[-50:]) > 1.5 * sum(seen[-50:])  # its steps have a larger fixed cost
+    assert weight == other_weight  # after a sync round
+
+
 @dataclass(frozen=True)
 class Found:
     largest: int
