@@ -143,7 +143,7 @@ def test_a_drop_does_not_wait_for_what_others_have_not_sent():
         dist.barrier()
         return took
 
-    assert max(run_ranks(2, work)) < 1.0
+    assert max(run_ranks(2, work)) < 10.0  # a wait would last as long as gloo's timeout
 
 
 def test_a_forked_child_lets_go_of_no_group():

@@ -362,7 +362,7 @@ def test_many_values_take_time_in_proportion(tmp_path):
         assert len(panels([run], ["a"])) == many
         return time.process_time() - begun
 
-    assert seconds(600) < 1.0
+    assert seconds(600) < 4.0
 
 
 class Ramping:
