@@ -9,7 +9,7 @@ steps, under AdaScale (SGD) or AdamScale (AdamW):
 
     fixed     1, 2, 4, ... 128 micro-batches in every step
     ramp      `Ramp(optimizer, 128)`
-    samples   `Ramp(optimizer, 128, goal="samples", efficiency=0.85)`
+    samples   `Ramp(optimizer, 128, goal="samples")`
     doubling  by hand, as OLMo: the best fixed batch, twice that from 28 % of the progress on, four
               times from 83 % on (Merrill et al. 2025)
     seesaw    by hand: the best fixed batch, and where the cosine lowers the rate the batch grows
@@ -44,7 +44,7 @@ FIXED = (1, 2, 4, 8, 16, 32, 64, 128)
 OVERHEADS = (1, 4, 32)
 SEEDS = 3
 MAX_SCALE = 128
-PREDICTED_STEPS = 50
+PREDICTED_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StatedClock:
 DOUBLINGS = ((0.28, 2), (0.83, 4))  # from this part of the progress on, so many times the batch
 WAYS = {
     "ramp": {},
-    "samples": {"goal": "samples", "efficiency": 0.85},
+    "samples": {"goal": "samples"},
     "seesaw": {"goal": None, "decay": "batch"},
 }
 
@@ -273,11 +273,12 @@ def write(rows: Sequence[Row]) -> None:
         "| workload | overhead | batch | time | over the best | steps | small batches | score |\n"
         "|---|--:|---|--:|--:|--:|--:|--:|\n" + "\n".join(lines) + "\n\n"
         '## Few steps for few samples: `goal="samples"`\n\n'
-        "With `efficiency=0.85` each sample must be worth 85 % of a small batch's.\n\n"
+        "The batch is the square root of the noise scale: one step less is then worth one small\n"
+        "batch more.\n\n"
         "| workload | fewer steps than scale 1 | samples over scale 1's | score | at scale 1 |\n"
         "|---|--:|--:|--:|--:|\n" + "\n".join(samples_table(rows)) + "\n\n"
         "## Predictions\n\n"
-        "The progress of the next 50 steps is predicted from the noise that is known before them,\n"
+        "The progress of the next 10 steps is predicted from the noise that is known before them,\n"
         "and their numbers of micro-batches. The median error of a run is\n"
         f" {median(errors):.1%} in the middle, and {max(errors):.1%} in the worst of "
         f"{len(errors)} runs.\n"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from manyhands.ramp._decision import Limits, Noise, StepTime, decide, efficiency, goodput
 from manyhands.ramp._measured import StepTimes
+from manyhands.scaling._noise import gain
 
 pytestmark = pytest.mark.quick
 
@@ -63,6 +64,19 @@ def test_samples_keep_the_stated_worth(sqr, var, least):
     last = simulate(noise, StepTime(1.0, 1.0), limits)[-1]
     assert last == 1 or efficiency(noise, last) >= least * (1 - 1e-6)
     assert last == 64 or efficiency(noise, last + 1) < least * (1 + 1e-6)
+
+
+@given(positive, positive)
+def test_few_steps_for_few_samples(sqr, var):
+    """A step costs a small batch more than it has: that has the lowest price, and wastes little."""
+    noise = Noise(sqr, var)
+    last = simulate(noise, StepTime(100.0, 1.0), Limits("samples", most=64))[-1]
+
+    def price(passes):
+        return (1 + passes) / gain(sqr, var, passes)
+
+    assert price(last) <= min(map(price, range(1, 65))) * (1 + 1e-6)
+    assert efficiency(noise, last) >= 0.75 * (1 - 1e-6)  # 0.83, but for whole numbers
 
 
 def test_fewest_steps_is_the_largest_batch():

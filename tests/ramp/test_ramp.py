@@ -494,11 +494,12 @@ def test_mistakes_are_errors_that_say_what_to_do(clock):
     for wrong in (
         {"goal": "money"},
         {"decay": "fast"},
-        {"efficiency": 0.0},
+        {"efficiency": 0.5},
+        {"goal": "samples", "efficiency": 0.0},
         {"every": 0},
         {"growth": 1.0},
     ):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
+        with pytest.raises(ValueError, match=list(wrong)[-1]):
             mh.Ramp(optimizer, 64, **wrong)
     with pytest.raises(TypeError, match=r"model=Linear has no no_sync"):
         mh.Ramp(optimizer, 64, model=model)

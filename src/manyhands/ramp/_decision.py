@@ -20,6 +20,10 @@ goodput rises before p* and falls after it.
 
 Efficiency is the worth of a sample over that of a sample at scale 1: r(S) / S. It falls with S.
 
+Few steps for few samples is the same question, with another price: a step costs S samples, and a
+fixed number of them for being a step (McCandlish et al. 2018). If that is one small batch, then
+S* = sqrt(v / s), and a sample is worth at least 2 (sqrt(2) - 1) = 0.83 of one at scale 1.
+
 `decide` moves towards the best number of passes. Its reasons:
 
     explore    the noise is not known (any more), or the time of a step for one number of passes
@@ -33,7 +37,8 @@ Efficiency is the worth of a sample over that of a sample at scale 1: r(S) / S. 
 `goal` is what the best number of passes is the best for:
 
     "time"      the most progress in a second            `fastest_passes`
-    "samples"   the largest batch whose samples are still worth `efficiency` each
+    "samples"   few steps for few samples `frugal_passes`, or the largest batch whose samples are
+                still worth `efficiency` each `most_efficient_passes`
     "steps"     the largest batch that is allowed
     None        the batch as it is
 """
@@ -109,6 +114,15 @@ def fastest_passes(noise: Noise, time: StepTime, scale_per_pass: float, most: in
     )
 
 
+def frugal_passes(noise: Noise, scale_per_pass: float, most: int) -> int:
+    """Return the number of passes that is best if a step costs one small batch more than it has.
+
+    >>> frugal_passes(Noise(sqr=1.0, var=16.0), 1.0, most=64)
+    4
+    """
+    return fastest_passes(noise, StepTime(1.0, scale_per_pass), scale_per_pass, most)
+
+
 def most_efficient_passes(noise: Noise, least: float, scale_per_pass: float, most: int) -> int:
     """Return the largest number of passes whose efficiency is at least `least`; at least 1.
 
@@ -139,7 +153,7 @@ class Limits:
     """What a decision is bound by."""
 
     goal: Goal = "time"
-    efficiency: float = 0.5  # with goal="samples": the least worth of a sample
+    efficiency: float | None = None  # with goal="samples": the least worth of a sample
     most: int = 1  # passes
     growth: float = 1.5  # the largest factor by which a decision changes the passes
     margin: float = 0.01  # how much better the goodput must become
@@ -183,6 +197,8 @@ def decide(
     elif noise is None:
         other = _neighbour(passes_here, limits.most)
         return Decision(other, "explore", other)
+    elif limits.goal == "samples" and limits.efficiency is None:
+        target = frugal_passes(noise, scale_per_pass, limits.most)
     elif limits.goal == "samples":
         target = most_efficient_passes(noise, limits.efficiency, scale_per_pass, limits.most)
     elif time is None:

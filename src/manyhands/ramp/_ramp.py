@@ -87,10 +87,11 @@ class Ramp:
         optimizer: a scaling rule, such as `AdaScale` or `AdamScale`. The rate is its task.
         max_scale: the largest batch (all workers, all passes) in small batches, as the rule's
             `scale`. Where a further doubling would cost quality, set it lower.
-        goal: "time", the most progress in a second; "samples", the largest batch whose samples
-            are still worth `efficiency` of a small batch's; "steps", the largest batch; None, the
-            batch as it is (with `decay="batch"`).
-        efficiency: the least worth of a sample, with `goal="samples"`.
+        goal: "time", the most progress in a second; "samples", few steps for few samples: the
+            batch at which one step less is worth one small batch more; "steps", the largest
+            batch; None, the batch as it is (with `decay="batch"`).
+        efficiency: with `goal="samples"`, choose the largest batch whose samples are still worth
+            so much of a small batch's.
         decay: "rate", or "batch": where the schedule lowers the learning rate, the batch grows by
             as much, as far as `max_scale`, and the rule's factor holds against the schedule.
         every: steps between two decisions.
@@ -117,7 +118,7 @@ class Ramp:
         max_scale: float,
         *,
         goal: Goal = "time",
-        efficiency: float = 0.5,
+        efficiency: float | None = None,
         decay: Literal["rate", "batch"] = "rate",
         every: int = 3,
         growth: float = 2.0,
@@ -136,7 +137,9 @@ class Ramp:
             raise ValueError(f"goal must be one of {', '.join(map(repr, GOALS))}, got {goal!r}.")
         if decay not in ("rate", "batch"):
             raise ValueError(f"decay must be 'rate' or 'batch', got {decay!r}.")
-        if not 0.0 < efficiency <= 1.0:
+        if efficiency is not None and goal != "samples":
+            raise ValueError(f"efficiency needs goal='samples', got goal={goal!r}.")
+        if efficiency is not None and not 0.0 < efficiency <= 1.0:
             raise ValueError(f"efficiency must be above 0 and at most 1, got {efficiency}.")
         if probe_every < 1:
             raise ValueError(f"probe_every must be at least 1 step, got {probe_every}.")
