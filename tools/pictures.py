@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/index.md and docs/how-a-block-survives.md, as SVG files.
+"""Draw the pictures of docs/index.md, docs/ramp.md and docs/how-a-block-survives.md, as SVG files.
 
     python tools/pictures.py            writes them into docs/figures/
 
@@ -174,6 +174,57 @@ def when_to_talk() -> str:
     )
 
 
+# -- the batch that sets itself -------------------------------------------------------------------
+
+RAMP_FIXED = 4.0  # of a step, in passes
+
+
+def progress_per_second(noise_scale: float, batch: float) -> float:
+    """Return how many small steps a second is worth; a pass takes one."""
+    gain = (noise_scale + 1.0) / (noise_scale / batch + 1.0)
+    return gain / (RAMP_FIXED + batch)
+
+
+def ramp() -> str:
+    left, right, bottom, top = 90.0, 650.0, 190.0, 30.0
+    most = progress_per_second(100.0, math.sqrt(RAMP_FIXED * 100.0))
+
+    def place(batch: float, value: float) -> tuple[float, float]:
+        x = left + (right - left) * math.log2(batch) / 7.0
+        return round(x, 1), round(bottom - (bottom - top) * value / most, 1)
+
+    elements = [line(left, bottom, right, bottom, TEXT, 1.5)]
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128):
+        x, _ = place(batch, 0.0)
+        elements += [line(x, bottom, x, bottom + 5, TEXT, 1.5)]
+        elements += [label(x, bottom + 22, str(batch), "middle")]
+    for noise_scale, colour, name in ((4.0, BLUE, "early"), (100.0, ORANGE, "late in training")):
+        batches = [2 ** (step / 8) for step in range(57)]
+        points = [place(b, progress_per_second(noise_scale, b)) for b in batches]
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        elements.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
+        )
+        best = math.sqrt(RAMP_FIXED * noise_scale)
+        x, y = place(best, progress_per_second(noise_scale, best))
+        elements += [
+            f'<circle cx="{x:g}" cy="{y:g}" r="5" fill="{colour}"/>',
+            label(x, y - 12, f"{name}: {best:.0f}", "middle", bold=True),
+        ]
+    return picture(
+        "The best batch grows",
+        "Progress per second against the batch, at a step that costs four passes more than it has. "
+        "Early in training, with a noise scale of 4, the best batch is 4. Late, with a noise scale "
+        "of 100, it is 20.",
+        250,
+        [
+            *elements,
+            label(left, top - 8, "progress per second"),
+            label(right, bottom + 48, "micro-batches in a step", "end"),
+        ],
+    )
+
+
 # -- how a block survives a death ----------------------------------------------------------------
 
 
@@ -214,6 +265,7 @@ PICTURES = {
     "how-far.svg": how_far,
     "who-holds.svg": who_holds,
     "when-to-talk.svg": when_to_talk,
+    "ramp.svg": ramp,
     "a-death.svg": a_death,
 }
 

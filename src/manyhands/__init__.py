@@ -13,7 +13,12 @@ from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.planning import Plan, plan
 from manyhands.probe import ProbeResult, probe_batch
-from manyhands.ramp import AdaptiveDataLoader, Ramp, remaining_epochs_until
+from manyhands.ramp import (
+    AdaptiveDataLoader,
+    Ramp,
+    largest_micro_batch,
+    remaining_epochs_until,
+)
 from manyhands.record import Record, Run, read_record
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
 from manyhands.scaling._examples import Coverage
@@ -79,6 +84,7 @@ __all__ = [
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",
     "enable_wrap",
+    "largest_micro_batch",
     "load",
     "plan",
     "probe_batch",

@@ -536,3 +536,51 @@ def test_what_it_does_can_be_recorded(tmp_path, clock):
     )
     assert passes[-1] > 8
     assert predicted[-1] == pytest.approx(actual[-1])
+
+
+def test_a_schedule_that_counts_steps_is_noticed(clock):
+    model, loader = quadratic(spread=8.0)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = mh.AdaScale(inner)
+    ramp = mh.Ramp(optimizer, 64, goal="steps")
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=1000)
+    with pytest.warns(UserWarning, match=r"counts optimizer steps.*ProgressScheduler") as caught:
+        train(clock, model, optimizer, ramp, loader, after_step=lambda loss: schedule.step())
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("what", ["progress", "epochs"])
+def test_a_schedule_that_counts_something_else_is_right(clock, what):
+    """No warning, which would be an error here."""
+    model, loader = quadratic(spread=8.0)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = mh.AdaScale(inner)
+    ramp = mh.Ramp(optimizer, 64, goal="steps")
+    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, gamma=0.99)
+    steps = 0
+    by_progress = mh.ProgressScheduler(schedule, optimizer) if what == "progress" else None
+
+    def after_step(loss):
+        nonlocal steps
+        steps += 1
+        if by_progress is not None:
+            by_progress.step()
+        elif steps % 10 == 0:
+            schedule.step()
+
+    train(clock, model, optimizer, ramp, loader, after_step=after_step)
+    assert ramp.passes == 64
+
+
+def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning():
+    def make(max_local_batch_size):
+        data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+        loader = mh.AdaptiveDataLoader(data, 4, max_local_batch_size=max_local_batch_size)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        model.no_sync = contextlib.nullcontext  # as a wrapper's
+        optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+        return mh.Ramp(optimizer, 8, model=model, loader=loader)
+
+    with pytest.warns(UserWarning, match=r"statistics of 1 .* grow from 4 to 16 samples"):
+        make(max_local_batch_size=16)
+    make(max_local_batch_size=None)

@@ -3,11 +3,14 @@
 _decision.py         arithmetic: the best number of passes, and the next one
 _measured.py         what it rests on: the times of steps, and how sure the noise is
 _step_loader.py      the micro-batches of a step, and a data loader of whole steps
+_mistakes.py         warnings of what a growing batch does to the rest of a script
 _ramp.py             `Ramp`: measures, decides, and hands out micro-batches
+_memory_trial.py     `largest_micro_batch`: how many samples fit into a pass, found by trying
 _adaptive_loader.py  adaptdl's loop: `AdaptiveDataLoader`, `remaining_epochs_until`
 """
 
 from manyhands.ramp._adaptive_loader import AdaptiveDataLoader, remaining_epochs_until
+from manyhands.ramp._memory_trial import largest_micro_batch
 from manyhands.ramp._ramp import Ramp
 
-__all__ = ["AdaptiveDataLoader", "Ramp", "remaining_epochs_until"]
+__all__ = ["AdaptiveDataLoader", "Ramp", "largest_micro_batch", "remaining_epochs_until"]

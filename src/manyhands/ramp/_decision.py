@@ -20,9 +20,9 @@ goodput rises before p* and falls after it.
 
 Efficiency is the worth of a sample over that of a sample at scale 1: r(S) / S. It falls with S.
 
-Few steps for few samples is the same question, with another price: a step costs S samples, and a
-fixed number of them for being a step (McCandlish et al. 2018). If that is one small batch, then
-S* = sqrt(v / s), and a sample is worth at least 2 (sqrt(2) - 1) = 0.83 of one at scale 1.
+Few steps for few samples is the same question: a step costs its S samples, and a price for being
+a step (McCandlish et al. 2018). With a price of c small batches S* = sqrt(c v / s), and whatever
+the noise a sample is worth at least e where c = 4 (1 - e) / e^2: at 1.25 small batches, 0.8.
 
 `decide` moves towards the best number of passes. Its reasons:
 
@@ -37,8 +37,8 @@ S* = sqrt(v / s), and a sample is worth at least 2 (sqrt(2) - 1) = 0.83 of one a
 `goal` is what the best number of passes is the best for:
 
     "time"      the most progress in a second            `fastest_passes`
-    "samples"   few steps for few samples `frugal_passes`, or the largest batch whose samples are
-                still worth `efficiency` each `most_efficient_passes`
+    "samples"   few steps for few samples, at `PRICE_OF_A_STEP`; with `efficiency`, the largest
+                batch whose samples are still worth so much
     "steps"     the largest batch that is allowed
     None        the batch as it is
 """
@@ -51,6 +51,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from manyhands.scaling._noise import gain
+
+PRICE_OF_A_STEP = 1.25  # in small batches, with goal="samples"
 
 Goal = Literal["time", "samples", "steps"] | None
 Reason = Literal["explore", "grow", "shrink", "stay", "decay", "wait"]
@@ -112,15 +114,6 @@ def fastest_passes(noise: Noise, time: StepTime, scale_per_pass: float, most: in
     return max(
         (low, high), key=lambda passes: (goodput(noise, time, scale_per_pass, passes), -passes)
     )
-
-
-def frugal_passes(noise: Noise, scale_per_pass: float, most: int) -> int:
-    """Return the number of passes that is best if a step costs one small batch more than it has.
-
-    >>> frugal_passes(Noise(sqr=1.0, var=16.0), 1.0, most=64)
-    4
-    """
-    return fastest_passes(noise, StepTime(1.0, scale_per_pass), scale_per_pass, most)
 
 
 def most_efficient_passes(noise: Noise, least: float, scale_per_pass: float, most: int) -> int:
@@ -197,15 +190,15 @@ def decide(
     elif noise is None:
         other = _neighbour(passes_here, limits.most)
         return Decision(other, "explore", other)
-    elif limits.goal == "samples" and limits.efficiency is None:
-        target = frugal_passes(noise, scale_per_pass, limits.most)
-    elif limits.goal == "samples":
+    elif limits.goal == "samples" and limits.efficiency is not None:
         target = most_efficient_passes(noise, limits.efficiency, scale_per_pass, limits.most)
-    elif time is None:
+    elif limits.goal == "time" and time is None:
         # Stay until there are enough times of this number, and then try another one.
         other = _neighbour(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
+        if limits.goal == "samples" or time is None:
+            time = StepTime(PRICE_OF_A_STEP, scale_per_pass)
         target = fastest_passes(noise, time, scale_per_pass, limits.most)
         now, best = (goodput(noise, time, scale_per_pass, p) for p in (passes_here, target))
         if best < now * (1.0 + limits.margin):

@@ -40,6 +40,7 @@ from manyhands.ramp._decision import (
     efficiency,
 )
 from manyhands.ramp._measured import Evidence, StepTimes, memory_for
+from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
 from manyhands.ramp._step_loader import MicroBatches, StepLoader, StepSize
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._step_stats import RankReport
@@ -151,7 +152,7 @@ class Ramp:
             raise ValueError("this optimizer has a Ramp already: one decides.")
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
-        self._no_sync = _no_sync_of(model)
+        self._model, self._no_sync = model, _no_sync_of(model)
         self._every = every
         self._probe, self._probe_every = probe, probe_every
         self._probed_scale = math.inf  # the largest batch that a probe has found to be level
@@ -163,6 +164,8 @@ class Ramp:
         self._set_units(batch.passes)
         self._times = StepTimes()
         self._evidence = Evidence()
+        self._schedule = ScheduleWatch()
+        self._first_units = self._units
         self._decay = Decay() if decay == "batch" else None
         self._steps = 0  # since this object was made
         self._average = optimizer._tracker.average
@@ -198,6 +201,8 @@ class Ramp:
             before, self._loader = self.scale, loader
             # a continued run has a batch already
             self._set_units(max(1, round(before / loader.scale_per_unit)) if self._steps else 1)
+            if self._model is not None:
+                warn_of_batch_norm(self._model, *loader.local_batch_sizes)
         elif self._loader is not loader:
             raise ValueError(
                 "this Ramp has another AdaptiveDataLoader already: its batch is counted in that "
@@ -327,8 +332,11 @@ class Ramp:
         self._step_began = now
         self._steps += 1
         self._see_noise()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if not self.optimizer._schedule_counts_progress:
+            self._schedule.see(rates, growth=self._units / self._first_units)
         if self._decay is not None:
-            self._decay.see(self._units, [g["lr"] for g in self.optimizer.param_groups])
+            self._decay.see(self._units, rates)
         if not reports:  # delayed statistics, and this was the first step
             return
         # with delayed statistics the reports are older than the step that has just ended

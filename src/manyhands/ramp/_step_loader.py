@@ -166,6 +166,11 @@ class StepLoader(DataLoader[Any]):
         return self._unit * self._ranks.size
 
     @property
+    def local_batch_sizes(self) -> tuple[int, int]:
+        """The smallest and the largest micro-batch on each rank, in samples."""
+        return self._unit, self._unit * self._most_per_pass
+
+    @property
     def scale_per_unit(self) -> float:
         """How many small batches a unit on every rank makes: 1, but for rounding."""
         return self.samples_per_unit / self._small_batch

@@ -79,6 +79,7 @@ class ScaledOptimizer(OptimizerWrapper):
     _factors = SharedAttribute[tuple[float, ...]]()
     _options = SharedAttribute[Options]()
     _observer = SharedAttribute[StepObserver | None]()
+    _schedule_counts_progress = SharedAttribute[bool]()  # set by `ProgressScheduler`
     _min_scale = 0.0
     _norm_kind = "plain"
     # Under an `AdaptiveDataLoader`: whether more passes of the step follow (`_adaptdl.py`).
@@ -111,6 +112,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._counts = StepCounts()
         self._factors = ()
         self._observer = None
+        self._schedule_counts_progress = False
 
     @property
     def gradient_ranks(self) -> RankGroup:

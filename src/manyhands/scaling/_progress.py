@@ -57,6 +57,7 @@ class ProgressScheduler:
             raise ValueError(f"end must be above 0, got {end}: the progress to train for.")
         self.scheduler = scheduler
         self.optimizer = optimizer
+        optimizer._schedule_counts_progress = True
         self._every = every
         self._end = end
         # a run that continues is not stepped again for the progress that it had

@@ -1,0 +1,181 @@
+"""How large may a micro-batch be? Try it, before training.
+
+Sizes double until one does not fit, and then close in on the largest that does. All ranks try the
+same sizes and agree after each. The model is the plain one, so a trial has no collective, and a
+rank that runs out of memory leaves no other waiting.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands._core.ranks import RankGroup
+from manyhands._core.trees import tensors_in, tree_map_tensors
+from manyhands.checkpoint._random import random_state, set_random_state
+from manyhands.planning._table import parse_bytes
+
+PRECISION = 8  # the answer is at most 1/8 below the largest size that fits
+
+
+def largest_micro_batch(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    most: int,
+    *,
+    memory: float | str | None = None,
+    reserve: float | str = 0,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> int:
+    """Return how many samples fit into one pass on every rank, found by trying.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU())
+    >>> def loss(model, batch):
+    ...     return model(batch).square().mean()
+    >>> mh.largest_micro_batch(model, loss, torch.randn(8, 64), most=512, memory="128 KiB")
+    96
+
+    A pass is a forward and a backward. The result is for the `max_local_batch_size` of an
+    `AdaptiveDataLoader`. Call it on every rank, with the plain model on its device, before a
+    wrapper is around it. Afterwards gradients, buffers and random generators are as they were.
+
+    Args:
+        model: the plain model.
+        loss: `loss(model, batch)` returns the loss to go backward from.
+        batch: an example from the loader, the first size that is tried. The first dimension of
+            every tensor is the samples, which are repeated to make larger batches.
+        most: the largest size to try.
+        memory: how many bytes a pass may take, such as "6 GiB". By default nine tenths of what is
+            free on the accelerator. On a CPU it must be given; what is kept from forward to
+            backward is counted there.
+        reserve: bytes of `memory` to leave alone, such as 12 for every parameter if the gradients
+            and the state of Adam are still to come.
+        process_group: the ranks; by default all.
+    """
+    ranks = RankGroup.of(process_group)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    _check(model, batch, most, memory, device)
+    allowed = (_free(device) if memory is None else parse_bytes(memory)) - (
+        parse_bytes(reserve) if reserve else 0
+    )
+
+    def fits(samples: int) -> bool:
+        here = _bytes_of_pass(model, loss, _resized(batch, samples), device) <= allowed
+        return all(fit == 1.0 for (fit,) in ranks.all_gather([float(here)], device))
+
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = random_state()
+    try:
+        return _largest(fits, len(tensors_in(batch)[0]), most)
+    finally:
+        set_random_state(random)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """Return the largest size that fits, or a little less."""
+    if not fits(least):
+        raise ValueError(
+            f"not even the example's {least} sample(s) fit into a pass in the memory allowed. "
+            "Begin with a smaller batch and the learning rate that fits it, shard the model "
+            "(mh.plan() says what that saves), or allow more memory."
+        )
+    low, high = least, most + 1  # low fits, high does not
+    while low * 2 < high:
+        low, high = (low * 2, high) if fits(low * 2) else (low, low * 2)
+    while high - low > max(1, low // PRECISION):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _bytes_of_pass(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, device: torch.device
+) -> float:
+    """Return the bytes that a pass takes at its peak; infinite if there are not so many."""
+    if device.type == "cpu":
+        return _bytes_kept(model, loss, batch)
+    accelerator = torch.accelerator
+    accelerator.empty_cache()
+    before = accelerator.memory_allocated(device)
+    accelerator.reset_peak_memory_stats(device)
+    try:
+        _run(model, loss, batch)
+        accelerator.synchronize(device)
+        return float(accelerator.max_memory_allocated(device) - before)
+    except torch.OutOfMemoryError:
+        return float("inf")
+    finally:
+        gc.collect()  # of what the traceback held
+
+
+def _bytes_kept(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> float:
+    """Return the bytes that autograd keeps from forward to backward, but for the model's own."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            _run(model, loss, batch)
+    except torch.OutOfMemoryError:
+        return float("inf")
+    return float(sum(kept.values()))
+
+
+def _run(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> None:
+    """Run a pass without touching the parameters' gradients."""
+    with torch.enable_grad():
+        params = [param for param in model.parameters() if param.requires_grad]
+        torch.autograd.grad(loss(model, batch), params, allow_unused=True)
+
+
+def _resized(batch: Any, samples: int) -> Any:
+    def resize(tensor: Tensor) -> Tensor:
+        return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]
+
+    return tree_map_tensors(resize, batch)
+
+
+def _free(device: torch.device) -> int:
+    """Nine tenths of the bytes that are free: allocators round up."""
+    return int(0.9 * torch.accelerator.get_memory_info(device)[0])
+
+
+def _check(
+    model: nn.Module, batch: Any, most: int, memory: float | str | None, device: torch.device
+) -> None:
+    sizes = {0 if tensor.dim() == 0 else len(tensor) for tensor in tensors_in(batch)}
+    if len(sizes) != 1 or sizes == {0}:
+        raise ValueError(
+            "batch must be an example from the loader: tensors, nested as there, with the same "
+            f"number of samples as their first dimension, got {sorted(sizes)}."
+        )
+    (least,) = sizes
+    if isinstance(most, bool) or not isinstance(most, int) or most < least:
+        raise ValueError(
+            f"most must be a whole number of at least the example's {least} samples, got {most!r}."
+        )
+    if memory is None and device.type == "cpu":
+        raise ValueError(
+            'memory= is needed on a CPU, such as memory="6 GiB": a process there that takes more '
+            "than the machine has is killed, and could not try."
+        )
+    if any(hasattr(module, "no_sync") for module in model.modules()):
+        raise ValueError(
+            "largest_micro_batch() needs the plain model: call it before DistributedDataParallel "
+            "or sharding is around it, whose collectives would wait for a rank without memory."
+        )
