@@ -165,6 +165,7 @@ class Ramp:
         self._times = StepTimes()
         self._evidence = Evidence()
         self._schedule = ScheduleWatch()
+        self._moments_scale = self.scale  # of the batch that Adam's second moments belong to
         self._first_units = self._units
         self._decay = Decay() if decay == "batch" else None
         self._steps = 0  # since this object was made
@@ -404,6 +405,14 @@ class Ramp:
             batch.scale_per_pass = self._loader.scale_per_unit * size.per_pass
         if not batch.counts_passes:
             batch.passes = size.passes
+        # A short step at the end of the data is no change of the batch.
+        scale = self.scale
+        if (
+            size == self._size
+            and scale != self._moments_scale
+            and self.optimizer._follow_batch(self._moments_scale, scale)
+        ):
+            self._moments_scale = scale
 
     def _noise(self) -> Noise | None:
         average = self.optimizer._tracker.average
@@ -449,6 +458,7 @@ class Ramp:
             "timed": list(self._timed),
             "probed_scale": None if self._probed_scale == math.inf else self._probed_scale,
             "memory": self.optimizer._batch.memory,
+            "moments_scale": self._moments_scale,
             "evidence": [self._evidence.squares, self._evidence.weight],
         }
 
@@ -472,6 +482,7 @@ class Ramp:
         self._unmeasured = int(state_dict["unmeasured"])
         self._average = self.optimizer._tracker.average
         self.optimizer._batch.memory = float(state_dict["memory"])
+        self._moments_scale = float(state_dict["moments_scale"])
         squares, weight = state_dict["evidence"]
         self._evidence = Evidence(float(squares), float(weight))
         if int(state_dict["workers"]) == self.optimizer._batch.workers:

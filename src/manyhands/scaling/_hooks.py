@@ -59,6 +59,9 @@ class NormKind(Protocol):
     def optimizer_stepped(self) -> None:
         """React to a step that has changed the optimizer's state. Called on every rank."""
 
+    def moments_changed(self) -> None:
+        """Read the optimizer's state anew: it was changed between two steps. On every rank."""
+
     def refresh(self) -> None:
         """Look at the optimizer again, after a group was added or its state was replaced."""
 
@@ -94,6 +97,9 @@ class PlainNorm:
     # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
 
     def optimizer_stepped(self) -> None:
+        pass
+
+    def moments_changed(self) -> None:
         pass
 
     def refresh(self) -> None:

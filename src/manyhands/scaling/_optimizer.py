@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup, rank_group_of
+from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.wrappers import (
     SHARED,
     LossScale,
@@ -48,6 +49,7 @@ from manyhands.scaling._binding import (
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
+from manyhands.scaling._second_moments import ratio_of_squares, rescale_second_moments
 from manyhands.scaling._settings import (
     Batch,
     Examples,
@@ -387,6 +389,19 @@ class ScaledOptimizer(OptimizerWrapper):
     # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
     # hooks are the inner optimizer's, and its own `step` runs them.
     step.hooked = True  # type: ignore[attr-defined]
+
+    def _follow_batch(self, before: float, now: float) -> bool:
+        """Let Adam's second moments be those of scale `now`; return whether the noise is known.
+
+        Call it between two steps, on every rank.
+        """
+        average = self._tracker.average
+        if not average.measured:
+            return False
+        ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
+        if rescale_second_moments(OptimizerLayers.of(self).plain, ratio):
+            self._tap.norms.moments_changed()
+        return True
 
     def _end_step(self, result: T) -> T:
         """Let the observer act between two steps, and return the step's result."""

@@ -113,6 +113,12 @@ class PreconditionedNorm:
         self._floor_counts: dict[int, object] = {}
         self.optimizer_stepped()
 
+    def moments_changed(self) -> None:
+        """Read the second moments anew: somebody else has changed them. Called on every rank."""
+        self._floors.clear()
+        self._floor_counts.clear()
+        self.optimizer_stepped()
+
     def optimizer_stepped(self) -> None:
         if self._replica is not None:
             self._replica.update()

@@ -1,0 +1,88 @@
+"""Adam divides by the roots of second moments that belong to the present batch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+import manyhands as mh
+from manyhands.scaling._second_moments import ratio_of_squares, rescale_second_moments
+
+NOISE = 8.0
+
+
+def gradients(passes, generator):
+    """Return a step's gradients: 1 and noise, for 1,000 weights."""
+    return 1.0 + NOISE * torch.randn(passes, 1000, generator=generator)
+
+
+def second_moments(passes_of_steps):
+    """Return Adam's mean second moment after steps of so many passes."""
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.zeros(1000))
+    optimizer = Adam([param], lr=1e-6)
+    for passes in passes_of_steps:
+        param.grad = gradients(passes, generator).mean(dim=0)
+        optimizer.step()
+    return optimizer, float(optimizer.state[param]["exp_avg_sq"].mean())
+
+
+@pytest.mark.quick
+def test_they_become_those_of_a_run_that_had_the_batch_all_along():
+    _, small = second_moments([1] * 200)
+    _, large = second_moments([16] * 200)
+    ratio = ratio_of_squares(1.0, NOISE**2, 1.0, 16.0)
+    assert large / small == pytest.approx(ratio, rel=0.02)
+    optimizer, _ = second_moments([1] * 200)
+    assert rescale_second_moments(optimizer, ratio)
+    (state,) = optimizer.state.values()
+    assert float(state["exp_avg_sq"].mean()) == pytest.approx(large, rel=0.02)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("make", "changed"),
+    [
+        (lambda p: AdamW(p, amsgrad=True), {"exp_avg_sq", "max_exp_avg_sq"}),
+        (RMSprop, {"square_avg"}),
+        (lambda p: RMSprop(p, centered=True), set()),  # may not fall below the mean's square
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), set()),
+    ],
+)
+def test_only_running_means_of_squares_are_changed(make, changed):
+    param = nn.Parameter(torch.ones(3))
+    optimizer = make([param])
+    param.grad = torch.ones(3)
+    optimizer.step()
+    before = {
+        k: torch.as_tensor(v).clone() for k, v in optimizer.state[param].items() if v is not None
+    }
+    assert rescale_second_moments(optimizer, 0.25) is bool(changed)
+    for name, was in before.items():
+        now = torch.as_tensor(optimizer.state[param][name])
+        assert torch.equal(now, was * 0.25 if name in changed else was), name
+
+
+def ramped(rule, inner, **options):
+    """Train with a batch of 1 pass, then of 16; return Adam's mean second moment."""
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.zeros(1000))
+    optimizer = rule(inner([param], lr=1e-6))
+    ramp = mh.Ramp(optimizer, 16, goal="steps", growth=16.0, every=40, **options)
+    for _ in range(80):
+        passes = ramp.passes
+        for grad in gradients(passes, generator):
+            (param * grad / passes).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ramp.passes == 16
+    (state,) = optimizer.optimizer.state.values()
+    return float(state["exp_avg_sq"].mean() / (1.0 - 0.999**80))
+
+
+@pytest.mark.parametrize("rule", [mh.AdamScale, mh.SqrtScale])
+def test_a_ramp_lets_them_follow_the_batch(rule, monkeypatch):
+    expected = 1.0 + NOISE**2 / 16
+    assert ramped(rule, AdamW) == pytest.approx(expected, rel=0.15)
+    monkeypatch.setattr(rule, "_follow_batch", lambda self, before, now: True)
+    assert ramped(rule, AdamW) > 5 * expected  # so it makes a difference
