@@ -40,7 +40,7 @@ def test_the_smoke_test_trains_in_every_kind_of_way_and_writes_nothing():
     pytest.importorskip("sklearn", reason="scikit-learn, which has the digits, is missing")
     before = files()
     command = [sys.executable, "benchmarks/time_to_loss.py", "--quick"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stderr
     lines = said.stdout.splitlines()
     for name in ("DDP + AdaScale, 4 passes", "Ramp", "DiLoCo, H = 16", "Ramp inside"):
@@ -110,3 +110,27 @@ def test_the_loss_is_the_mean_of_the_last_progress(benchmark):
     smooth = SmoothLoss(over=20.0)
     found = [smooth.add(*seen) for seen in ((10, 3.0), (20, 1.0), (35, 0.0))]
     assert found == [3.0, 2.0, 0.5]
+
+
+def test_the_clock_stands_during_evaluations(benchmark, monkeypatch):
+    from lines import training
+
+    class Clock:
+        now = 10.0
+
+        def perf_counter(self):
+            return self.now
+
+        process_time = perf_counter
+
+        def sleep(self, seconds):
+            self.now += seconds
+
+    time = Clock()
+    monkeypatch.setattr(training, "time", time)
+    clock = training.TrainingClock()
+    time.sleep(1.0)
+    assert clock.perf_counter() == clock.cpu() == 11.0
+    clock.pause(lambda: time.sleep(2.0) or 15.0)  # works until 13, and goes on at 15
+    assert time.now == 15.0
+    assert clock.perf_counter() == clock.cpu() == 11.0

@@ -214,11 +214,14 @@ over the line. One micro-batch forward and backward is b. Find a / b for your mo
 
 - **a / b below 1**: the line hardly matters. Train at the small batch, under a rule such as
   AdaScale, which makes the rate fit the number of ranks.
-- **a / b of 1 and more**: `Ramp` pays for the line less often, and finds the batch by itself. Ranks
-  stay equal after every step, and the learning rate tuned at the small batch stays.
-- **a / b so large that even the largest useful batch waits for the line**: train in blocks
-  (`DiLoCo`). Ranks differ between two sync rounds, and the length of a block and the outer step
-  are yours to choose.
+- **a / b of 1 to 32**: use `Ramp`. It pays for the line less often, and finds the batch by itself.
+  Ranks stay equal after every step, and the learning rate is the one tuned at the small batch.
+- **a / b above 32**: train in blocks (`DiLoCo`). Even with 32 passes in each step half of the time
+  would be the line's.
+- **Blocks also pay below that**, if you can tune them: the length of a block and the outer step
+  are yours to choose, ranks differ between two sync rounds, and the model at the end of a run may
+  be worse ([the quality of blocks](blocks-quality.md)). The time to a loss early in a run, as here,
+  does not show that.
 
 These are rules of thumb, with the measurements below to check them. The largest useful batch
 depends on the noise of your gradients, not only on the line.
@@ -254,9 +257,9 @@ seed(s), and the range. Measured on {machines}; the load average before a run wa
 - **DDP + AdaScale** multiplies the rate by the gain. With several passes gradients are averaged in
   the last one. **Ramp** chooses the passes, up to a scale of 128.
 - **DiLoCo** takes H local steps between two sync rounds; its outer step has the rate
-  {OUTER["lr"]:g} and the momentum {OUTER["momentum"]:g}. It is evaluated after each sync round, so
-  its time is a multiple of a block's. *Ramp inside* gives each worker a batch of its own, by its
-  own noise and times, and AdaScale for one worker.
+  {OUTER["lr"]:g} and the momentum {OUTER["momentum"]:g}, chosen by trial ([notes](../notes.md)).
+  It is evaluated after each sync round, so its time is a multiple of a block's. *Ramp inside* gives
+  each worker a batch of its own, by its own noise and times, and AdaScale for one worker.
 - Seconds are rank 0's, from the first step on, without evaluations: all ranks stop for them, and
   go on at the same moment. CPU time is that of all threads of a rank. Bytes are those that its
   sockets have sent.

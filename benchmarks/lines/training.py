@@ -48,7 +48,7 @@ class Task:
         return next(workload for workload in WORKLOADS if workload.name == self.workload)
 
 
-MNIST = Task("mnist-sgd", small_steps=600)
+MNIST = Task("mnist-sgd", small_steps=900)
 DIGITS = Task("digits-sgd", small_steps=80, limit=5.0)  # for a smoke test
 
 
@@ -196,11 +196,11 @@ class Rank:
     def _steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
         """Yield the number of micro-batches of each step, and the micro-batches."""
         stream = self._stream()
-        if self.made.ramp is not None:
-            for micro_batches in self.made.ramp.over(stream):
-                yield len(micro_batches), iter(micro_batches)
-        while True:
-            yield self.way.passes, self._accumulated(stream)
+        if self.made.ramp is None:
+            while True:
+                yield self.way.passes, self._accumulated(stream)
+        for micro_batches in self.made.ramp.over(stream):
+            yield len(micro_batches), iter(micro_batches)
 
     def _stream(self) -> Iterator[Batch]:
         while True:

@@ -17,8 +17,8 @@ import manyhands as mh
 from blocks import ours
 
 MAX_SCALE = 128
-# DiLoCo's. At a constant rate a large outer momentum keeps the loss above the target: with 0.8 and
-# H = 16 two ranks did not reach it. Tried were 0, 0.3, 0.5, 0.8 (rate 1) and 0.9 (rate 0.7).
+# DiLoCo's, found by trial: at a constant rate a large outer momentum keeps the loss high. What else
+# was tried is in docs/notes.md.
 OUTER = {"lr": 1.0, "momentum": 0.5}
 
 
