@@ -160,7 +160,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="the folder with mnist.npz")
-    parser.add_argument("--line", choices=LINES, action="append", help="only this line")
+    parser.add_argument(
+        "--line",
+        choices=LINES,
+        action="append",
+        metavar="NAME",
+        help=f"only this line, of {' or '.join(map(repr, LINES))}",
+    )
     parser.add_argument("--ranks", type=int, choices=RANKS, action="append", help="only so many")
     parser.add_argument("--only", help="only ways with this in the name")
     parser.add_argument("--seeds", type=int, default=SEEDS)
