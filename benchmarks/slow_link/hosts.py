@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def _host(address: str, mtu: int, home: int, stack: ExitStack) -> Host:
         raise NoSlowLink(
             f"a network namespace cannot be made here ({os.strerror(ctypes.get_errno())}). The "
             "slow link needs Linux and the rights of root: run it with sudo, or as a user with\n"
-            "    unshare --user --map-root-user --net python benchmarks/blocks_slow_link.py"
+            f"    unshare --user --map-root-user --net python {sys.argv[0]}"
         )
     try:
         network = os.open("/proc/self/ns/net", os.O_RDONLY)

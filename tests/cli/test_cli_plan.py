@@ -80,6 +80,15 @@ def test_a_class_and_a_module_do_as_well(manyhands):
     assert "20 parameters" in manyhands("planned_here:ready", "--workers", 1).output
 
 
+def test_with_a_line_it_says_which_way_to_train_over_it(manyhands):
+    line = ("planned_here:build_model", "--workers", 4, "--line", "50 Mbit/s")
+    said = words(manyhands(*line))
+    assert "on 50 Mbit/s" in said and "Where one pass takes more than 24 s" in said
+    said = words(manyhands(*line, "--pass-seconds", 0.1))
+    assert "times a pass of 100 ms. Use blocks such as mh.DiLoCo" in said
+    assert "docs/benchmarks/time_to_loss.md" in said
+
+
 def test_the_exit_code_says_that_nothing_fits(manyhands):
     result = manyhands("planned_here:build_model", "--memory", "5MB")
     assert result.exit_code == 1
@@ -98,6 +107,8 @@ def test_the_exit_code_says_that_nothing_fits(manyhands):
         (["planned_here:tokens", "--optimizer-option", "momentum=0.9"], "no option momentum"),
         (["planned_here:tokens", "--memory", "24 gigs"], 'such as "24GiB"'),
         (["planned_here:tokens", "--backend", "mpi"], "nccl, gloo"),
+        (["planned_here:tokens", "--line", "50MB"], 'such as "50Mbit"'),
+        (["planned_here:tokens", "--pass-seconds", "1"], "give line as well"),
         (["planned_here:tokens", "--input", "8*16"], "takes a shape"),
         (["planned_here:tokens", "--input", "8x16:ints"], "takes a shape"),
         (["planned_here:tokens", "--input", "8x16"], "forward pass could not be run"),

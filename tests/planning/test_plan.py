@@ -23,7 +23,7 @@ from helpers.pages import ROOT, blocks, run_page
 from helpers.ranks import run_ranks
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import ShardedGradient
-from manyhands.planning import _costs, _model, _table
+from manyhands.planning import _costs, _line, _model, _table
 from manyhands.planning._costs import (
     ModelSizes,
     OptimizerParams,
@@ -762,6 +762,51 @@ def test_the_lines_to_paste_run():
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+# -- over a line -------------------------------------------------------------------------------
+
+
+def test_what_a_step_takes_on_a_line_is_its_bytes_over_the_rate():
+    found = mh.plan(Model, workers=4, line="8kbit")  # a kilobyte a second
+    lines = {cells[0]: cells[1:] for cells in found.cells}
+    expected = [_line.format_seconds(row.sent / 1000) for row in found.rows]
+    assert lines["on 8 kbit/s"] == expected
+    assert mh.plan(Model, workers=4).advice == []
+
+
+@pytest.mark.parametrize(
+    ("times", "way"),
+    [(0.9, "mh.AdaScale"), (1.1, "mh.Ramp"), (31.0, "mh.Ramp"), (33.0, "mh.DiLoCo")],
+)
+def test_the_way_depends_on_how_many_passes_the_line_takes(times, way):
+    sent = mh.plan(Model, workers=4).rows[0].sent
+    found = mh.plan(Model, workers=4, line=8e6, pass_seconds=sent / 1e6 / times)
+    on_line, use, where = found.advice
+    assert on_line.startswith("Over a line of 8 Mbit/s, DDP needs at least")
+    assert use.startswith(f"That is {times:.2g} times a pass of") and way in use
+    assert sum(name in use for name in ("AdaScale", "Ramp", "DiLoCo")) == 1
+    assert (ROOT / where.rpartition(" ")[2]).exists()  # the page that it names
+    assert "\n".join(found.advice) in str(found)
+
+
+def test_without_the_time_of_a_pass_it_says_where_each_way_begins():
+    sent = mh.plan(Model, workers=4).rows[0].sent
+    on_line, small, ramp, blocks, _ = mh.plan(Model, workers=4, line=sent / 4).advice  # 32 s
+    assert "at least 32 s" in on_line
+    assert "more than 32 s" in small and "AdaScale" in small
+    assert "more than 1.0 s" in ramp and "Ramp" in ramp
+    assert "need 320 ms of the line a step" in blocks and "every=100" in blocks
+
+
+def test_the_advice_is_about_the_way_that_fits_and_one_worker_needs_none():
+    plenty = mh.plan(even, workers=4, line="1Gbit")
+    tight = mh.plan(even, workers=4, line="1Gbit", memory=plenty.rows[3].total)
+    assert "DDP needs" in plenty.advice[0]
+    assert tight.cheapest.name == "FullyShardedDataParallel"
+    assert "FullyShardedDataParallel needs" in tight.advice[0]
+    (alone,) = mh.plan(Model, workers=1, line="1Gbit").advice
+    assert alone == "One worker sends nothing over a line of 1 Gbit/s."
+
+
 # -- sizes and mistakes ------------------------------------------------------------------------
 
 
@@ -790,6 +835,15 @@ def test_sizes_are_written_with_three_digits(size):
         ({"memory": "24 gigs"}, ValueError, "such as"),
         ({"memory": -1}, ValueError, "positive"),
         ({"bucket_size": 0}, ValueError, "at least 1 element"),
+        ({"line": "50MB"}, ValueError, "in bits a second, such as .*, got '50MB'. A byte has 8"),
+        ({"line": "50 MBps"}, ValueError, "in bits a second"),
+        ({"line": "fast"}, ValueError, "in bits a second"),
+        ({"line": "0Mbit"}, ValueError, "more than 0 bits a second, got 0.0"),
+        ({"line": float("inf")}, ValueError, "more than 0 bits a second"),
+        ({"line": True}, TypeError, "bits a second, or a text"),
+        ({"line": "1Gbit", "pass_seconds": 0.0}, ValueError, "above 0, got 0.0"),
+        ({"line": "1Gbit", "pass_seconds": "1s"}, TypeError, "a number of seconds, got '1s'"),
+        ({"pass_seconds": 1.0}, ValueError, "give line as well"),
         ({"model": 3}, TypeError, "torch.nn.Module or a function"),
         ({"model": lambda: 3}, TypeError, "must return a torch.nn.Module, got int"),
         ({"model": lambda: nn.ReLU()}, ValueError, "no parameter"),
@@ -823,10 +877,13 @@ def test_an_optimizer_of_other_parameters_is_named():
 
 def test_examples_of_sizes_run():
     assert doctest.testmod(_table).failed == 0
+    assert doctest.testmod(_line).failed == 0
 
 
 def test_the_page_shows_what_is_printed(tmp_path, capsys):
     page = ROOT / "docs" / "plan.md"
     run_page(page, tmp_path)
-    (text,) = (block.code for block in blocks(page) if block.language == "text")
-    assert text.strip() in capsys.readouterr().out
+    texts = [block.code for block in blocks(page) if block.language == "text"]
+    printed = capsys.readouterr().out
+    assert len(texts) == 2
+    assert all(text.strip() in printed for text in texts)

@@ -45,11 +45,25 @@ def plan(
     backend: Annotated[
         str, typer.Option(metavar="nccl|gloo", help="Communication backend.")
     ] = "nccl",
+    line: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Each worker's line to the others, such as 50Mbit or 10Gbit/s."
+        ),
+    ] = None,
+    pass_seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Time of one pass on one worker, to compare with the line's."
+        ),
+    ] = None,
 ) -> None:
     """Compare ways to train a model on several workers: bytes held, bytes sent, what fits.
 
     The model is built on torch's meta device, where tensors have no memory, so a laptop can plan a
-    model of any size. The exit code is 1 if nothing fits.
+    model of any size. With --line it also says what a step takes on the line between the workers,
+    and whether to train at the small batch, with Ramp or in blocks. The exit code is 1 if nothing
+    fits.
     """
     builder = import_object("plan", model)
     options = dict(map(_parse_option, optimizer_option or []))
@@ -62,6 +76,8 @@ def plan(
             memory=memory,
             input=inputs,
             backend=backend,
+            line=line,
+            pass_seconds=pass_seconds,
             **options,
         )
     except (TypeError, ValueError) as error:
@@ -109,6 +125,8 @@ def _print_plan(found: Plan) -> None:
     console.print(f"\n[bold]{escape(found.verdict)}[/bold]", soft_wrap=True)
     if best is not None:
         console.print(f"\n{escape(best.code)}", soft_wrap=True)
+    if found.advice:
+        console.print("\n" + escape("\n".join(found.advice)), soft_wrap=True)
 
 
 def _break_heading(name: str) -> str:

@@ -4,6 +4,7 @@ A model's way to a plan
     _plan.py    what was given; the four ways, and the cheapest that fits
     _model.py   modules and optimizers → sizes; state, read off a stand-in; activations
     _costs.py   sizes → bytes per worker, bytes sent, collectives (integers)
+    _line.py    bytes sent → seconds on a line, and which way to use over it
     _table.py   the plan as rows, as a table, in words and in code to paste; "24GiB" ↔ bytes
 """
 

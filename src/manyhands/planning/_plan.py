@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from manyhands._core.state_parts import ShardedOptimizer, options_of
 from manyhands._core.wrappers import unwrap
 from manyhands.planning._costs import Cost, ModelSizes, costs
+from manyhands.planning._line import LinePlan, parse_pass_seconds, parse_rate
 from manyhands.planning._model import PlannedOptimizer, measure, saved_bytes, wrap_params
 from manyhands.planning._table import (
     Plan,
@@ -50,6 +51,8 @@ def plan(
     input: Any = None,
     backend: str = "nccl",
     bucket_size: int | None = None,
+    line: float | str | None = None,
+    pass_seconds: float | None = None,
     **options: Any,
 ) -> Plan:
     """Compare the ways to train a model on N workers: bytes held, bytes sent, and which way fits.
@@ -80,6 +83,10 @@ def plan(
             arguments, or a dict of them. Only shapes matter, so meta tensors will do.
         backend: "nccl" or "gloo"; it decides the number of collectives and the buckets in flight.
         bucket_size: elements that travel together, as for `OSS`.
+        line: the rate of each worker's line to the others, in bits a second or as a text such as
+            "50Mbit" or "10Gbit/s". Then the plan says what a step takes on it, and whether to
+            train at the small batch, with `Ramp`, or in blocks.
+        pass_seconds: how long one pass takes on one worker, forward and backward, if it is known.
         **options: options of the optimizer, such as momentum.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
@@ -89,6 +96,7 @@ def plan(
     if bucket_size is not None and bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}.")
     budget = None if memory is None else parse_bytes(memory)
+    line_plan = _parse_line(line, pass_seconds)
     module = _build_module(model)
     optimizers = _parse_optimizers(optimizer, options, module)
     elements = sum(param.numel() for param in module.parameters())
@@ -120,7 +128,20 @@ def plan(
         workers=workers,
         memory=budget,
         enough=None if fits or budget is None else _fewest_workers(rows, workers, budget),
+        line=line_plan,
     )
+
+
+def _parse_line(line: float | str | None, pass_seconds: float | None) -> LinePlan | None:
+    if line is None:
+        if pass_seconds is not None:
+            raise ValueError(
+                "pass_seconds is compared with the time on the line: give line as well, such as "
+                'line="50Mbit".'
+            )
+        return None
+    rate = parse_rate(line)
+    return LinePlan(rate, None if pass_seconds is None else parse_pass_seconds(pass_seconds))
 
 
 def _row(

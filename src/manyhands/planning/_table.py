@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from manyhands.planning._costs import ModelSizes
+from manyhands.planning._line import LinePlan, format_rate, format_seconds
 from manyhands.planning._model import PlannedOptimizer, pick_by_size
 
 FSDP_NAME = "FullyShardedDataParallel"
@@ -62,6 +63,7 @@ class Plan:
     """The result of `mh.plan`: a row for each way to train. Print it to see the table.
 
     If nothing fits, `enough` is the number of workers on which the most sharded way would fit.
+    If a line was given, `advice` says what a step takes on it, and which way to use there.
 
     >>> import torch, manyhands as mh
     >>> plan = mh.plan(torch.nn.Linear(1000, 1000), torch.optim.AdamW, workers=4, memory="1GiB")
@@ -77,6 +79,7 @@ class Plan:
     workers: int
     memory: int | None
     enough: int | None = None
+    line: LinePlan | None = None
 
     @property
     def cheapest(self) -> Row | None:
@@ -110,6 +113,9 @@ class Plan:
             ("sent per step", lambda row: format_bytes(row.sent)),
             ("collectives", lambda row: f"{row.collectives:,}"),
         ]
+        if (line := self.line) is not None:
+            label = f"on {format_rate(line.rate)}"
+            lines.append((label, lambda row: format_seconds(line.seconds(row.sent))))
         if self.memory is not None:
             lines.append((f"fits {format_bytes(self.memory)}", self._fits_cell))
         return [
@@ -146,11 +152,23 @@ class Plan:
             text += "no number of workers was found on which it would fit."
         return text
 
+    @property
+    def advice(self) -> list[str]:
+        """What a step takes on the line, and whether to step together less often; [] without one.
+
+        It is about the cheapest way that fits, or DDP if nothing does.
+        """
+        if self.line is None:
+            return []
+        row = self.cheapest or self.rows[0]
+        return self.line.advise(row.name, row.sent, gradients_sent=self.rows[0].sent)
+
     def __str__(self) -> str:
         best = self.cheapest
         code = [] if best is None else ["", *(f"    {line}" for line in best.code.splitlines())]
+        advice = ["", *self.advice] if self.advice else []
         return "\n".join(
-            [self.title, "", *_align(self.cells), "", *self.notes, "", self.verdict, *code]
+            [self.title, "", *_align(self.cells), "", *self.notes, "", self.verdict, *code, *advice]
         )
 
 

@@ -1,0 +1,266 @@
+"""One rank that trains until the loss is reached, on a clock that stops for evaluations.
+
+After every `evaluate_every` small-batch steps of progress (in blocks: after each sync round) rank 0
+measures the loss on held-out samples and sends it to all, with the moment at which they go on. The
+ranks are on one machine and read one clock, so they go on together.
+
+The loss that counts is the mean of those measured during the last `smooth_over` of progress.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from quality.workloads import WORKLOADS, Pictures, Workload, loss_of
+from torch import Tensor, nn
+
+from lines.ways import Prepared, Way
+from manyhands.ramp import _ramp
+from sharding import traffic
+
+AHEAD = 0.03  # seconds from the end of an evaluation to the moment when all ranks go on
+HELD_OUT = 2000  # samples
+PREDICTED_STEPS = 20  # whose predicted times are added up and compared
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and until when."""
+
+    workload: str
+    small_steps: int  # the run at the small batch, of which the target is taken
+    at: float = 0.85  # of that run
+    evaluate_every: float = 10.0  # small-batch steps of progress
+    smooth_over: float = 40.0
+    limit: float = 180.0  # seconds after which a run is given up
+
+    @property
+    def about(self) -> Workload:
+        return next(workload for workload in WORKLOADS if workload.name == self.workload)
+
+
+MNIST = Task("mnist-sgd", small_steps=900)
+DIGITS = Task("digits-sgd", small_steps=80, limit=5.0)  # for a smoke test
+
+
+@dataclass
+class SmoothLoss:
+    """The mean of the losses during the last `over` of progress."""
+
+    over: float
+    seen: deque[tuple[float, float]] = field(default_factory=deque)
+
+    def add(self, progress: float, loss: float) -> float:
+        """Return the mean, with this loss in it.
+
+        >>> smooth = SmoothLoss(over=20.0)
+        >>> [smooth.add(progress, loss) for progress, loss in ((10, 3.0), (20, 1.0), (35, 0.0))]
+        [3.0, 2.0, 0.5]
+        """
+        self.seen.append((progress, loss))
+        while self.seen[0][0] <= progress - self.over:
+            self.seen.popleft()
+        return fmean(value for _, value in self.seen)
+
+
+class TrainingClock:
+    """Seconds of training: evaluations are left out. `Ramp` reads it as the module `time`."""
+
+    def __init__(self) -> None:
+        self.paused = self.paused_cpu = 0.0
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() - self.paused
+
+    def cpu(self) -> float:
+        return time.process_time() - self.paused_cpu
+
+    def pause(self, until: Callable[[], float]) -> None:
+        """Call `until`, which returns a moment, and go on at that moment."""
+        began, cpu = time.perf_counter(), time.process_time()
+        moment = until()
+        time.sleep(max(0.0, moment - time.perf_counter()))
+        self.paused += time.perf_counter() - began
+        self.paused_cpu += time.process_time() - cpu
+
+
+def held_out_loss(data: Pictures, model: nn.Module) -> float:
+    x, y = data.test
+    apart = max(1, len(x) // HELD_OUT)
+    with torch.no_grad():
+        return loss_of(model, x[::apart], y[::apart]).item()
+
+
+def target_loss(task: Task, folder: Path, seeds: Sequence[int] = (0, 1, 2)) -> float:
+    """Return the loss that one process at the small batch reaches, in the mean over the seeds."""
+    return fmean(_small_batch_loss(task, folder, seed) for seed in seeds)
+
+
+def _small_batch_loss(task: Task, folder: Path, seed: int) -> float:
+    data = task.about.load(folder)
+    torch.manual_seed(seed)
+    model = data.model()
+    batches = data.batches(seed, task.about.batch)
+    optimizer = task.about.make_optimizer(model.parameters())
+    smooth, loss = SmoothLoss(task.smooth_over), float("inf")
+    for step in range(1, round(task.at * task.small_steps) + 1):
+        loss_of(model, *batches.take(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % task.evaluate_every == 0:
+            loss = smooth.add(step, held_out_loss(data, model))
+    return loss
+
+
+# -- one rank ----------------------------------------------------------------------------------
+
+Batch = tuple[Tensor, Tensor]
+
+
+def training(
+    task: Task, folder: Path, way: Way, seed: int, target: float
+) -> Callable[[int], Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Return what a team's ranks do (`team.Work`); the order is empty."""
+
+    def work(rank: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return lambda order: Rank(task, folder, way, seed, target, rank).train()
+
+    return work
+
+
+class Rank:
+    """One rank that trains in one way."""
+
+    def __init__(
+        self, task: Task, folder: Path, way: Way, seed: int, target: float, rank: int
+    ) -> None:
+        self.task, self.way, self.target, self.rank = task, way, target, rank
+        self.data = task.about.load(folder)
+        torch.manual_seed(seed)  # all ranks begin with the same parameters
+        self.bare = self.data.model()
+        self.batches = self.data.batches(1000 * seed + rank, task.about.batch)
+        self.ranks = dist.get_world_size()
+        optimizer = task.about.make_optimizer(self.bare.parameters())
+        self.clock = TrainingClock()
+        _ramp.time = self.clock  # type: ignore[assignment]
+        self.made: Prepared = way.prepare(self.bare, optimizer, self.ranks)
+        self.smooth = SmoothLoss(task.smooth_over)
+        self.loss = float("inf")
+
+    def train(self) -> dict[str, Any]:
+        """Train until the loss is reached, or the time is over."""
+        optimizer, model = self.made.optimizer, self.made.model
+        passes_of_steps: list[int] = []
+        times: list[tuple[float, float]] = []  # predicted and actual seconds
+        self.clock.pause(self._together)
+        began, cpu, sent = self.clock.perf_counter(), self.clock.cpu(), traffic.bytes_sent()
+        now, evaluated, over = began, 0.0, False
+        for passes, micro_batches in self._steps():
+            fit = None if self.made.ramp is None else self.made.ramp.step_time
+            for batch in micro_batches:
+                (loss_of(model, *batch) / passes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            passes_of_steps.append(passes)
+            before, now = now, self.clock.perf_counter()
+            if fit is not None:
+                times.append((fit.seconds(passes), now - before))
+            progress = self._progress(len(passes_of_steps))
+            if self._is_time_to_evaluate(len(passes_of_steps), progress - evaluated):
+                evaluated = progress
+                over = self._evaluate(progress, now - began)
+            if over:
+                break
+        return {
+            "loss": self.loss,
+            "seconds": now - began,
+            "steps": len(passes_of_steps),
+            "samples": self.task.about.batch * sum(passes_of_steps),
+            "progress": self._progress(len(passes_of_steps)),
+            "cpu_seconds": self.clock.cpu() - cpu,
+            "sent": traffic.bytes_sent() - sent,
+            "mean_passes": fmean(passes_of_steps),
+            "largest_passes": max(passes_of_steps),
+            **self._step_times(times),
+        }
+
+    def _steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
+        """Yield the number of micro-batches of each step, and the micro-batches."""
+        stream = self._stream()
+        if self.made.ramp is None:
+            while True:
+                yield self.way.passes, self._accumulated(stream)
+        for micro_batches in self.made.ramp.over(stream):
+            yield len(micro_batches), iter(micro_batches)
+
+    def _stream(self) -> Iterator[Batch]:
+        while True:
+            yield self.batches.take(1)
+
+    def _accumulated(self, stream: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield a step's micro-batches; gradients are averaged in the last one's backward."""
+        for left in reversed(range(self.way.passes)):
+            accumulates = left > 0 and not self.way.every
+            with self.made.model.no_sync() if accumulates else nullcontext():
+                yield next(stream)
+
+    def _progress(self, steps: int) -> float:
+        """Return how many small-batch steps were made; in blocks and plain DDP, any steps."""
+        rule = self.made.rule
+        return float(steps) if rule is None or self.way.every else rule.progress
+
+    # -- evaluations -----------------------------------------------------------------------------
+
+    def _is_time_to_evaluate(self, steps: int, progress: float) -> bool:
+        """Say the same on all ranks. In blocks only a sync round gives all the same parameters."""
+        if self.way.every:
+            return steps % self.way.every == 0
+        return progress >= self.task.evaluate_every
+
+    def _evaluate(self, progress: float, seconds: float) -> bool:
+        """Return whether training is over; the clock stands meanwhile."""
+        over = torch.zeros(1)
+
+        def evaluate() -> float:
+            if self.rank == 0:
+                self.loss = self.smooth.add(progress, held_out_loss(self.data, self.bare))
+                over.fill_(self.loss <= self.target or seconds > self.task.limit)
+            dist.broadcast(over, 0)
+            return self._together()
+
+        self.clock.pause(evaluate)
+        return bool(over)
+
+    def _together(self) -> float:
+        """Return the moment at which all ranks go on."""
+        moment = torch.tensor([time.perf_counter() + AHEAD], dtype=torch.float64)
+        dist.all_reduce(moment, dist.ReduceOp.MAX)
+        return moment.item()
+
+    def _step_times(self, times: Sequence[tuple[float, float]]) -> dict[str, Any]:
+        """Return a and b of `Ramp`, and how well it predicts the next steps' time."""
+        ramp = self.made.ramp
+        fit = None if ramp is None else ramp.step_time
+        windows = [times[i : i + PREDICTED_STEPS] for i in range(0, len(times), PREDICTED_STEPS)]
+        if fit is None or not windows:
+            return {}
+        errors = [
+            abs(sum(predicted for predicted, _ in window) / sum(actual for _, actual in window) - 1)
+            for window in windows
+        ]
+        return {
+            "fixed_ms": 1e3 * fit.fixed,
+            "pass_ms": 1e3 * fit.per_pass,
+            "predicted_ms": 1e3 * fmean(predicted for predicted, _ in times),
+            "actual_ms": 1e3 * fmean(actual for _, actual in times),
+            "prediction_error": median(errors),
+        }
