@@ -69,7 +69,8 @@ def test_the_batch_becomes_the_geometric_mean_of_the_noise_scale_and_the_overhea
     ramp = mh.Ramp(optimizer, max_scale=64)
     seen = train(clock, model, optimizer, ramp, loader)
     noise, time = Noise(1.0, 64.0), StepTime(4.0, 1.0)
-    assert goodput(noise, time, 1.0, seen[-2]) >= 0.95 * goodput(noise, time, 1.0, 16)
+    reached = [goodput(noise, time, 1.0, passes) for passes in seen[len(seen) // 2 :]]
+    assert sum(reached) / len(reached) >= 0.93 * goodput(noise, time, 1.0, 16)
     assert ramp.step_time.fixed == pytest.approx(4.0) and ramp.step_time.per_pass == 1.0
     assert sum(seen) == 9000  # every micro-batch once
 
@@ -78,7 +79,7 @@ def test_without_noise_the_batch_stays_small(clock):
     model, loader = quadratic(spread=0.0)
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
     seen = train(clock, model, optimizer, mh.Ramp(optimizer, max_scale=64), loader, steps=300)
-    assert max(seen) <= 3 and seen[-1] == 1  # 2 and 3 to measure the time of a pass
+    assert max(seen) <= 6 and seen[-1] == 1  # 3 and 6 to measure the time of a pass
 
 
 def test_a_batch_that_began_too_large_shrinks(clock):

@@ -215,8 +215,10 @@ def decide(
 
 def _neighbour(passes: int, most: int) -> int:
     """Return a number of passes that is far enough away to tell a pass's time from the rest."""
-    more = max(passes + 1, round(passes * 1.25))
-    return more if more <= most else max(1, min(passes - 1, round(passes / 1.25)))
+    distance = max(2, min(passes, 8), passes // 4)
+    if passes + distance <= most:
+        return passes + distance
+    return passes - distance if passes > distance else (1 if passes > 1 else most)
 
 
 @dataclass

@@ -50,7 +50,7 @@ Batch = TypeVar("Batch")
 
 GOALS = ("time", "samples", "steps", None)
 NOISE_LASTS = 60  # steps: after that many without a new measurement the noise is unknown
-SKIPPED = 3  # steps at the beginning whose times do not count: they compile, allocate, connect
+SKIPPED = 2  # steps at the beginning whose times do not count: they compile, allocate, connect
 
 
 class Probed(Protocol):
@@ -95,7 +95,8 @@ class Ramp:
             so much of a small batch's.
         decay: "rate", or "batch": where the schedule lowers the learning rate, the batch grows by
             as much, as far as `max_scale`, and the rule's factor holds against the schedule.
-        every: steps between two decisions.
+        every: steps between two decisions. With `goal="time"` every step is one as long as the
+            best batch is unknown, or more than `growth` times as large.
         growth: the largest factor by which one decision changes the batch.
         model: the module around which gradients are averaged (`DistributedDataParallel`,
             `ShardedDataParallel`, `FullyShardedDataParallel`). `over` then averages them once a
@@ -346,7 +347,7 @@ class Ramp:
         slowest = max(reports, key=lambda report: report.seconds)
         if slowest.seconds > 0.0:
             self._times.add(int(slowest.timed_passes), slowest.seconds)
-        if self._steps % self._every == 0:
+        if self._steps % self._every == 0 or self._is_far_away():
             self._decide()
         if self._loader is None:
             self.begin_step(StepSize(self._units, 1))
@@ -374,6 +375,18 @@ class Ramp:
             count, scale = 2 * count, 2.0 * scale
         self._evidence.add(count, scale, self.optimizer.smoothing)
 
+    def _is_far_away(self) -> bool:
+        """Return whether to decide after every step: the best batch is unknown, or far away."""
+        if self._limits.goal != "time":
+            return False
+        if not self.optimizer._tracker.average.measured:
+            return self._units == 1
+        decision = self._decision
+        return (
+            decision.reason in ("wait", "explore")
+            or decision.target >= self._limits.growth * self._units
+        )
+
     def _decide(self) -> None:
         """Choose the units of the next steps."""
         fit = self._times.fit()
@@ -384,7 +397,8 @@ class Ramp:
             fit,
             self._scale_per_unit,
             replace(self._limits, most=self._most),
-            timed_here=fit is not None or self._size.units in self._times.medians(),
+            # The first number of passes need not be timed: any two others tell as much.
+            timed_here=self._steps == 1 or self._size.units in self._times.medians(),
         )
         if self._decay is not None:
             self._decision = self._decay.hold(self._decision, self._most)
