@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice, pairwise
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -300,12 +301,16 @@ def _check_rule(optimizer: Optimizer) -> ScalingRuleBase:
 
 def _check_settings(settings: dict[str, Any]) -> None:
     scales = settings["scales"]
-    rising = all(small < large for small, large in pairwise(scales))
-    if len(scales) < 2 or scales[0] != 1 or not rising or any(int(s) != s for s in scales):
+    whole = all(isinstance(scale, Integral) for scale in scales)
+    rising = whole and all(small < large for small, large in pairwise(scales))
+    if not whole or len(scales) < 2 or scales[0] != 1 or not rising:
         raise ValueError(
             f"scales must be whole numbers that begin with 1 and rise, got {tuple(scales)}. The "
             "present batch, 1, is what the others are compared with."
         )
+    for name in ("budget", "repeats", "held_out"):
+        if not isinstance(settings[name], Integral):
+            raise ValueError(f"{name} must be a whole number, got {settings[name]!r}.")
     for name in ("repeats", "held_out"):
         if settings[name] < 2:
             raise ValueError(
