@@ -194,6 +194,8 @@ def write(lines: list[Line]) -> None:
             )
         run = LENGTH * workload.batch
         costs += [line.samples / run for line in own if line.moment is not None]
+    if not rows:
+        return
     at = " | ".join(f"probe at {moment:.0%}" for moment in MOMENTS)
     summary = "".join(
         f"| {truth} | {' | '.join(str(agreed[truth, verdict]) for verdict in VERDICTS)} |\n"
