@@ -6,18 +6,23 @@
 
 The truth: each workload of `quality/workloads.py` is trained for T small-batch steps' worth of
 samples at each scale, with as many seeds. The rate falls to zero by a cosine over the samples.
-A scale is level in truth if its mean final test loss is behind that of scale 1 by less than the
-margin of the probe's own rule: 0.954 standard deviations of scale 1's final losses over the seeds.
+A seed has the same first parameters and the same samples at every scale, so the differences between
+scales are paired. A scale is level in truth if its mean final test loss is behind that of scale 1
+by less than the margin of the probe's own rule: 0.954 standard deviations of scale 1's final losses
+over the seeds. It is called unclear if its difference is within a standard error of the margin.
 
-The probes: one run at scale 1 for each seed, with a probe at each of `MOMENTS`, whose budget is 5 %
-of the run's samples. It evaluates on pictures of the test set, and trains at the rate that the
-schedule has reached.
+The probes: one run at scale 1 for each seed, with a probe at each of `MOMENTS`. Each of them alone
+costs at most 5 % of the run's samples: a picture that is evaluated counts as a third of one that is
+trained on. It evaluates on pictures of the test set, and trains at the rate that the schedule has
+reached.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -30,6 +35,7 @@ from quality.training import cosine
 from quality.workloads import WORKLOADS, Workload, loss_of
 
 import manyhands as mh
+from manyhands.probe._verdict import MEANINGFUL
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "probe.jsonl"
@@ -38,9 +44,10 @@ NAMES = ("mnist-sgd", "mnist-adamw")
 SCALES = (1, 2, 4, 8)
 MOMENTS = (0.1, 0.4, 0.7)  # of the run
 SEEDS = 3
+REPEATS = 5
+VERDICTS = ("level", "undecided", "worse", "diverged")
 LENGTH = 20_000  # small batches of each run
-MARGIN = 0.954
-HELD_OUT, PICTURES = 8, 256
+HELD_OUT, PICTURES = 7, 64
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,8 @@ class Line:
     moment: float | None
     loss: float  # on the test set, at the end; of a probe, that of scale 1
     worse: float  # of a probe: the first scale that is surely worse
-    passes: int
+    samples: float  # that were trained on; of a probe, with a third of those evaluated
     verdicts: str
-    noise_scale: float
 
 
 def make(workload: Workload, data: Any, seed: int, scale: int) -> tuple[Any, Any]:
@@ -102,9 +108,8 @@ def train(workload: Workload, data: Any, seed: int, scale: int, probes: bool) ->
             (loss(model, batch) / scale).backward()
         optimizer.step()
         optimizer.zero_grad()
-    noise = optimizer.noise.noise_scale()
-    final = test_loss(model, data)
-    return [*lines, Line(workload.name, seed, scale, None, final, 0.0, LENGTH, "", noise or 0.0)]
+    final, samples = test_loss(model, data), float(LENGTH * workload.batch)
+    return [*lines, Line(workload.name, seed, scale, None, final, 0.0, samples, "")]
 
 
 def probe(
@@ -117,9 +122,11 @@ def probe(
         probe_stream(workload, data, seed),
         scales=SCALES,
         budget=LENGTH // 20,
-        repeats=5,
+        repeats=REPEATS,
         held_out=HELD_OUT,
     )
+    assert result.samples is not None
+    evaluated = len(SCALES) * REPEATS * HELD_OUT * PICTURES
     return Line(
         workload.name,
         seed,
@@ -127,18 +134,17 @@ def probe(
         moment,
         result.rows[0].loss,
         result.interval[1],
-        result.passes,
+        result.samples + evaluated / 3,
         " ".join(row.verdict for row in result.rows[1:]),
-        optimizer.noise.noise_scale() or 0.0,
     )
 
 
 def run(names: tuple[str, ...], folder: Path) -> None:
     """Add the runs that are missing to the results."""
     done = {(line.workload, line.seed, line.scale) for line in read() if line.moment is None}
-    for workload in (w for w in WORKLOADS if w.name in names):
-        data = workload.load(folder)
-        for seed in range(SEEDS):
+    for seed in range(SEEDS):
+        for workload in (w for w in WORKLOADS if w.name in names):
+            data = workload.load(folder)
             for scale in SCALES:
                 if (workload.name, seed, scale) not in done:
                     for line in train(workload, data, seed, scale, probes=scale == 1):
@@ -159,38 +165,57 @@ def read() -> list[Line]:
 
 
 def write(lines: list[Line]) -> None:
-    rows = []
+    rows, agreed, costs = [], Counter[tuple[str, str]](), []
     for workload in (w for w in WORKLOADS if w.name in NAMES):
         own = [line for line in lines if line.workload == workload.name]
         finals = {
-            k: [line.loss for line in own if line.moment is None and line.scale == k]
+            k: {line.seed: line.loss for line in own if line.moment is None and line.scale == k}
             for k in SCALES
         }
         if any(len(losses) < SEEDS for losses in finals.values()):
             continue
-        margin = MARGIN * stdev(finals[1])
+        small = [loss for _, loss in sorted(finals[1].items())]
+        margin = MEANINGFUL * stdev(small)
         for k in SCALES[1:]:
-            behind = fmean(finals[k]) - fmean(finals[1])
+            large = [loss for _, loss in sorted(finals[k].items())]
+            differences = [ours - theirs for ours, theirs in zip(large, small, strict=True)]
+            behind, error = fmean(differences), stdev(differences) / math.sqrt(SEEDS)
+            truth = "level" if behind < margin else "worse"
+            truth = "unclear" if abs(behind - margin) < error else truth
             cells = []
             for moment in MOMENTS:
                 probes = [line for line in own if line.moment == moment]
                 verdicts = [line.verdicts.split()[SCALES.index(k) - 1] for line in probes]
+                agreed.update((truth, verdict) for verdict in verdicts)
                 cells.append(", ".join(verdicts))
-            truth = "level" if behind < margin else "worse"
             rows.append(
-                f"| {workload.title} | {k} | {behind:+.4f} | {margin:.4f} | {truth} | "
-                + " | ".join(cells)
-                + " |"
+                f"| {workload.title} | {k} | {behind:+.4f} ± {error:.4f} | {margin:.4f} | {truth} "
+                f"| {' | '.join(cells)} |"
             )
+        run = LENGTH * workload.batch
+        costs += [line.samples / run for line in own if line.moment is not None]
+    if not rows:
+        return
     at = " | ".join(f"probe at {moment:.0%}" for moment in MOMENTS)
-    assert __doc__
+    summary = "".join(
+        f"| {truth} | {' | '.join(str(agreed[truth, verdict]) for verdict in VERDICTS)} |\n"
+        for truth in ("level", "unclear", "worse")
+    )
     PAGE.write_text(
         "# A probe, and whole runs\n\n"
-        "Verdicts of `probe_batch` (one for each seed) beside the final test loss of whole runs\n"
-        f"at each scale, means over {SEEDS} seeds. A probe had 5 % of the run's samples.\n\n"
+        "Does a [probe](../probe.md) say what whole runs would? For each seed, a run was trained\n"
+        "to its end at every scale. Beside these are the verdicts of probes of the run at scale\n"
+        "1, one for each seed, after 10, 40 and 70 % of the run.\n\n"
         "```bash\npython benchmarks/probe.py --data ../shared/data\n```\n\n"
+        f"{SEEDS} seeds, {LENGTH:,} small batches of 16 in each run, {REPEATS} repeats in each "
+        f"probe. The dearest\nprobe cost {max(costs):.1%} of its run's samples, where a picture "
+        "that is evaluated counts as a third\nof one that is trained on.\n\n"
         f"| workload | scale | behind scale 1 | margin | whole runs | {at} |\n"
-        "|---|--:|--:|--:|---|" + "---|" * len(MOMENTS) + "\n" + "\n".join(rows) + "\n"
+        "|---|--:|--:|--:|---|" + "---|" * len(MOMENTS) + "\n" + "\n".join(rows) + "\n\n"
+        "*Behind* is the mean difference of the final test losses, with its standard error over "
+        "the seeds. *Unclear*:\nit is within a standard error of the margin.\n\n"
+        "How often a probe said what, by what the whole runs say:\n\n"
+        f"| whole runs | {' | '.join(VERDICTS)} |\n|---|" + "--:|" * len(VERDICTS) + f"\n{summary}"
     )
 
 

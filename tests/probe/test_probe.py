@@ -249,6 +249,48 @@ def test_a_ramp_is_not_disturbed():
     assert ramp.state_dict() == before and optimizer._observer is ramp
 
 
+class MovingMean(nn.Module):
+    """Puts new tensors in the place of its buffers, as many layers of users do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", None)
+
+    def forward(self, inputs):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.mean(dim=0)
+            self.seen = torch.ones(1)
+        return self.linear(inputs - self.mean)
+
+
+def test_buffers_that_the_model_replaces_are_kept():
+    model = MovingMean()
+    optimizer = RULES["AdaScale"](model.parameters())
+    before = model.mean
+    mh.probe_batch(model, optimizer, loss, make_batches(500), **SIZES)
+    assert model.mean is before and torch.equal(before, torch.zeros(6)) and model.seen is None
+
+
+def test_micro_batches_may_be_drawn_from_the_generators_that_the_branches_seed():
+    drawn = []
+
+    def endless():
+        while True:
+            drawn.append((torch.randn(4, 6), torch.randn(4, 2) + random.random()))
+            yield drawn[-1]
+
+    model = make_model(dropout=0.2)
+    optimizer = RULES["AdaScale"](model.parameters())
+    torch.manual_seed(3)
+    before = everything(model, optimizer)
+    mh.probe_batch(model, optimizer, loss, endless(), **SIZES)
+    assert equal(everything(model, optimizer), before)
+    assert len(drawn) == 4 + 3 * LENGTH
+    assert len({float(targets.sum()) for _, targets in drawn}) == len(drawn)  # no two are the same
+
+
 # -- the result ------------------------------------------------------------------------------------
 
 
@@ -318,6 +360,11 @@ def attempt(optimizer=None, batches=500, **options):
         ({"scales": (2, 4)}, ValueError, "begin with 1 and rise, got"),
         ({"scales": (1, 4, 2)}, ValueError, "begin with 1 and rise"),
         ({"scales": (1,)}, ValueError, "begin with 1 and rise"),
+        ({"scales": (1, 2.0)}, ValueError, "must be whole numbers"),
+        ({"scales": (1, "2")}, ValueError, "must be whole numbers"),
+        ({"budget": math.inf}, ValueError, "budget must be a whole number, got inf"),
+        ({"repeats": 2.5}, ValueError, r"repeats must be a whole number, got 2\.5"),
+        ({"held_out": 4.0}, ValueError, r"held_out must be a whole number, got 4\.0"),
         ({"repeats": 1}, ValueError, "repeats must be at least 2, got 1"),
         ({"held_out": 1}, ValueError, "held_out must be at least 2, got 1"),
         ({"cooldown": 1.5}, ValueError, "cooldown must be from 0 to 1, got 1.5"),

@@ -138,6 +138,8 @@ def test_the_end_of_the_data():
     loader = mh.AdaptiveDataLoader(data, 4, max_local_batch_size=16, drop_last=True)
     steps = [[b.tolist() for (b,) in step] for step in loader.steps(lambda: plan)]
     assert steps == [[list(range(16))], [[16, 17, 18, 19]]]
+    loader = mh.AdaptiveDataLoader(data, 4, drop_last=True)
+    assert len(loader) == len(list(loader)) == 5
 
 
 def test_each_pass_over_the_data_has_its_own_order_and_worker_processes_change_nothing():
@@ -322,11 +324,16 @@ def test_mistakes_are_errors_that_say_what_to_do():
             mh.AdaptiveDataLoader(data, **wrong)
     with pytest.raises(ValueError, match="at most 4 are allowed in one pass"):
         mh.AdaptiveDataLoader(data, 8, max_local_batch_size=4)
+    with pytest.raises(ValueError, match=r"a whole number, got 16\.5"):
+        mh.AdaptiveDataLoader(data, 8, max_local_batch_size=16.5)
     loader = mh.AdaptiveDataLoader(data, 8)
     for maximum, bounds, message in (
         (4, None, "below the small batch of 8"),
         (64.0, None, "whole number"),
-        (64, (16, 32), "at most the batch_size"),
+        (64, (16, 32), "from 1 to the batch_size, which is 8"),
+        (64, (0, 32), "from 1 to the batch_size, which is 8"),
+        (64, (4.5, 32), "from 1 to the batch_size, which is 8"),
+        (64, (None, 12.5), r"a whole number, got 12\.5"),
         (64, (None, 4), "Allow at least 8"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -242,6 +242,38 @@ def test_frozen_parameters_are_not_measured():
     assert set(take(norms, model).mean_squares) == {1, 2, 3, 4}
 
 
+class BiasesAlone(nn.Module):
+    """Trains its biases, and changes inputs that autograd need not keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.group = nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)
+        self.rows, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
+        for name, param in self.named_parameters():
+            param.requires_grad_(name.endswith("bias"))
+
+    def forward(self, x):
+        for layer in (self.image, self.group, self.rows, self.norm):
+            x = x * 1.0
+            shift = layer(x).sin()
+            # the other layers need their input for its own gradient
+            x = x.add_(shift) if layer is self.rows else x + shift
+        return x
+
+
+def test_an_input_that_only_a_frozen_weight_would_need_may_be_changed_in_place():
+    torch.manual_seed(0)
+    model, inputs = BiasesAlone(), torch.randn(BATCH, 2, 3, 5)
+    biases = [param for param in model.parameters() if param.requires_grad]
+    norms = ExampleNorms(model, biases)
+    loss_of(model(inputs)).backward()
+    measured = norms.take({i: float(bias.grad.norm()) for i, bias in enumerate(biases)})
+    for index, bias in enumerate(biases):
+        rows = [torch.autograd.grad(loss_of(model(x[None])), bias)[0] for x in inputs]
+        expected = sum(float(row.square().sum()) for row in rows) / BATCH
+        assert measured.mean_squares[index] == pytest.approx(expected, rel=1e-4)
+
+
 class Odd(nn.Module):
     """Has layers that cannot be measured."""
 

@@ -228,3 +228,18 @@ def test_mistakes_are_errors_that_say_what_to_do():
     mean(torch.ones(3).sum())
     with pytest.raises(RuntimeError, match="more than there were counts"):
         mean(torch.ones(3).sum())
+
+
+def wrong_counts_on_rank_1():
+    rule = mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1))
+    try:
+        mh.WeightedMean([-1 if dist.get_rank() else 1], rule)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_mistake_of_one_rank_is_an_error_on_every_rank():
+    first, second = run_ranks(2, wrong_counts_on_rank_1)
+    assert first == "the counts of rank 1 are wrong: its error says why."
+    assert "at least 0 for each micro-batch, got [-1.0]" in second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -45,9 +46,13 @@ def probe(
 
     Nothing is saved: the checkpoint stays as it is.
     """
+    if figure is not None:
+        _check_can_draw(figure)  # before the work, not after it
     made = import_object("probe", factory)()
     if not isinstance(made, tuple) or len(made) != 4:
-        stop("probe", f"{factory} must return (model, optimizer, loss, batches), got {type(made)}.")
+        what = type(made).__name__
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"an object of type {what}"
+        stop("probe", f"{factory} must return (model, optimizer, loss, batches), got {got}.")
     model, optimizer, loss, batches = made
     try:
         if checkpoint is not None:
@@ -65,13 +70,25 @@ def probe(
         )
         if optimizer._ranks.rank > 0:  # under torchrun, where the function began the group
             return
-        if figure is not None:
-            found.figure().write_html(figure)
-    except (OSError, TypeError, ValueError, ImportError) as error:
+    except (OSError, TypeError, ValueError) as error:
         stop("probe", str(error))
     _print_result(found)
     if figure is not None:
+        try:
+            found.figure().write_html(figure)
+        except OSError as error:
+            stop("probe", str(error))
         typer.echo(f"wrote {printable(str(figure))}")
+
+
+def _check_can_draw(figure: Path) -> None:
+    if find_spec("plotly") is None:
+        stop(
+            "probe",
+            '--figure is drawn with plotly, which is not installed: pip install "manyhands[cli]"',
+        )
+    if not figure.parent.is_dir():
+        stop("probe", f"--figure={figure}: there is no folder {str(figure.parent)!r}.")
 
 
 def _parse_scales(text: str) -> list[int]:

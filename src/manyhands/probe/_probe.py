@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice, pairwise
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,7 @@ from manyhands._core.agreement import agree
 from manyhands._core.modules import no_sync_of
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.trees import tensors_in
+from manyhands.checkpoint._random import random_state, set_random_state
 from manyhands.probe._branches import Branches, LossFunction, seed_generators
 from manyhands.probe._result import ProbedScale, ProbeResult
 from manyhands.probe._snapshot import TrainingSnapshot
@@ -192,18 +194,23 @@ def _rows(
 
 
 class _Stream:
-    """The micro-batches of this rank, of which all ranks take equally many."""
+    """The micro-batches of this rank, of which all ranks take equally many.
+
+    They may be drawn from the random generators that the branches seed. So the stream has states
+    of its own, which go on from one `take` to the next. Else all repeats would have one draw.
+    """
 
     def __init__(self, rule: ScalingRuleBase, batches: Iterable[Any], needed: int) -> None:
         self._ranks = rule._ranks
         self._batches: Iterator[Any] = iter(batches)
         self._needed = needed
         self._taken = 0
+        self._random = random_state()
         self.samples: int | None = 0  # that were taken to train on, over all ranks
 
     def take(self, count: int, trained: bool = False) -> list[Any]:
         """Return the next micro-batches; raise on every rank if one has too few."""
-        taken = list(islice(self._batches, count))
+        taken = self._draw(count)
         sizes = [_size(batch) for batch in taken] if trained else []
         # NaN stands for a size that is not known.
         own = [float(len(taken)), sum(math.nan if size is None else float(size) for size in sizes)]
@@ -221,6 +228,15 @@ class _Stream:
         known = self.samples is not None and math.isfinite(total)
         self.samples = (self.samples or 0) + int(total) if known else None
         return taken
+
+    def _draw(self, count: int) -> list[Any]:
+        outside = random_state()
+        set_random_state(self._random)
+        try:
+            return list(islice(self._batches, count))
+        finally:
+            self._random = random_state()
+            set_random_state(outside)
 
 
 def _size(batch: Any) -> int | None:
@@ -285,12 +301,16 @@ def _check_rule(optimizer: Optimizer) -> ScalingRuleBase:
 
 def _check_settings(settings: dict[str, Any]) -> None:
     scales = settings["scales"]
-    rising = all(small < large for small, large in pairwise(scales))
-    if len(scales) < 2 or scales[0] != 1 or not rising or any(int(s) != s for s in scales):
+    whole = all(isinstance(scale, Integral) for scale in scales)
+    rising = whole and all(small < large for small, large in pairwise(scales))
+    if not whole or len(scales) < 2 or scales[0] != 1 or not rising:
         raise ValueError(
             f"scales must be whole numbers that begin with 1 and rise, got {tuple(scales)}. The "
             "present batch, 1, is what the others are compared with."
         )
+    for name in ("budget", "repeats", "held_out"):
+        if not isinstance(settings[name], Integral):
+            raise ValueError(f"{name} must be a whole number, got {settings[name]!r}.")
     for name in ("repeats", "held_out"):
         if settings[name] < 2:
             raise ValueError(

@@ -40,6 +40,8 @@ class TrainingSnapshot:
         stepped = {id(param) for group in rule.param_groups for param in group["params"]}
         # Parameters of another optimizer, whose gradients this one's zero_grad() leaves.
         self._not_stepped = [p for p in model.parameters() if id(p) not in stepped]
+        # A module may put a new tensor in a buffer's place: `self.mean = 0.9 * self.mean + ...`.
+        self._buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
         self._tensors = [(tensor, tensor.clone()) for tensor in self._held_tensors()]
         self._groups = [(group, _copy_dict(group)) for group in self._all_groups()]
         plain = self._layers.plain
@@ -61,6 +63,10 @@ class TrainingSnapshot:
         for other in self._not_stepped:
             other.grad = None
         self._settle()
+        for buffers, tensors in self._buffers:
+            if any(buffers.get(name) is not tensors.get(name) for name in {*buffers, *tensors}):
+                buffers.clear()
+                buffers.update(tensors)
         for tensor, elements in self._tensors:
             tensor.copy_(elements)
         for group, options in self._groups:

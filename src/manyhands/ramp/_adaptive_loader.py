@@ -117,10 +117,11 @@ class AdaptiveDataLoader(StepLoader):
                 f"{self._ranks.size} rank(s) and rounded up)."
             )
         low, high = local_bsz_bounds or (None, None)
-        if low is not None and low > max(self._small_batch, self._unit):
+        most = max(self._small_batch, self._unit)
+        if low is not None and not (type(low) is int and 1 <= low <= most):
             raise ValueError(
-                f"local_bsz_bounds={local_bsz_bounds}: the first must be at most the batch_size, "
-                f"which is {self._small_batch}."
+                f"local_bsz_bounds={local_bsz_bounds}: the first must be None, or a whole number "
+                f"from 1 to the batch_size, which is {self._small_batch}."
             )
         most_units = max_batch_size // self.samples_per_unit
         most_per_pass = most_units if high is None else min(most_units, self._units_within(high))

@@ -152,6 +152,11 @@ class StepLoader(DataLoader[Any]):
         """Return how many units a pass of so many samples on one rank has at most."""
         if local_batch_size is None:
             return 1
+        if isinstance(local_batch_size, bool) or not isinstance(local_batch_size, int):
+            raise ValueError(
+                "the most samples in one pass on one rank must be a whole number, got "
+                f"{local_batch_size!r}."
+            )
         if local_batch_size < self._unit:
             raise ValueError(
                 f"a rank's part of the small batch is {self._unit} samples, and at most "
@@ -184,7 +189,9 @@ class StepLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Return how many micro-batches of the present size a pass over the data has."""
-        return math.ceil(self._samples / (self.size.per_pass * self.samples_per_unit))
+        units = self._samples / self.samples_per_unit
+        whole = math.floor(units) if self._drop_last else math.ceil(units)
+        return math.ceil(whole / self.size.per_pass)
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -221,7 +221,7 @@ class ExampleNorms:
 
     @torch.no_grad()
     def _on_output_gradient(
-        self, layer: _Layer, kept: Node, batch: int | None, delta: Tensor
+        self, layer: _Layer, kept: Node | Tensor, batch: int | None, delta: Tensor
     ) -> None:
         task = current_task()
         if task != self._passes.task:
@@ -232,7 +232,7 @@ class ExampleNorms:
         if measured is not None:
             measured.times += 1
             return
-        (x,) = kept.saved_tensors  # type: ignore[attr-defined]
+        x = kept if isinstance(kept, Tensor) else kept.saved_tensors[0]  # type: ignore[attr-defined]
         dim = 0 if layer.kind.batch_first else self.options.batch_dim
         # pooled activations, of fewer dimensions, have the examples first in any model
         fewest = layer.kind.dims(layer.module)
@@ -347,7 +347,7 @@ def _sum_squares(
     layer: _Layer, x: Tensor, delta: Tensor, wanted: Collection[str]
 ) -> dict[int, Tensor | float]:
     """Return the sum over the examples of |c_i|^2, by the index of the parameter."""
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(delta.device.type, enabled=False):
         each = layer.kind.measure(layer.module, x, delta, wanted)
     sums = {n: v.sum() if v.device.type == "mps" else v.double().sum() for n, v in each.items()}
     return {
@@ -439,7 +439,12 @@ def _on_forward(
     if layer.kind.group == "embedding" and examples._looks_up_positions(args[0]):
         examples._leave_out(layer, "it looks up positions, which all examples have in common")
         return
-    kept = [_Keep.apply(args[0].detach(), examples._anchor).grad_fn]
+    x = args[0].detach()
+    kept: list[Node | Tensor]
+    if any(n != "bias" and examples._params[i].requires_grad for n, i in layer.indices.items()):
+        kept = [_Keep.apply(x, examples._anchor).grad_fn]
+    else:  # autograd does not keep the input, and it may change: only its shape is needed
+        kept = [torch.empty_like(x, device="meta")]
     owner = weakref.ref(examples)
     output.register_hook(partial(_receive, owner, layer, kept, examples._batch))
 
@@ -447,7 +452,7 @@ def _on_forward(
 def _receive(
     owner: weakref.ref[ExampleNorms],
     layer: _Layer,
-    kept: list[Node],
+    kept: list[Node | Tensor],
     batch: int | None,
     delta: Tensor,
 ) -> None:

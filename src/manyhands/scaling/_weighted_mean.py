@@ -73,14 +73,20 @@ class WeightedMean:
     ) -> None:
         numbers = [float(count) for count in counts]
         rule = None if optimizer is None else rule_of(optimizer)
-        self._check(numbers, rule)
+        mistake = self._mistake(numbers, rule)
         ranks = None if optimizer is None else gradient_ranks(optimizer)
         if ranks is None:
             ranks = RankGroup.of(process_group)
         own = [sum(numbers), float(sum(number > 0 for number in numbers)), float(len(numbers))]
-        device = _device_of(optimizer)
-        rows = [own] if ranks.size == 1 else ranks.all_gather(own, device)
-        self.total, not_empty, passes = (sum(column) for column in zip(*rows, strict=True))
+        # A mistake is told to all ranks, which would wait for this one.
+        own = [*own, 0.0] if mistake is None else [0.0, 0.0, 0.0, 1.0]
+        rows = [own] if ranks.size == 1 else ranks.all_gather(own, _device_of(optimizer))
+        if mistake is not None:
+            raise ValueError(mistake)
+        wrong = [rank for rank, row in enumerate(rows) if row[3]]
+        if wrong:
+            raise RuntimeError(f"the counts of rank {wrong[0]} are wrong: its error says why.")
+        self.total, not_empty, passes, _ = (sum(column) for column in zip(*rows, strict=True))
         """The number of tokens in the step, on all ranks."""
         divided_later = rule is not None and not rule._batch.passes_divided_by_user
         self._factor = ranks.size * (len(numbers) if divided_later else 1)
@@ -88,19 +94,18 @@ class WeightedMean:
         self._not_empty, self._passes = int(not_empty), int(passes)
 
     @staticmethod
-    def _check(numbers: Sequence[float], rule: ScaledOptimizer | None) -> None:
+    def _mistake(numbers: Sequence[float], rule: ScaledOptimizer | None) -> str | None:
         if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
-            raise ValueError(
-                f"counts must have a number of at least 0 for each micro-batch, got {numbers}."
-            )
+            return f"counts must have a number of at least 0 for each micro-batch, got {numbers}."
         if rule is not None and not rule._batch.counts_passes:
             passes = rule._batch.passes
             if len(numbers) != passes:
-                raise ValueError(
+                return (
                     f"counts has {len(numbers)} number(s), and a step has {passes} backward "
                     "pass(es), as declared by num_gradients_to_accumulate or a Ramp. Give one "
                     "number for each pass."
                 )
+        return None
 
     def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the mean, for `backward()`."""
