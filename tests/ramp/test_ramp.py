@@ -499,6 +499,9 @@ def test_mistakes_are_errors_that_say_what_to_do(clock):
         {"goal": "samples", "efficiency": 0.0},
         {"every": 0},
         {"growth": 1.0},
+        {"growth": float("inf")},
+        {"every": 1.5},
+        {"probe_every": 0},
     ):
         with pytest.raises(ValueError, match=list(wrong)[-1]):
             mh.Ramp(optimizer, 64, **wrong)
@@ -585,3 +588,52 @@ def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning():
     with pytest.warns(UserWarning, match=r"statistics of 1 .* grow from 4 to 16 samples"):
         make(max_local_batch_size=16)
     make(max_local_batch_size=None)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(
+    "is_skipped", [lambda i: i <= 30, lambda i: i % 2, lambda i: i > 95, lambda i: True]
+)
+def test_steps_that_the_loop_leaves_out_cost_no_data(clock, is_skipped, delayed):
+    """As where a loss is not finite."""
+    model, loader = quadratic(batches=100)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = mh.AdaScale(inner, delayed=delayed)
+    seen = 0
+    for step, micro_batches in enumerate(mh.Ramp(optimizer, 8, goal=None).over(loader)):
+        for target in micro_batches:
+            (model(torch.ones_like(target)) - target).square().mean().backward()
+        if not is_skipped(step):
+            optimizer.step()
+        optimizer.zero_grad()
+        seen += len(micro_batches)
+    assert seen == 100
+
+
+def test_a_probe_runs_once_where_the_data_begins_anew(clock):
+    model, loader = quadratic(batches=5)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    probed = []
+
+    def probe():
+        probed.append(ramp._steps)
+        return Found(1)
+
+    ramp = mh.Ramp(optimizer, 4, goal=None, probe=probe, probe_every=5)
+    for _ in range(3):
+        train(clock, model, optimizer, ramp, loader)
+    assert probed == [5, 10]
+
+
+def test_after_a_warm_restart_the_batch_is_small_again(clock):
+    model, loader = quadratic()
+    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = mh.AdaScale(inner)
+    ramp = mh.Ramp(optimizer, 32, goal=None, decay="batch")
+    rates = iter(([1e-6] * 6 + [0.25e-6] * 6) * 3)
+
+    def after_step(loss):
+        inner.param_groups[0]["lr"] = next(rates)
+
+    seen = train(clock, model, optimizer, ramp, loader, steps=36, after_step=after_step)
+    assert [seen[i] for i in (5, 11, 17, 23, 29, 35)] == [1, 4, 1, 4, 1, 4]

@@ -50,7 +50,9 @@ class Branches:
         rule = self.rule
         if rule._batch.scale is not None:  # of the whole batch, which is another one now
             rule._batch.set_scale(per_pass=rule._batch.scale / rule._batch.passes)
+        before = rule.scale
         rule._batch.passes = passes
+        rule._follow_batch(before, rule.scale)  # as under a `Ramp`
         divided_by = passes if rule._batch.loss_is_divided else 1
         rates = [group["lr"] for group in rule.param_groups]
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]

@@ -233,12 +233,15 @@ class Decay:
     highest: float = 0.0  # rate that was seen, the sum over parameter groups
     units: float = 1.0  # of the batch when the rate began to fall
     rate: float = 0.0  # at present
+    grown: float = 0.0  # units to which the batch was grown in place of a lower rate
 
     def see(self, units: int, rates: Sequence[float]) -> None:
         """Take note of the rates of a step with so many units."""
         self.rate = float(sum(rates))
         if self.rate >= self.highest:
-            self.highest, self.units = self.rate, float(units)
+            self.highest = self.rate
+            if units != self.grown:  # after a warm restart the batch is still the grown one
+                self.units = float(units)
 
     def hold(self, decision: Decision, most: int) -> Decision:
         """Return the decision, or a larger batch if the rate has fallen by more.
@@ -248,14 +251,24 @@ class Decay:
         ...     decay.see(units=4, rates=[rate])
         >>> decay.hold(Decision(4, "stay", 4), most=64)
         Decision(passes=16, reason='decay', target=16)
+
+        If the rate rises again, the batch goes back:
+
+        >>> decay.see(units=16, rates=[0.1])
+        >>> decay.hold(Decision(16, "stay", 16), most=64)
+        Decision(passes=4, reason='decay', target=4)
         """
+        if self.highest == 0.0:
+            return decision
         fallen = self.highest / self.rate if self.rate > 0.0 else math.inf
         # the tolerance keeps a whole number that rounding made a little smaller
-        grown = most if fallen * self.units >= most else math.floor(fallen * self.units + 1e-9)
-        if self.highest == 0.0 or grown <= decision.passes:
-            return decision
-        return Decision(grown, "decay", grown)
+        held = most if fallen * self.units >= most else math.floor(fallen * self.units + 1e-9)
+        only_grown = decision.reason == "stay" and decision.passes == self.grown
+        if held > decision.passes or (only_grown and held < decision.passes):
+            self.grown = float(held)
+            return Decision(held, "decay", held)
+        return decision
 
     def to_list(self) -> list[float]:
         """Return the numbers, in the order of the arguments."""
-        return [self.highest, self.units, self.rate]
+        return [self.highest, self.units, self.rate, self.grown]

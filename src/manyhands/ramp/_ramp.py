@@ -102,9 +102,10 @@ class Ramp:
             `ShardedDataParallel`, `FullyShardedDataParallel`). `over` then averages them once a
             step, and not once a pass.
         loader: the `AdaptiveDataLoader` that `over` will be given; `over` takes it from there.
-        probe: a function that tries larger batches, such as `lambda: mh.probe_batch(...)`. `over`
-            calls it between two steps, on every rank. Until the next probe the batch grows no
-            further than `largest` times the batch of that moment.
+        probe: a function that tries larger batches, such as
+            `lambda: mh.probe_batch(..., budget=2000 * ramp.passes)`. `over` calls it between two
+            steps, on every rank. Until the next probe the batch grows no further than `largest`
+            times the batch of that moment.
         probe_every: steps from one probe to the next.
 
     Unless the rule has a `smoothing` of its own, its averages look back between 200 and 1,000 small
@@ -143,12 +144,13 @@ class Ramp:
             raise ValueError(f"efficiency needs goal='samples', got goal={goal!r}.")
         if efficiency is not None and not 0.0 < efficiency <= 1.0:
             raise ValueError(f"efficiency must be above 0 and at most 1, got {efficiency}.")
-        if probe_every < 1:
-            raise ValueError(f"probe_every must be at least 1 step, got {probe_every}.")
-        if every < 1 or not growth > 1.0:
-            raise ValueError(
-                f"every must be at least 1 and growth above 1, got every={every}, growth={growth}."
-            )
+        for name, steps in (("every", every), ("probe_every", probe_every)):
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+                raise ValueError(f"{name} must be a whole number of steps above 0, got {steps!r}.")
+        if not (growth > 1.0 and math.isfinite(growth)):
+            raise ValueError(f"growth must be a number above 1, such as 2.0, got {growth}.")
+        if not math.isfinite(max_scale):
+            raise ValueError(f"max_scale must be a number, such as 64, got {max_scale}.")
         if optimizer._observer is not None:
             raise ValueError("this optimizer has a Ramp already: one decides.")
         self.optimizer = optimizer
@@ -176,6 +178,10 @@ class Ramp:
         self._step_began: float | None = None
         self._ready = 0  # micro-batches that `over` has ready
         self._left = 0  # how many all ranks had left when they last reported
+        # Micro-batches that `over` has handed out: now, at the last report, and at the report of
+        # the step before. The loop may leave out a step, which then reports nothing.
+        self._handed_out, self._reported_at, self._reported_before = 0, 0, 0
+        self._probed_at = 0  # the step after which a probe ran last
         if loader is not None:
             self._bind(loader)
         optimizer._observer = self
@@ -271,22 +277,29 @@ class Ramp:
         _fill(ready, batches, self._look_ahead())
         self._left = self._agree_on_start(len(ready))
         self._step_began = None  # the time between two passes over the data is not a step's
+        steps = -1
         while True:
-            self._run_probe()
-            passes = min(self._units, self._left)
-            if passes == 0:
+            if self._left == 0 and self._steps == steps:
+                # The loop has left out its last step, which would have reported what is left.
+                self._left = self._agree_on_start(len(ready))
+            if self._left == 0:
                 return
+            self._run_probe()
+            passes, steps = min(self._units, self._left), self._steps
             self.begin_step(StepSize(passes, 1))
             step = [ready.popleft() for _ in range(passes)]
             _fill(ready, batches, self._look_ahead())
             self._ready = len(ready)
+            self._handed_out += passes
             self._left -= passes  # `after_step` knows better, if the step is taken
             yield self._micro_batches(step, count)
 
     def _run_probe(self) -> None:
         """Try larger batches, if it is time to, and let the batch grow as far as they are level."""
-        if self._probe is None or self._steps == 0 or self._steps % self._probe_every:
+        due = self._steps % self._probe_every == 0 and self._steps != self._probed_at
+        if self._probe is None or not due:
             return
+        self._probed_at = self._steps  # once, also where the data begins anew
         self._probed_scale = self._probe().largest * self.optimizer.scale
         self._units = min(self._units, self._most)
         self._step_began = None  # the time of a probe is not a step's
@@ -305,7 +318,7 @@ class Ramp:
 
     def _look_ahead(self) -> int:
         """Return how many micro-batches the steps to come may have, before they are reported."""
-        largest = max(self._units + 1, math.ceil(self._units * max(self._limits.growth, 1.25)))
+        largest = math.ceil(self._units * max(self._limits.growth, 2.0)) + 1
         # With delayed statistics the reports are one step late.
         return min(largest, self._most) * (3 if self.optimizer._delayed else 2)
 
@@ -322,6 +335,7 @@ class Ramp:
     def report(self) -> RankReport:
         """Return this rank's time of the step before, and how many batches it has ready."""
         seconds, passes = self._timed
+        self._reported_at = self._handed_out
         return RankReport(seconds=seconds, timed_passes=passes, batches=self._ready)
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
@@ -334,6 +348,8 @@ class Ramp:
         self._step_began = now
         self._steps += 1
         self._see_noise()
+        reported_at = self._reported_before if self.optimizer._delayed else self._reported_at
+        self._reported_before = self._reported_at
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if not self.optimizer._schedule_counts_progress:
             self._schedule.see(rates, growth=self._units / self._first_units)
@@ -342,7 +358,7 @@ class Ramp:
         if not reports:  # delayed statistics, and this was the first step
             return
         # with delayed statistics the reports are older than the step that has just ended
-        used_since = batch.passes if self.optimizer._delayed else 0
+        used_since = self._handed_out - reported_at
         self._left = int(min(report.batches for report in reports)) - used_since
         slowest = max(reports, key=lambda report: report.seconds)
         if slowest.seconds > 0.0:
@@ -473,6 +489,7 @@ class Ramp:
             "probed_scale": None if self._probed_scale == math.inf else self._probed_scale,
             "memory": self.optimizer._batch.memory,
             "moments_scale": self._moments_scale,
+            "probed_at": self._probed_at,
             "evidence": [self._evidence.squares, self._evidence.weight],
         }
 
@@ -497,6 +514,7 @@ class Ramp:
         self._average = self.optimizer._tracker.average
         self.optimizer._batch.memory = float(state_dict["memory"])
         self._moments_scale = float(state_dict["moments_scale"])
+        self._probed_at = int(state_dict["probed_at"])
         squares, weight = state_dict["evidence"]
         self._evidence = Evidence(float(squares), float(weight))
         if int(state_dict["workers"]) == self.optimizer._batch.workers:
