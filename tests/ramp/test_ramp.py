@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
 from helpers.ranks import run_ranks
@@ -637,3 +638,15 @@ def test_after_a_warm_restart_the_batch_is_small_again(clock):
 
     seen = train(clock, model, optimizer, ramp, loader, steps=36, after_step=after_step)
     assert [seen[i] for i in (5, 11, 17, 23, 29, 35)] == [1, 4, 1, 4, 1, 4]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(50, 1, dtype=torch.float64))
+
+
+def test_a_stream_without_a_length_is_handed_out_to_its_end(clock):
+    model, _ = quadratic()
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    loader = DataLoader(Stream(), batch_size=1)
+    assert sum(train(clock, model, optimizer, mh.Ramp(optimizer, 8), loader)) == 50

@@ -11,15 +11,13 @@ So all ranks come to the same decision (`_decision.py`) without a further collec
 changes the number of backward passes of the next steps, and with it the scale. The rule then
 changes the learning rate as it does at any scale.
 
-`over` keeps micro-batches ready beyond the step under way. A rank whose data has ended reports how
-many are left, before any rank needs more. All ranks end together, with the last whole step.
+All ranks end a pass over the data together, with the last whole step (`_supply.py`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -42,6 +40,7 @@ from manyhands.ramp._decision import (
 from manyhands.ramp._measured import Evidence, StepTimes, memory_for
 from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
 from manyhands.ramp._step_loader import MicroBatches, StepLoader, StepSize
+from manyhands.ramp._supply import Supply
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
@@ -176,11 +175,7 @@ class Ramp:
         self._unmeasured = 0  # steps since the noise was last measured
         self._timed = (0.0, 0)  # the seconds and the units of the last step on this rank
         self._step_began: float | None = None
-        self._ready = 0  # micro-batches that `over` has ready
-        self._left = 0  # how many all ranks had left when they last reported
-        # Micro-batches that `over` has handed out: now, at the last report, and at the report of
-        # the step before. The loop may leave out a step, which then reports nothing.
-        self._handed_out, self._reported_at, self._reported_before = 0, 0, 0
+        self._supply = Supply(optimizer)
         self._probed_at = 0  # the step after which a probe ran last
         if loader is not None:
             self._bind(loader)
@@ -272,27 +267,14 @@ class Ramp:
                 self.begin_step(loader.size)
                 yield self._micro_batches(step, count)
             return
-        batches = iter(loader)
-        ready: deque[Batch] = deque()
-        _fill(ready, batches, self._look_ahead())
-        self._left = self._agree_on_start(len(ready))
         self._step_began = None  # the time between two passes over the data is not a step's
-        steps = -1
-        while True:
-            if self._left == 0 and self._steps == steps:
-                # The loop has left out its last step, which would have reported what is left.
-                self._left = self._agree_on_start(len(ready))
-            if self._left == 0:
-                return
-            self._run_probe()
-            passes, steps = min(self._units, self._left), self._steps
-            self.begin_step(StepSize(passes, 1))
-            step = [ready.popleft() for _ in range(passes)]
-            _fill(ready, batches, self._look_ahead())
-            self._ready = len(ready)
-            self._handed_out += passes
-            self._left -= passes  # `after_step` knows better, if the step is taken
+        for step in self._supply.steps(loader, self._next_passes, self._look_ahead):
+            self.begin_step(StepSize(len(step), 1))
             yield self._micro_batches(step, count)
+
+    def _next_passes(self) -> int:
+        self._run_probe()
+        return self._units
 
     def _run_probe(self) -> None:
         """Try larger batches, if it is time to, and let the batch grow as far as they are level."""
@@ -322,21 +304,12 @@ class Ramp:
         # With delayed statistics the reports are one step late.
         return min(largest, self._most) * (3 if self.optimizer._delayed else 2)
 
-    def _agree_on_start(self, ready: int) -> int:
-        """Return how many micro-batches the rank with the fewest has: once in a pass over data."""
-        ranks = self.optimizer._ranks
-        if ranks.size == 1:
-            return ready
-        param = next(p for group in self.optimizer.param_groups for p in group["params"])
-        return int(min(number for (number,) in ranks.all_gather([float(ready)], param.device)))
-
     # -- what the rule calls -------------------------------------------------------------------
 
     def report(self) -> RankReport:
         """Return this rank's time of the step before, and how many batches it has ready."""
         seconds, passes = self._timed
-        self._reported_at = self._handed_out
-        return RankReport(seconds=seconds, timed_passes=passes, batches=self._ready)
+        return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.report())
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
         """Time the step that has ended, and decide about the next ones."""
@@ -348,8 +321,7 @@ class Ramp:
         self._step_began = now
         self._steps += 1
         self._see_noise()
-        reported_at = self._reported_before if self.optimizer._delayed else self._reported_at
-        self._reported_before = self._reported_at
+        self._supply.step_ended(reports)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if not self.optimizer._schedule_counts_progress:
             self._schedule.see(rates, growth=self._units / self._first_units)
@@ -357,9 +329,6 @@ class Ramp:
             self._decay.see(self._units, rates)
         if not reports:  # delayed statistics, and this was the first step
             return
-        # with delayed statistics the reports are older than the step that has just ended
-        used_since = self._handed_out - reported_at
-        self._left = int(min(report.batches for report in reports)) - used_since
         slowest = max(reports, key=lambda report: report.seconds)
         if slowest.seconds > 0.0:
             self._times.add(int(slowest.timed_passes), slowest.seconds)
@@ -523,15 +492,6 @@ class Ramp:
             seconds, timed_passes = state_dict["timed"]
             self._timed = float(seconds), int(timed_passes)
         self.begin_step(self._size)
-
-
-def _fill(ready: deque[Batch], batches: Iterator[Batch], count: int) -> None:
-    """Fetch micro-batches until `count` are ready, or the data has ended."""
-    while len(ready) < count:
-        try:
-            ready.append(next(batches))
-        except StopIteration:
-            return
 
 
 def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
