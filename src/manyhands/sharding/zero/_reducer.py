@@ -284,6 +284,7 @@ class Reducer:
             self._set_gradient(number, slices[number])
         if self._order is None:
             self._agree_on_order()
+        # Rank 0's buffers (of batch norm) are sent here, where every rank takes part.
         self._after_pass()
         self._averaged.update(self._all_shards)
         self._start_over()
