@@ -81,7 +81,7 @@ class ShardedDataParallel(ModuleWrapper):
         optimizer = optimizer or sharded_optimizer
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._optimizers = [_find_oss(one) for one in given]
-        _check(module, self._optimizers, process_group)
+        _check_optimizers(module, self._optimizers, process_group)
         self.module = module
         self.process_group = process_group or self._optimizers[0].group
         self.broadcast_buffers = broadcast_buffers
@@ -302,7 +302,7 @@ def _find_oss(optimizer: Optimizer) -> OSS:
     return inner
 
 
-def _check(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:
+def _check_optimizers(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
