@@ -302,7 +302,9 @@ def _find_oss(optimizer: Optimizer) -> OSS:
     return inner
 
 
-def _check_optimizers(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:
+def _check_optimizers(
+    module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None
+) -> None:
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
