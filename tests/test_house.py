@@ -62,6 +62,20 @@ def test_every_module_says_what_it_holds():
     assert bare == []
 
 
+PACKAGES = sorted(path.parent for path in SOURCE.rglob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_the_map_of_a_package_names_its_files_and_no_others(package):
+    text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    files = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    # A line of the map begins with a file or a folder, or with several files.
+    rows = [re.match(r"\s*((?:\w+(?:\.py|/)\s+)+)", line) for line in text.splitlines()]
+    named = {name for row in rows if row for name in row.group(1).split()}
+    assert named == files | folders
+
+
 def test_imports_go_one_way():
     """No module imports, even in a function or for its types, what imports it."""
     imports = {

@@ -22,7 +22,7 @@ def generation_of(*ids, version=3):
     return roster.next(NONE_SILENT)
 
 
-def test_the_first_generation_waits_for_those_expected_unless_it_is_late():
+def test_a_start_waits_for_the_expected_workers_unless_it_is_late():
     roster = Roster().ask_to_join("2.1", -1).ask_to_join("0.1", -1)
     assert not roster.complete(NONE_SILENT, 3)
     assert roster.complete(NONE_SILENT, 3, late=True)
@@ -30,7 +30,7 @@ def test_the_first_generation_waits_for_those_expected_unless_it_is_late():
     assert roster.ask_to_join("1.1", -1).next(NONE_SILENT).ids == ("0.1", "1.1", "2.1")
 
 
-def test_if_no_member_holds_a_state_the_first_sends_its_own_to_all():
+def test_source_is_the_first_rank_if_no_member_holds_a_state():
     assert (
         generation_of("0.1", "1.1", version=-1).source,
         generation_of("0.1", "1.1", version=-1).joiners,
@@ -40,7 +40,7 @@ def test_if_no_member_holds_a_state_the_first_sends_its_own_to_all():
     )
 
 
-def test_the_member_with_the_most_sends_the_state_to_those_with_less():
+def test_source_is_the_first_rank_with_the_highest_version_and_joiners_are_those_below():
     roster = (
         Roster()
         .ask_to_join("0.2", -1)
@@ -53,7 +53,7 @@ def test_the_member_with_the_most_sends_the_state_to_those_with_less():
     assert generation_of("0.1", "1.1").joiners == ()
 
 
-def test_the_first_to_decide_about_a_round_decides():
+def test_keep_and_undo_change_nothing_once_a_round_is_settled():
     roster = generation_of("0.1", "1.1")
     assert roster.settled(1, 0, "0.1") is None
     kept = roster.keep(1, 0)
@@ -63,14 +63,14 @@ def test_the_first_to_decide_about_a_round_decides():
     assert kept.settled(1, 1, "0.1") is None  # the next one
 
 
-def test_a_kept_round_is_the_last_when_a_process_waits_or_a_member_has_gone():
+def test_keep_ends_the_generation_if_a_process_waits_or_a_member_is_gone():
     roster = generation_of("0.1", "1.1")
     assert not roster.keep(1, 0).ended
     assert roster.ask_to_join("2.1", -1).keep(1, 0).ended
     assert roster.without("1.1").keep(1, 0).ended
 
 
-def test_all_living_members_are_waited_for():
+def test_the_next_generation_waits_for_absent_members_unless_they_are_silent():
     roster = (
         generation_of("0.1", "1.1", "2.1").undo(1, 0).ask_to_join("0.1", 3).ask_to_join("3.1", -1)
     )
@@ -81,7 +81,7 @@ def test_all_living_members_are_waited_for():
     assert roster.next(frozenset({"1.1"})).ids == ("0.1", "3.1")
 
 
-def test_a_stopped_member_learns_what_became_of_its_round_and_the_dead_are_forgotten():
+def test_a_missed_member_learns_whether_its_round_was_kept_and_a_dead_one_is_forgotten():
     roster = (
         generation_of("0.1", "1.1", "2.1")
         .keep(1, 0)
@@ -104,13 +104,13 @@ def test_a_stopped_member_learns_what_became_of_its_round_and_the_dead_are_forgo
         roster.ask_to_join("1.2", 4).settled(1, 0, "1.1")
 
 
-def test_of_two_with_one_number_neither_begins():
+def test_no_generation_begins_with_two_processes_of_one_number():
     roster = Roster().ask_to_join("0.1", -1).ask_to_join("0.2", -1)
     assert not roster.complete(NONE_SILENT, 2, late=True)
     assert roster.complete(frozenset({"0.1"}), 1)
 
 
-def test_finished_is_when_all_are_gone_and_some_were_done():
+def test_finished_means_all_members_are_gone_and_one_of_them_left():
     roster = generation_of("0.1", "1.1")
     assert not Roster().finished
     assert not roster.without("0.1", "1.1").finished
@@ -118,11 +118,82 @@ def test_finished_is_when_all_are_gone_and_some_were_done():
     assert roster.without("0.1", left=True).without_number(1).finished
 
 
+def test_ends_with_is_true_for_the_round_after_which_a_generation_regroups_and_for_no_other():
+    roster = generation_of("0.1", "1.1").keep(1, 0)
+    assert not roster.ends_with(1, 0, "0.1")  # nobody waits, so there is another round
+    kept = roster.ask_to_join("2.1", -1).keep(1, 1)
+    assert [kept.ends_with(1, at, "0.1") for at in (0, 1)] == [False, True]
+    undone = roster.undo(1, 1)
+    assert [undone.ends_with(1, at, "0.1") for at in (0, 1)] == [False, True]
+
+
+def test_a_worker_holds_the_lowest_version_of_its_processes():
+    roster = Roster(processes=2)
+    for id, version in (("0.1", 7), ("1.1", 3), ("2.1", 5), ("3.1", 5)):
+        roster = roster.ask_to_join(id, version)
+    roster = roster.next(NONE_SILENT)
+    assert roster.workers == (0, 1)
+    assert (roster.source, roster.joiners) == (1, (0,))
+
+
+def test_a_start_waits_for_all_processes_of_each_expected_worker():
+    roster = Roster(processes=2).ask_to_join("0.1", -1).ask_to_join("1.1", -1)
+    assert not roster.complete(NONE_SILENT, 2)
+    roster = roster.ask_to_join("2.1", -1)
+    assert [member.id for member in roster.present(NONE_SILENT)] == ["0.1", "1.1"]
+    assert not roster.complete(NONE_SILENT, 2)
+    assert roster.ask_to_join("3.1", -1).complete(NONE_SILENT, 2)
+
+
+def test_a_process_that_asks_again_waits_once_with_its_latest_version():
+    roster = Roster().ask_to_join("0.1", 3).ask_to_join("0.1", 4)
+    assert roster.waiting == (Member("0.1", 4),)
+
+
+def test_all_is_lost_only_if_a_sync_round_was_kept_and_no_survivor_joins():
+    begun = generation_of("0.1", "1.1").keep(1, 0)
+    transferred = generation_of("0.1", "1.1").keep(1, 0, sync_round=False)
+    survivor = begun.undo(1, 1).without("1.1").ask_to_join("0.1", 4).ask_to_join("1.2", -1)
+    strangers = begun.without("0.1", "1.1").ask_to_join("0.2", -1)
+    checkpoint = begun.without("0.1", "1.1").ask_to_join("0.2", 4)
+    nothing_to_lose = transferred.without("0.1", "1.1").ask_to_join("0.2", -1)
+    assert strangers.next(NONE_SILENT).all_lost
+    assert not survivor.next(NONE_SILENT).all_lost
+    assert not checkpoint.next(NONE_SILENT).all_lost
+    assert not nothing_to_lose.next(NONE_SILENT).all_lost
+
+
+def test_an_error_of_a_member_ends_the_run_only_before_the_first_sync_round():
+    roster = generation_of("0.1", "1.1")
+    assert roster.fail("0.1").failed == ("0.1",)
+    assert roster.ask_to_join("2.1", -1).fail("2.1").failed == ()  # no member
+    after = roster.keep(1, 0).fail("0.1")
+    assert (after.failed, after.dead) == ((), ("0.1",))
+
+
+def test_a_member_closes_at_one_round_and_the_next_generation_forgets_it():
+    roster = generation_of("0.1", "1.1").close("0.1", 1, 0, steps=8).close("0.1", 1, 1, steps=10)
+    assert roster.closing_at(0) == {}
+    assert roster.closing_at(1) == {"0.1": 10}
+    assert roster.close("0.1", 2, 1, steps=12) == roster  # of another generation
+    regrouped = roster.undo(1, 1).ask_to_join("0.1", 3).without("1.1").next(NONE_SILENT)
+    assert regrouped.closing_at(1) == {}
+
+
+def test_a_missed_member_that_ends_is_forgotten():
+    roster = generation_of("0.1", "1.1").undo(1, 0).ask_to_join("0.1", 3)
+    roster = roster.next(frozenset({"1.1"}))
+    assert [missed.id for missed in roster.missed] == ["1.1"]
+    assert roster.without("1.1").missed == ()
+
+
 STEPS = ("ask", "keep", "undo", "left", "dead", "next")
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.sampled_from([1, 2]))
-def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed, length, parts):
+def test_no_change_takes_a_settled_answer_back_and_the_text_restores_the_roster(
+    seed, length, parts
+):
     draw = random.Random(seed)
     roster, answers, last = Roster(processes=parts), {}, {}
     ids = [f"{number}.{incarnation}" for number in range(4) for incarnation in (1, 2)]
@@ -159,7 +230,7 @@ def test_whatever_happens_no_answer_is_taken_back_and_the_text_is_the_value(seed
                 assert parts == 1 or last.setdefault((its, at), ends) == ends
 
 
-def test_silence_is_what_was_watched_and_not_what_was_slept():
+def test_a_heartbeat_monitor_counts_only_silence_that_it_watched():
     monitor = HeartbeatMonitor(stall=5.0)
     monitor.observe({"0.1": 1}, now=0.0)
     monitor.observe({"0.1": 1}, now=1000.0)  # this process was stopped, too

@@ -152,19 +152,27 @@ def gain(sqr, var, scale):
     return (var + sqr) / (var / scale + sqr)
 
 
-def legw(warmup_steps):
-    return lambda sqr, var, scale, progress: (
-        math.sqrt(scale) * min(1.0, progress / (warmup_steps * scale))
-    )
+# The rules' formulas, by hand: from the noise, the scale and the progress to the factor.
 
 
-FACTORS = {
-    "AdaScale": lambda sqr, var, scale, progress: gain(sqr, var, scale),
-    "AdamScale": lambda sqr, var, scale, progress: math.sqrt(gain(sqr, var, scale)),
-    "LinearScale": lambda sqr, var, scale, progress: scale,
-    "SqrtScale": lambda sqr, var, scale, progress: math.sqrt(scale),
-    "LEGWScale": legw(warmup_steps=2),
-}
+def adascale(sqr, var, scale, progress):
+    return gain(sqr, var, scale)
+
+
+def adamscale(sqr, var, scale, progress):
+    return math.sqrt(gain(sqr, var, scale))
+
+
+def linear(sqr, var, scale, progress):
+    return scale
+
+
+def square_root(sqr, var, scale, progress):
+    return math.sqrt(scale)
+
+
+def legw(sqr, var, scale, progress, warmup_steps=2):
+    return math.sqrt(scale) * min(1.0, progress / (warmup_steps * scale))
 
 
 def trained_as_under_ddp(world, train, plain, how, *args, **kwargs):

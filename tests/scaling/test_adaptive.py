@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import manyhands as mh
+from helpers import scaling_oracle
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.scaling_oracle import (
-    FACTORS,
     OPTIMIZERS,
     PlainRun,
     loss_of,
@@ -51,10 +51,14 @@ def train(kind, inner, passes, call, scale=None):
 @pytest.mark.parametrize("call", ["rule", "optimizer"])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "inner"),
-    [("AdaScale", "SGD momentum"), ("AdamScale", "AdamW"), ("LinearScale", "SGD")],
+    ("kind", "inner", "factor"),
+    [
+        ("AdaScale", "SGD momentum", scaling_oracle.adascale),
+        ("AdamScale", "AdamW", scaling_oracle.adamscale),
+        ("LinearScale", "SGD", scaling_oracle.linear),
+    ],
 )
-def test_training_is_the_plain_run_with_passes_counted(kind, inner, workers, call):
+def test_training_is_the_plain_run_with_passes_counted(kind, inner, factor, workers, call):
     passes = [2, 3, 1 if workers > 1 else 2, 4, 2, 2, 3]
     arguments = (kind, inner, passes, call)
     ours = run_ranks(workers, train, *arguments) if workers > 1 else [train(*arguments)]
@@ -62,7 +66,7 @@ def test_training_is_the_plain_run_with_passes_counted(kind, inner, workers, cal
     oracle = PlainRun(
         model,
         OPTIMIZERS[inner](two_groups(model)),
-        FACTORS[kind],
+        factor,
         preconditioned=kind == "AdamScale",
         mix_norm_kinds=True,
         smoothing=0.9,

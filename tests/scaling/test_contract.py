@@ -1,6 +1,6 @@
 """What every rule must do, with every way to make up a batch, around every optimizer.
 
-A new rule joins by one line in `RULES` (and its factor in `scaling_oracle.FACTORS`).
+A new rule joins by one line in `RULES`.
 """
 
 import copy
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from helpers import scaling_oracle
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import (
-    FACTORS,
     OPTIMIZERS,
     PlainRun,
     loss_of,
@@ -25,14 +25,12 @@ from helpers.scaling_oracle import (
 
 STEPS = 8  # AdamScale's preconditioner sets in after five
 
-RULES = {
-    "AdaScale": mh.AdaScale,
-    "AdamScale": mh.AdamScale,
-    "LinearScale": mh.LinearScale,
-    "SqrtScale": mh.SqrtScale,
-    "LEGWScale": lambda optimizer, **options: mh.LEGWScale(
-        2, 4, optimizer, batch_size=4, **options
-    ),
+RULES = {  # name: (the rule, its factor from sqr, var, scale and progress, written by hand)
+    "AdaScale": (mh.AdaScale, scaling_oracle.adascale),
+    "AdamScale": (mh.AdamScale, scaling_oracle.adamscale),
+    "LinearScale": (mh.LinearScale, scaling_oracle.linear),
+    "SqrtScale": (mh.SqrtScale, scaling_oracle.square_root),
+    "LEGWScale": (functools.partial(mh.LEGWScale, 2, 4, batch_size=4), scaling_oracle.legw),
 }
 
 SETUPS = {  # name: (workers, passes)
@@ -68,7 +66,7 @@ def train(rule, optimizer, passes, steps=STEPS, around=None, **options):
     wrapped = DistributedDataParallel(model) if workers > 1 else model
     x, y = make_batches(steps, workers * passes, dtype=torch.float64)
     inner = OPTIMIZERS[optimizer](two_groups(model))
-    scaled = RULES[rule](inner, num_gradients_to_accumulate=passes, **options)
+    scaled = RULES[rule][0](inner, num_gradients_to_accumulate=passes, **options)
     if around is not None:
         around(scaled)
     for step in range(steps):
@@ -122,7 +120,7 @@ def plain(rule, optimizer, setup):
     oracle = PlainRun(
         model,
         OPTIMIZERS[optimizer](two_groups(model)),
-        FACTORS[rule],
+        RULES[rule][1],
         preconditioned=rule == "AdamScale",
     )
     x, y = make_batches(STEPS, workers * passes, dtype=torch.float64)
@@ -206,7 +204,7 @@ def continue_from(state, rule, optimizer, passes, options):
     model = make_model(torch.float64)
     model.load_state_dict(state["model"])
     inner = OPTIMIZERS[optimizer](two_groups(model))
-    scaled = RULES[rule](inner, num_gradients_to_accumulate=passes, **options)
+    scaled = RULES[rule][0](inner, num_gradients_to_accumulate=passes, **options)
     scaled.load_state_dict(state["optimizer"])
     x, y = make_batches(STEPS, passes, dtype=torch.float64)
     result = []

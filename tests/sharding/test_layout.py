@@ -25,60 +25,60 @@ def laid_out(layout, sizes, workers, largest):
 @pytest.mark.parametrize("layout", ["even", "whole"])
 @given(sizes=SIZES, workers=WORKERS, largest=LARGEST)
 def test_every_element_of_every_parameter_has_one_owner(layout, sizes, workers, largest):
-    numbered, segments = laid_out(layout, sizes, workers, largest)
+    numbered, buffers = laid_out(layout, sizes, workers, largest)
     owners = {index: [0] * size for index, size in numbered.items()}
-    for segment in segments:
-        for bucket in segment.buckets:
+    for buffer in buffers:
+        for bucket in buffer.buckets:
             for rank in range(workers):
-                for run in bucket.owned(rank):
-                    assert 0 <= run.start < run.stop <= numbered[run.param]
-                    for element in range(run.start, run.stop):
-                        owners[run.param][element] += 1
+                for each in bucket.owned(rank):
+                    assert 0 <= each.start < each.stop <= numbered[each.param]
+                    for element in range(each.start, each.stop):
+                        owners[each.param][element] += 1
     assert all(count == 1 for counts in owners.values() for count in counts)
 
 
 @pytest.mark.parametrize("layout", ["even", "whole"])
 @given(sizes=SIZES, workers=WORKERS, largest=LARGEST)
-def test_a_run_lies_where_its_parameter_does(layout, sizes, workers, largest):
-    """Elements of the flat memory, written through `places`, read back through the runs."""
-    numbered, segments = laid_out(layout, sizes, workers, largest)
-    assert sorted(i for segment in segments for i in segment.starts) == sorted(numbered)
-    for segment in segments:
-        memory = [None] * segment.size
-        for index, place in segment.starts.items():
+def test_an_owned_range_lies_where_its_parameter_does(layout, sizes, workers, largest):
+    """Elements of the flat memory, written through `starts`, read back through the ranges."""
+    numbered, buffers = laid_out(layout, sizes, workers, largest)
+    assert sorted(i for buffer in buffers for i in buffer.starts) == sorted(numbered)
+    for buffer in buffers:
+        memory = [None] * buffer.size
+        for index, place in buffer.starts.items():
             for element in range(numbered[index]):
                 assert memory[place + element] is None, "two parameters in one place"
                 memory[place + element] = (index, element)
         start = 0
-        for bucket in segment.buckets:
+        for bucket in buffer.buckets:
             assert bucket.start == start
             part = memory[start : start + bucket.size]
             start += bucket.size
-            for run in bucket.ranges:
-                expected = [(run.param, e) for e in range(run.start, run.stop)]
-                assert part[run.offset : run.offset + run.size] == expected
+            for each in bucket.ranges:
+                expected = [(each.param, e) for e in range(each.start, each.stop)]
+                assert part[each.offset : each.offset + each.size] == expected
             for rank in range(workers):
                 own = part[bucket.cuts[rank] : bucket.cuts[rank + 1]]
-                for run in bucket.owned(rank):
-                    expected = [(run.param, e) for e in range(run.start, run.stop)]
-                    assert own[run.offset : run.offset + run.size] == expected
-        assert start == segment.size
+                for each in bucket.owned(rank):
+                    expected = [(each.param, e) for e in range(each.start, each.stop)]
+                    assert own[each.offset : each.offset + each.size] == expected
+        assert start == buffer.size
 
 
 @pytest.mark.parametrize("layout", ["even", "whole"])
 @given(sizes=SIZES, workers=WORKERS, largest=LARGEST)
 def test_parameters_and_buckets_begin_at_aligned_elements(layout, sizes, workers, largest):
-    _, segments = laid_out(layout, sizes, workers, largest)
-    for segment in segments:
-        assert all(place % ALIGN == 0 for place in segment.starts.values())
-        assert all(bucket.start % ALIGN == 0 for bucket in segment.buckets)
-        assert all(cut % ALIGN == 0 for bucket in segment.buckets for cut in bucket.cuts)
+    _, buffers = laid_out(layout, sizes, workers, largest)
+    for buffer in buffers:
+        assert all(place % ALIGN == 0 for place in buffer.starts.values())
+        assert all(bucket.start % ALIGN == 0 for bucket in buffer.buckets)
+        assert all(cut % ALIGN == 0 for bucket in buffer.buckets for cut in bucket.cuts)
 
 
 @given(sizes=SIZES, workers=WORKERS, largest=LARGEST)
 def test_even_slices_are_all_equal(sizes, workers, largest):
-    _, segments = laid_out("even", sizes, workers, largest)
-    for bucket in (bucket for segment in segments for bucket in segment.buckets):
+    _, buffers = laid_out("even", sizes, workers, largest)
+    for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
         assert len({b - a for a, b in pairwise(bucket.cuts)}) == 1
         assert bucket.even
         assert len(bucket.cuts) == workers + 1
@@ -86,34 +86,34 @@ def test_even_slices_are_all_equal(sizes, workers, largest):
 
 @given(sizes=SIZES, workers=WORKERS, largest=LARGEST)
 def test_even_buckets_are_about_as_large_as_asked_and_pad_little(sizes, workers, largest):
-    _, segments = laid_out("even", sizes, workers, largest)
+    _, buffers = laid_out("even", sizes, workers, largest)
     unit = workers * ALIGN
-    for segment in segments:
-        placed = sum(-(-size // ALIGN) * ALIGN for size in _sizes_of(segment, sizes))
-        assert segment.size - placed <= len(segment.buckets) * unit
-        for bucket in segment.buckets:
+    for buffer in buffers:
+        placed = sum(-(-size // ALIGN) * ALIGN for size in _sizes_of(buffer, sizes))
+        assert buffer.size - placed <= len(buffer.buckets) * unit
+        for bucket in buffer.buckets:
             # a parameter more than fits is cut; a bucket is at most half as large again
-            assert bucket.size <= 1.5 * largest + ALIGN * len(segment.starts) + unit
+            assert bucket.size <= 1.5 * largest + ALIGN * len(buffer.starts) + unit
 
 
 @given(sizes=SIZES, workers=WORKERS, largest=LARGEST)
 def test_whole_never_cuts_a_parameter(sizes, workers, largest):
-    numbered, segments = laid_out("whole", sizes, workers, largest)
-    for segment in segments:
-        for bucket in segment.buckets:
+    numbered, buffers = laid_out("whole", sizes, workers, largest)
+    for buffer in buffers:
+        for bucket in buffer.buckets:
             for rank in range(workers):
-                for run in bucket.owned(rank):
-                    assert (run.start, run.stop) == (0, numbered[run.param])
+                for each in bucket.owned(rank):
+                    assert (each.start, each.stop) == (0, numbered[each.param])
 
 
 @given(sizes=SIZES, more=SIZES, workers=WORKERS, largest=LARGEST)
 def test_whole_is_balanced_within_the_largest_parameter(sizes, more, workers, largest):
     load = [0] * workers
-    segments = whole_layout(list(enumerate(sizes)), workers, largest, load)
+    buffers = whole_layout(list(enumerate(sizes)), workers, largest, load)
     first = [0] * workers
-    for bucket in (bucket for segment in segments for bucket in segment.buckets):
+    for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
         for rank in range(workers):
-            first[rank] += sum(run.size for run in bucket.owned(rank))
+            first[rank] += sum(each.size for each in bucket.owned(rank))
     assert first == load
     assert max(load) - min(load) <= max(sizes)
     whole_layout(list(enumerate(more)), workers, largest, load)  # as add_param_group does
@@ -124,19 +124,19 @@ def test_whole_is_balanced_within_the_largest_parameter(sizes, more, workers, la
 @pytest.mark.parametrize("layout", ["even", "whole"])
 @given(sizes=SIZES, largest=LARGEST)
 def test_one_worker_owns_everything(layout, sizes, largest):
-    numbered, segments = laid_out(layout, sizes, 1, largest)
-    owned = [run for s in segments for b in s.buckets for run in b.owned(0)]
-    assert sum(run.size for run in owned) == sum(numbered.values())
-    assert all(bucket.cuts == (0, bucket.size) for s in segments for bucket in s.buckets)
+    numbered, buffers = laid_out(layout, sizes, 1, largest)
+    owned = [each for s in buffers for b in s.buckets for each in b.owned(0)]
+    assert sum(each.size for each in owned) == sum(numbered.values())
+    assert all(bucket.cuts == (0, bucket.size) for s in buffers for bucket in s.buckets)
 
 
-def test_a_case_worked_out_on_paper():
+def test_a_layout_worked_out_on_paper():
     """20, 150 and 10 elements for two workers, in buckets of about 64, slices of 16, 32, 48, ...
 
     The second is 160 elements with padding: three buckets of 54, rounded up to 64, slices of 32."""
     first, second, third = even_layout([(0, 20), (1, 150), (2, 10)], 2, 64)
-    assert [segment.size for segment in (first, second, third)] == [32, 192, 32]
-    assert [run.size for run in first.buckets[0].owned(1)] == [4]
+    assert [buffer.size for buffer in (first, second, third)] == [32, 192, 32]
+    assert [each.size for each in first.buckets[0].owned(1)] == [4]
     owned = [[(r.start, r.stop) for r in b.owned(w)] for b in second.buckets for w in (0, 1)]
     assert owned == [[(0, 32)], [(32, 64)], [(64, 96)], [(96, 128)], [(128, 150)], []]
     (bucket,) = whole_layout([(0, 20), (1, 150), (2, 10)], 2, 999, [0, 0])[0].buckets
@@ -144,5 +144,5 @@ def test_a_case_worked_out_on_paper():
     assert bucket.cuts == (0, 160, 208)
 
 
-def _sizes_of(segment, sizes):
-    return [sizes[(index - 3) // 2] for index in segment.starts]
+def _sizes_of(buffer, sizes):
+    return [sizes[(index - 3) // 2] for index in buffer.starts]

@@ -60,6 +60,7 @@ def agree(
     device = device or ranks.any_device
     known = {title: list(each) for title, each in names.items()}
     sums = [_checksum(facts), *(_checksum(each) if each else 0.0 for each in known.values())]
+    # From one row for each rank to one tuple for each checksum.
     values, *of_names = zip(*ranks.all_gather(sums, device), strict=True)
     # A rank that does not know the names has no say in them.
     compared = [values, *(each for each in of_names if 0.0 not in each)]
@@ -95,6 +96,7 @@ def _difference(
         order = ((f"number {i}", row) for i, row in enumerate(zip(*dicts, strict=False)))
         return found if found[0] else _first_difference(f"the same {title} in another order", order)
     lists = [value for value in values if isinstance(value, list)]
+    # Values that are lists on some ranks only are compared as a whole.
     if len(lists) < len(values):
         return _compare_values(f"different {title}", values)
     thing = title.removesuffix("s") if title.isalpha() else "number"
@@ -106,6 +108,7 @@ def _difference(
     found = _first_difference(f"different {title}", numbered)
     if not found[0]:
         found = _compare_values(f"different numbers of {title}", [len(value) for value in lists])
+    # All elements look alike, but a collective would mix tensors of different names.
     if not found[0] and all(names) and _all_equal([sorted(each) for each in names]):
         order = ((f"{thing} {number}", row) for number, row in enumerate(zip(*names, strict=True)))
         found = _first_difference(f"the same {title} in another order", order)
@@ -163,6 +166,7 @@ class Describer:
 
     def describe(self, tensor: Tensor, name: str = "", *, frozen: bool = False) -> str:
         """Such as "encoder.weight (4, 3) float32 on cpu"; `frozen`: also whether it is trained."""
+        # Of a DTensor only the shard travels, so its strides are what counts.
         here = local_shard(tensor)
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
         words.append(f"on {tensor.device.type}{self._which(tensor.device)}")
@@ -191,6 +195,7 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
     for number, module in enumerate(modules):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             name = plain_name(name, WRAPPER_NAMES)
+            # A tensor in several modules has its name in the first.
             names.setdefault(id(tensor), f"{number}.{name}" if len(modules) > 1 else name)
     found = [names.get(id(tensor), "") for tensor in tensors]
     return found if all(found) else []
@@ -202,4 +207,5 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _checksum(value: object) -> float:
+    # The collective carries floats, and a float64 holds 32 bits exactly.
     return float(zlib.crc32(json.dumps(value).encode()))

@@ -78,6 +78,7 @@ class SharedMemory:
         tensors, problem = self._open_all(1, torch.int64)
         if problem:
             return False
+        # Seven bytes fit an int64, and no memory holds them by chance.
         token = int.from_bytes(os.urandom(7), "little")
         tensors[self._workers.rank].fill_(token)
         tokens = self._workers.all_gather_text(str(token), CPU)
@@ -102,6 +103,7 @@ class SharedMemory:
             try:
                 descriptor = os.memfd_create("manyhands")
                 stack.callback(os.close, descriptor)
+                # An empty file cannot be mapped.
                 os.ftruncate(descriptor, max(size, 1) * dtype.itemsize)
                 place = f"/proc/{os.getpid()}/fd/{descriptor}"
             except OSError as error:
@@ -109,15 +111,18 @@ class SharedMemory:
             places = self._workers.all_gather_text(place, CPU)
             if all(places):
                 try:
+                    # True: a shared mapping, so that writes reach the other ranks.
                     tensors = [torch.from_file(p, True, size, dtype=dtype) for p in places]
                 except (OSError, RuntimeError) as error:
                     problem = str(error).split("\n")[0] or repr(error)
+            # A barrier as well: no file may be closed before all ranks have opened it.
             problems = self._workers.all_gather_text(problem, CPU)
         return tensors, next(filter(None, problems), "")
 
     def make_ring(self, largest: int, under_way: int) -> None:
         """Allocate a ring for buckets of up to `largest` bytes, some of them in flight at once."""
         self._places = 2 * under_way
+        # Whole cache lines, so that a view of any dtype is aligned.
         place = -(-largest // 64) * 64
         if not self._ring or self._ring[0].numel() < place * self._places:
             self._ring = self.empty(place * self._places, torch.uint8)
@@ -143,6 +148,7 @@ class SharedMemory:
     def barrier(self) -> dist.Work:
         """Begin a barrier; the result's `wait` returns when every rank has begun it."""
         work = self._workers.start_all_reduce_max(torch.zeros(1))
+        # This barrier begins after everything that these wait for, so it serves them too.
         for later in self._later:
             later.work = work
         self._later.clear()
@@ -179,6 +185,7 @@ class SharedMemoryReduceScatter:
     def mean(self, workers: float, dtype: torch.dtype) -> Tensor:
         """Return the mean over the ranks, as `dtype`; half precision is summed in float32."""
         self.barrier.wait()
+        # (elements of our slice,) for each rank; there are two or more, or nothing is shared.
         first, second, *others = self.slices
         total = torch.add(first.to(accumulation_dtype(first.dtype)), second)
         for other in others:

@@ -108,6 +108,7 @@ class SharingOptimizer(Optimizer):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         made = super().__new__(cls)
+        # Not in __init__: wrappers do not call torch's, and set shared attributes early.
         vars(made)[SHARED] = {}
         return made
 
@@ -185,6 +186,7 @@ class OptimizerWrapper(SharingOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Everything else (hooks, the inner optimizer's own attributes) is the inner one's."""
+        # Not `self._inner`, which would come back here while it is not set.
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -207,6 +209,7 @@ def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer
     found = [optimizer]
     while True:
         outer, inner = found[-1], getattr(found[-1], "optimizer", None)
+        # A proxy's `optimizer` may lead back to a layer that was seen.
         if not isinstance(inner, Optimizer) or any(inner is each for each in found):
             return found
         if not every_layer and not _shows_state_of(inner, outer):
@@ -262,6 +265,7 @@ class ScalerSignals:
     @classmethod
     def read_from(cls, *optimizers: Optimizer) -> ScalerSignals:
         for optimizer in optimizers:
+            # `vars`, because a wrapper forwards what it does not have itself.
             found_inf = vars(optimizer).get("found_inf")
             if found_inf is not None:
                 return cls(vars(optimizer).get("grad_scale"), found_inf)
@@ -323,6 +327,7 @@ def supports_amp(optimizer: Optimizer) -> bool:
 @contextmanager
 def _left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
     """Set the signals on an inner optimizer for the length of its step."""
+    # A scaler that was given the inner optimizer has left its signals there already.
     before = dict(vars(optimizer))
     optimizer.grad_scale, optimizer.found_inf = signals.grad_scale, signals.found_inf  # type: ignore[attr-defined]
     try:
@@ -352,6 +357,7 @@ def apply_signals(
 @torch.no_grad()
 def unscale(param_groups: Sequence[ParamGroup], grad_scale: Tensor) -> None:
     """Divide the gradients by the loss scale, as `GradScaler.unscale_` does."""
+    # By way of float64, as torch does, so that both round alike.
     inverse = grad_scale.double().reciprocal().float()
     for group in param_groups:
         for param in group["params"]:

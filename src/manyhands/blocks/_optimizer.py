@@ -288,6 +288,7 @@ class Blocks(OptimizerWrapper):
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
+        # A scaler leaves them on what it was given: this optimizer, or the inner one.
         signals = ScalerSignals.read_from(self, self._inner_optimizer)
         if sync.state.steps_together and not self.alone:
             result = self._step_together(signals, closure, *args, **kwargs)
@@ -307,6 +308,7 @@ class Blocks(OptimizerWrapper):
     def _step_inner(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
+        # `bool` waits for the device: only if the inner optimizer cannot skip by itself.
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
@@ -342,6 +344,7 @@ class Blocks(OptimizerWrapper):
         if new:
             self._known |= {id(param) for param in new}
             with torch.no_grad():
+                # What is in flight was laid out without the new parameters: merge it first.
                 self._sync.merge_pending()
                 self._sync.anchor.extend(new)
 
@@ -356,6 +359,7 @@ class Blocks(OptimizerWrapper):
                 "add_param_group() does not work with a crew: give the optimizer all parameters "
                 "when it is made."
             )
+        # First, so that the check below sees it; a group that differs is taken out again.
         self._inner_optimizer.add_param_group(param_group)
         if self.alone:
             return
@@ -429,6 +433,7 @@ class Blocks(OptimizerWrapper):
         """
         if isinstance(self._sync.members, ElasticMembers):
             with torch.no_grad():
+                # In this order: a member that has left holds no further round.
                 self._sync.close()
             self._sync.members.leave()
         else:
@@ -463,6 +468,7 @@ class Blocks(OptimizerWrapper):
         )
         saved = self.checked_state(state_dict.get(_saving.KEY), changed)
         inner = {key: value for key, value in state_dict.items() if key != _saving.KEY}
+        # After all checks: a state that does not fit changes nothing.
         self._inner_optimizer.load_state_dict(inner)
         for group in self.param_groups:
             group.update(for_groups)

@@ -75,9 +75,11 @@ class Drift:
         mean = sum(squares) / n
         if not math.isfinite(mean + square_of_mean):  # the square of 1e20 overflows a float32
             return cls()
+        # Variance = mean square - square of the mean; rounding may make it negative.
         spread = math.sqrt(max(mean - square_of_mean, 0.0))
         if n == 1 or mean == 0.0:
             return cls(math.sqrt(square_of_mean), spread)
+        # From |sum|^2 = sum of the squares + sum over the pairs, both divided by n.
         # Rounding may lead slightly out of [-1, 1].
         cosine = (n * square_of_mean - mean) / ((n - 1) * mean)
         return cls(math.sqrt(square_of_mean), spread, max(-1.0, min(1.0, cosine)))

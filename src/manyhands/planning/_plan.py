@@ -283,7 +283,7 @@ def _parse_optimizers(
             'optimizer must be a name such as "adamw", a class, a functools.partial of one, an '
             f"optimizer, or a list of optimizers, got {optimizer!r}."
         )
-    _check_options(optimizer, options)
+    _check_plan_options(optimizer, options)
     return [PlannedOptimizer(optimizer, options, [({}, list(model.parameters()))])]
 
 
@@ -302,7 +302,7 @@ def _find_class(name: str) -> type[Optimizer]:
     return known[name.lower()]
 
 
-def _check_options(kind: type[Optimizer], options: Mapping[str, object]) -> None:
+def _check_plan_options(kind: type[Optimizer], options: Mapping[str, object]) -> None:
     accepted = inspect.signature(kind).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         return  # any name may be right

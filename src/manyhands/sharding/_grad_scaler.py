@@ -132,6 +132,7 @@ class ShardedGradScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         sharded = find_layer(optimizer, ShardedOptimizer)
+        # The others wait for a rank without a backward pass until it joins in here.
         if sharded is not None:
             sharded.join_in()
         held = [
@@ -149,6 +150,7 @@ class ShardedGradScaler(GradScaler):
             stand_in, inv_scale, found_inf, True
         )
         group = self.process_group or (None if sharded is None else sharded.group)
+        # One number: 1 if a gradient on any device of this rank has overflowed.
         anywhere = torch.zeros_like(found_inf)
         for flag in found.values():
             anywhere = torch.maximum(anywhere, flag.to(anywhere.device))
@@ -166,6 +168,7 @@ def _carriers(param: Tensor) -> list[Tensor]:
 
 
 def _make_carrier(grad: Tensor) -> Tensor:
+    # torch reads `.grad`. A detached view may have one of its own, and copies nothing.
     carrier = grad.detach()
     carrier.grad = grad
     return carrier

@@ -199,7 +199,7 @@ class StateTransfer:
             for rank in crew.joiners:
                 _send(crew.group, data, rank)
         elif crew.rank in crew.joiners:
-            self.received = _receive(crew.group, crew.source)
+            self.received = _receive_state(crew.group, crew.source)
         return RoundResult()
 
 
@@ -210,7 +210,7 @@ def _send(group: dist.ProcessGroup, data: bytes, rank: int) -> None:
         group.send([message], rank, 0).wait()
 
 
-def _receive(group: dist.ProcessGroup, rank: int) -> bytearray:
+def _receive_state(group: dist.ProcessGroup, rank: int) -> bytearray:
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], rank, 0).wait()
     data = bytearray(int(size))

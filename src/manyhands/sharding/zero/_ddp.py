@@ -81,7 +81,7 @@ class ShardedDataParallel(ModuleWrapper):
         optimizer = optimizer or sharded_optimizer
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._optimizers = [_find_oss(one) for one in given]
-        _check(module, self._optimizers, process_group)
+        _check_optimizers(module, self._optimizers, process_group)
         self.module = module
         self.process_group = process_group or self._optimizers[0].group
         self.broadcast_buffers = broadcast_buffers
@@ -90,6 +90,7 @@ class ShardedDataParallel(ModuleWrapper):
         self.require_backward_grad_sync = True
         self._workers = self._optimizers[0]._workers
         self._reducer: Reducer | None = None
+        # A larger module loads us under `module.`, which our state dict's names do not have.
         self.register_load_state_dict_pre_hook(_put_prefix)
         wire = torch.float16 if reduce_fp16 else reduce_dtype
         if overlap_gather and self._workers.shared_memory is not None:
@@ -100,6 +101,7 @@ class ShardedDataParallel(ModuleWrapper):
         _check_size(reduce_buffer_size)
         if self._workers.size == 1:
             return
+        # Before any other collective: ranks whose models differ would mix data up, or hang.
         facts: Facts = {
             "values of reduce_dtype": str(wire),
             "values of reduce_buffer_size": reduce_buffer_size,
@@ -114,18 +116,25 @@ class ShardedDataParallel(ModuleWrapper):
                 one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
-        self._reducer = Reducer(
+        self._reducer = self._make_reducer(wire)
+        for one in self._optimizers:
+            one._overlap = overlap_gather
+        if overlap_gather:
+            self._wait_in_forward()
+
+    def _make_reducer(self, wire: torch.dtype | None) -> Reducer:
+        """Return what averages the gradients, known to the optimizers."""
+        reducer = Reducer(
             [one._shards for one in self._optimizers],
-            _own_group(self._workers, module),
+            _own_group(self._workers, self.module),
             self._synchronised(),
             wire,
             self._finish(),
         )
         for one in self._optimizers:
-            one._reducer_ref = weakref.ref(self._reducer)
-            one._overlap = overlap_gather
-        if overlap_gather:
-            self._wait_in_forward()
+            # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
+            one._reducer_ref = weakref.ref(reducer)
+        return reducer
 
     def _synchronised(self) -> Callable[[], bool]:
         me = weakref.ref(self)  # the reducer must not keep the module alive
@@ -152,6 +161,7 @@ class ShardedDataParallel(ModuleWrapper):
         for module in self.module.modules():
             module.register_forward_pre_hook(_make_wait_hook(shards))
         me = weakref.ref(self)
+        # A user may save the wrapped module directly, and then our `state_dict` is not called.
         self.module.register_state_dict_pre_hook(lambda *_: _wait_for(me()))
 
     # -- training ------------------------------------------------------------------------------
@@ -170,6 +180,7 @@ class ShardedDataParallel(ModuleWrapper):
                 "ShardedDataParallel is inside DistributedDataParallel, so gradients would be "
                 "averaged twice. Use one of the two."
             )
+        # `to` or `half` may have given parameters memory outside of the buckets.
         for one in self._optimizers:
             one._follow_moved()
         if not (self.training and torch.is_grad_enabled()):
@@ -235,6 +246,7 @@ class ShardedDataParallel(ModuleWrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Not set yet: to look for it in `self.module` would recurse.
             if name == "module":
                 raise
             return wrapped_attribute(self, self.module, name)
@@ -261,6 +273,7 @@ class ShardedDataParallel(ModuleWrapper):
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
         """Convert or move the module (`to`, `half`), and its sharded gradients."""
         self.settle()
+        # torch sets `param.grad.data`, which would leave a sharded gradient's slices unchanged.
         sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
         with torch.no_grad():
             grads = [cast(ShardedGradient, fn(p.grad)) for p in sharded]
@@ -289,7 +302,9 @@ def _find_oss(optimizer: Optimizer) -> OSS:
     return inner
 
 
-def _check(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:
+def _check_optimizers(
+    module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None
+) -> None:
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
@@ -352,6 +367,7 @@ def _check_size(elements: int | None) -> None:
 
 
 def _inside_ddp(module: nn.Module) -> bool:
+    # Private: torch has no public way to ask whether a forward runs inside of DDP's.
     active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
     return active is not None and any(inner is module for inner in active.modules())
 
@@ -377,6 +393,7 @@ def _make_wait_hook(shards: Sequence[Shards]) -> Callable[..., None]:
 
     def wait(used: nn.Module, _: object) -> None:
         nonlocal version, buckets
+        # Buckets change when parameters thaw or are added; otherwise the list found last holds.
         if version != sum(each.version for each in shards):
             version = sum(each.version for each in shards)
             # Some modules use a child's parameters without calling it: MultiheadAttention does.

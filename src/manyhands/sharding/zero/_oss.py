@@ -163,6 +163,7 @@ class OSS(ShardedOptimizer):
             self._shards, self.optimizer_class, self.optimizer_arguments, self.param_groups
         )
         self.defaults = self.optim.defaults
+        # Options that were left out, such as betas, are known only from here on.
         self._sliced.pull_options(self.param_groups)
         agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
 
@@ -237,6 +238,7 @@ class OSS(ShardedOptimizer):
 
     def _cover_new_places(self) -> None:
         if self._reducer is not None:
+            # Gradients travel in the parameters' buckets, and these are new.
             self._reducer.cover()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
@@ -280,21 +282,25 @@ class OSS(ShardedOptimizer):
         """
         self._consolidated, self._begun = None, True
         self.prepare()
+        # Schedulers change our groups, and `optim` has its own, made of slices.
         self._sliced.push_options(self.param_groups)
         if self._workers.size == 1:
             result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
         else:
             result = None
             if closure is not None:
+                # As in torch's optimizers: the caller may have turned gradients off.
                 with torch.enable_grad():
                     result = closure()
             self.join_in()
             self._sliced.step(**kwargs)
+            # Before the other ranks' slices arrive, which autograd does not see.
             self._shards.note_change()
             if self._reducer is not None:
                 self._reducer.stepped(self._shards)
             if not self._overlap:
                 self.wait()
+        # Some optimizers count steps in their groups.
         self._sliced.pull_options(self.param_groups)
         return result
 
@@ -324,6 +330,7 @@ class OSS(ShardedOptimizer):
 
     def prepare(self) -> None:
         """Follow parameters that have thawed, were moved, or were overwritten; on every worker."""
+        # First: the next two copy parameters, which must be complete.
         self.wait()
         self.refresh_trainable()
         self._follow_moved()

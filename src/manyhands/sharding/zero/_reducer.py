@@ -123,7 +123,7 @@ class Reducer:
         self._wire = wire
         self._after_pass = after_pass
         self._hooks: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, _detach_hooks, self._hooks)
         me = weakref.proxy(self)  # no reference cycle: dropping the module drops the hooks at once
         # `early`: gradients are averaged before a scaling rule measures their mean.
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
@@ -136,7 +136,7 @@ class Reducer:
 
     def cover(self) -> None:
         """Hook the parameters that are trained now, and lay out their buckets."""
-        _remove(self._hooks)
+        _detach_hooks(self._hooks)
         self.params = [p for shards in self._all_shards for p in shards.params]
         numbers = {id(param): number for number, param in enumerate(self.params)}
         flats = [(s, flat) for s in self._all_shards for flat in s.buckets if s.active(flat)]
@@ -284,6 +284,7 @@ class Reducer:
             self._set_gradient(number, slices[number])
         if self._order is None:
             self._agree_on_order()
+        # Rank 0's buffers (of batch norm) are sent here, where every rank takes part.
         self._after_pass()
         self._averaged.update(self._all_shards)
         self._start_over()
@@ -375,7 +376,7 @@ def _make_hook(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor]
     return arrived
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
+def _detach_hooks(hooks: list[RemovableHandle]) -> None:
     for handle in hooks:
         handle.remove()
     hooks.clear()
