@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeVar
@@ -129,29 +129,9 @@ class Ramp:
         probe: Callable[[], Probed] | None = None,
         probe_every: int = 1000,
     ) -> None:
-        if not isinstance(optimizer, ScalingRuleBase):
-            raise TypeError(
-                f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}: "
-                "the rule measures the noise, and scales the learning rate with the batch. Write "
-                "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
-            )
-        if goal not in GOALS:
-            raise ValueError(f"goal must be one of {', '.join(map(repr, GOALS))}, got {goal!r}.")
-        if decay not in ("rate", "batch"):
-            raise ValueError(f"decay must be 'rate' or 'batch', got {decay!r}.")
-        if efficiency is not None and goal != "samples":
-            raise ValueError(f"efficiency needs goal='samples', got goal={goal!r}.")
-        if efficiency is not None and not 0.0 < efficiency <= 1.0:
-            raise ValueError(f"efficiency must be above 0 and at most 1, got {efficiency}.")
-        for name, steps in (("every", every), ("probe_every", probe_every)):
-            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-                raise ValueError(f"{name} must be a whole number of steps above 0, got {steps!r}.")
-        if not (growth > 1.0 and math.isfinite(growth)):
-            raise ValueError(f"growth must be a number above 1, such as 2.0, got {growth}.")
-        if not math.isfinite(max_scale):
-            raise ValueError(f"max_scale must be a number, such as 64, got {max_scale}.")
-        if optimizer._observer is not None:
-            raise ValueError("this optimizer has a Ramp already: one decides.")
+        limits = Limits(goal=goal, efficiency=efficiency, growth=growth)
+        _check_arguments(max_scale, limits, decay, {"every": every, "probe_every": probe_every})
+        optimizer = _rule(optimizer)
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
         self._model, self._no_sync = model, _no_sync_of(model)
@@ -162,7 +142,7 @@ class Ramp:
         batch = optimizer._batch
         if batch.scale is not None:  # of the whole batch; from now on the batch changes
             optimizer.set_scale_per_pass(batch.scale / batch.passes)
-        self._limits = Limits(goal=goal, efficiency=efficiency, growth=growth)
+        self._limits = limits
         self._set_units(batch.passes)
         self._times = StepTimes()
         self._evidence = Evidence()
@@ -203,7 +183,11 @@ class Ramp:
         if self._loader is None:
             before, self._loader = self.scale, loader
             # a continued run has a batch already
-            self._set_units(max(1, round(before / loader.scale_per_unit)) if self._steps else 1)
+            if self._steps:
+                self._set_units(max(1, round(before / loader.scale_per_unit)))
+            else:
+                self._set_units(1)
+                self._moments_scale, self._first_units = self.scale, 1
             if self._model is not None:
                 warn_of_batch_norm(self._model, *loader.local_batch_sizes)
         elif self._loader is not loader:
@@ -492,6 +476,43 @@ class Ramp:
             seconds, timed_passes = state_dict["timed"]
             self._timed = float(seconds), int(timed_passes)
         self.begin_step(self._size)
+
+
+def _rule(optimizer: Optimizer) -> ScalingRuleBase:
+    """Return the optimizer if it is a scaling rule that no other `Ramp` has, or raise."""
+    if not isinstance(optimizer, ScalingRuleBase):
+        raise TypeError(
+            f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}: "
+            "the rule measures the noise, and scales the learning rate with the batch. Write "
+            "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
+        )
+    if optimizer._observer is not None:
+        raise ValueError("this optimizer has a Ramp already: one decides.")
+    return optimizer
+
+
+def _check_arguments(
+    max_scale: float,
+    limits: Limits,
+    decay: str,
+    numbers: Mapping[str, object],
+) -> None:
+    """Raise for an argument that cannot be; `numbers` are numbers of steps."""
+    if limits.goal not in GOALS:
+        raise ValueError(f"goal must be one of {', '.join(map(repr, GOALS))}, got {limits.goal!r}.")
+    if decay not in ("rate", "batch"):
+        raise ValueError(f"decay must be 'rate' or 'batch', got {decay!r}.")
+    if limits.efficiency is not None and limits.goal != "samples":
+        raise ValueError(f"efficiency needs goal='samples', got goal={limits.goal!r}.")
+    if limits.efficiency is not None and not 0.0 < limits.efficiency <= 1.0:
+        raise ValueError(f"efficiency must be above 0 and at most 1, got {limits.efficiency}.")
+    for name, steps in numbers.items():
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"{name} must be a whole number of steps above 0, got {steps!r}.")
+    if not (limits.growth > 1.0 and math.isfinite(limits.growth)):
+        raise ValueError(f"growth must be a number above 1, such as 2.0, got {limits.growth}.")
+    if not math.isfinite(max_scale):
+        raise ValueError(f"max_scale must be a number, such as 64, got {max_scale}.")
 
 
 def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
