@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
@@ -31,21 +31,21 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.flat import SHORT, norm
+from manyhands._core.flat import SHORT, norm, norm_of_rows
 from manyhands._core.sharded import ShardedGradient, is_dtensor, local_shard
 from manyhands.scaling._step_stats import Norm
 
-# (parameter index, the elements of its gradient that this rank holds, a function that takes the
-# same elements out of any tensor of the parameter's shape)
-GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
+# (parameter index, elements of its gradient that this rank holds, a function that takes the same
+# elements out of any tensor of the parameter's shape, where they begin in the flat parameter)
+GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor], int]
 
 
-class NormKind(Protocol):
+class Norms(Protocol):
     """Norms of gradients; an index says which parameter a gradient belongs to."""
 
     @property
-    def norm_kind(self) -> str:
-        """Which gradients the norms are of at present: "plain" or "preconditioned"."""
+    def out_of_turn(self) -> Collection[int]:
+        """Parameters whose norms are zero in this step, because others are measured."""
 
     def one(self, index: int, grad: Tensor) -> Tensor:
         """Return the norm of one whole gradient, as a tensor without dimensions."""
@@ -55,6 +55,14 @@ class NormKind(Protocol):
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
         """Return the norm of each slice."""
+
+
+class NormKind(Norms, Protocol):
+    """Norms that may depend on the optimizer."""
+
+    @property
+    def norm_kind(self) -> str:
+        """Which gradients the norms are of at present: "plain" or "preconditioned"."""
 
     def optimizer_stepped(self) -> None:
         """React to a step that has changed the optimizer's state. Called on every rank."""
@@ -73,6 +81,7 @@ class PlainNorm:
     """The Euclidean norm."""
 
     norm_kind = "plain"
+    out_of_turn: Collection[int] = frozenset()
 
     def one(self, index: int, grad: Tensor) -> Tensor:
         # The common case, decided here: this runs once per parameter within backward.
@@ -89,7 +98,13 @@ class PlainNorm:
         return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
-        return self.many([], [elements for _, elements, _ in slices])
+        rows = [_are_rows(elements) for _, elements, *_ in slices]
+        whole = [elements for (_, elements, *_), are in zip(slices, rows, strict=True) if not are]
+        norms = iter(self.many([], whole))
+        return [
+            norm_of_rows(elements) if are else next(norms)
+            for (_, elements, *_), are in zip(slices, rows, strict=True)
+        ]
 
     # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
 
@@ -104,6 +119,11 @@ class PlainNorm:
 
     def load_state(self, state: list[list[float]]) -> None:
         pass
+
+
+def _are_rows(elements: Tensor) -> bool:
+    """Return whether these are rows with gaps between them (`_rotation.py`)."""
+    return elements.dim() == 2 and elements.stride(1) == 1 and not elements.is_contiguous()
 
 
 def _is_simple(grad: Tensor) -> bool:
@@ -121,7 +141,7 @@ class GradientHooks:
     Every hook calls `passes`, which finds out when a backward pass begins and ends.
     """
 
-    def __init__(self, norms: NormKind, passes: BackwardPasses) -> None:
+    def __init__(self, norms: Norms, passes: BackwardPasses) -> None:
         self.passes = passes
         self.norms: dict[int, Norm] = {}
         self.partial_sums: dict[int, Tensor] = {}
@@ -129,12 +149,17 @@ class GradientHooks:
         self.sums_gradients = False  # whether the gradients of several passes belong together
         self.first_index = 0  # of the parameter whose gradient came first in the pass
         self.trainable: list[int] = []
-        self._kind = norms
-        self._norm_of = norms.one
+        self.out_of_turn: Collection[int] = frozenset()  # parameters that are not measured now
+        self.measure_with(norms)
         self._paused = False
         # parameters whose gradient has come in several parts, ever
         self._repeated: set[int] = set()
         self._handles: list[tuple[RemovableHandle, Node]] = []
+
+    def measure_with(self, norms: Norms) -> None:
+        """Take these norms from now on."""
+        self._kind = norms
+        self._norm_of = norms.one
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
         """Measure the gradients of these parameters, and no others.
@@ -144,6 +169,7 @@ class GradientHooks:
         """
         self.remove()
         self._on_cpu = all(param.device.type == "cpu" for param in params)
+        self._zero: Norm = 0.0 if self._on_cpu else torch.zeros((), device=params[0].device)
         self._params = [unsharded.get(i, p) for i, p in enumerate(params)]
         self.trainable = [i for i, p in enumerate(self._params) if p.requires_grad]
         receive = partial(_on_gradient, weakref.ref(self))
@@ -205,6 +231,7 @@ class GradientHooks:
     def reset(self) -> None:
         """Drop what was measured: another pass begins."""
         self.norms, self.partial_sums, self.valid = {}, {}, True
+        self.out_of_turn = self._kind.out_of_turn
 
     def finish_pass(self) -> dict[int, Norm]:
         """Return the norms of the pass, those of summed gradients included."""
@@ -252,6 +279,8 @@ def _on_gradient(
         partial_sum = hooks.partial_sums.get(index)
         # a copy, because autograd may reuse the memory of `grad` for `.grad`
         hooks.partial_sums[index] = grad.clone() if partial_sum is None else partial_sum + grad
+    elif index in hooks.out_of_turn:
+        hooks.norms[index] = hooks._zero
     elif index not in hooks.norms:
         measured = hooks._norm_of(index, grad)
         # on a CPU, floats cost a fraction of one-element tensors

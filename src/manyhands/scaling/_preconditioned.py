@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
@@ -80,6 +80,7 @@ class PreconditionedNorm:
     outweigh all others when it gets one.
     """
 
+    out_of_turn: Collection[int] = frozenset()
     WARM_STEPS = 5
     REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU: computing it reads v
 
@@ -171,7 +172,7 @@ class PreconditionedNorm:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
-        return [self.one(*gradient_slice) for gradient_slice in slices]
+        return [self.one(index, grad, take_slice) for index, grad, take_slice, _ in slices]
 
     def one(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] | None = None
