@@ -31,7 +31,7 @@ from rounds import Ratio, measure, ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
-WARM_UP = 8  # more than AdamScale's five plain steps
+WARM_UP = 18  # more than AdamScale's five plain steps, and than the eight of measured=1/8
 CONTROL = "again (A/A)"
 
 
