@@ -59,7 +59,7 @@ def test_every_element_has_one_turn(total, k):
     assert bool((torch.stack(turns).sum(dim=0) == 1).all())
     shares = [int(turn.sum()) * k / total for turn in turns]
     # the first turn has what is left over
-    assert max(shares) < (1.11 if k == 64 else 1.02) and min(shares) > 0.98
+    assert max(shares) < (1.25 if k == 64 else 1.02) and min(shares) > 0.98
 
 
 @pytest.mark.parametrize("total", [23, 200, 1_003])

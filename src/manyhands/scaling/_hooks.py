@@ -273,14 +273,15 @@ def _on_gradient(
     if task != hooks.passes.task:
         hooks.first_index = index
         hooks.passes.enter(task)
+    if index in hooks.out_of_turn and not hooks.sums_gradients:
+        hooks.norms[index] = hooks._zero  # it had a gradient
+        return
     if grad.requires_grad:  # with create_graph=True
         grad = grad.detach()
     if hooks.sums_gradients or index in hooks._repeated:
         partial_sum = hooks.partial_sums.get(index)
         # a copy, because autograd may reuse the memory of `grad` for `.grad`
         hooks.partial_sums[index] = grad.clone() if partial_sum is None else partial_sum + grad
-    elif index in hooks.out_of_turn:
-        hooks.norms[index] = hooks._zero
     elif index not in hooks.norms:
         measured = hooks._norm_of(index, grad)
         # on a CPU, floats cost a fraction of one-element tensors
