@@ -242,9 +242,9 @@ Reading the tables:
   so that moving them through memory is nearly all of the step. AdaScale has to read them one and
   a half times more: each worker's own, and the mean's, which two workers share.
   AdamScale divides them by their second moments: it reads twice as much, and computes.
-- With `measured=1/8` a step measures an eighth of the gradients, and the next step another eighth
-  ([scaling](../scaling.md#what-it-costs)). Of the MLP's long tensors it reads blocks of 32 KB; of
-  the ResNet's short ones it measures every eighth. Hooks and the collective stay.
+- With `measured=1/8` a step measures an eighth of long tensors, and the next step another eighth
+  ([scaling](../scaling.md#what-it-costs)). Of the MLP's it reads blocks of 32 KB. The ResNet has no
+  long tensor: nothing changes there. Hooks, short norms and the collective stay.
 - "AdaScale and Ramp" measures and decides at a batch that has nowhere to grow. It is shown twice,
   over DDP and over AdaScale.
 - **The aim of 1.03 for AdaScale is met at ResNet batch 32 and missed elsewhere.** On the MLP the

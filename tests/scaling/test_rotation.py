@@ -20,7 +20,7 @@ from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.scaling_oracle import trained_as_under_ddp
 from manyhands._core.ranks import RankGroup
 from manyhands.errors import RanksDisagree
-from manyhands.scaling import _rotation
+from manyhands.scaling import _hooks, _rotation
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rotation import RotatingNorms, turn_of
@@ -82,16 +82,8 @@ def test_k_steps_have_all_turns_and_rotations_begin_in_different_ones(k):
     assert sorted(turns[::k]) == list(range(k))
 
 
-def test_short_tensors_are_dealt_evenly_and_those_of_small_groups_always_measured():
-    sizes = {i: 10 * i + 1 for i in range(40)}
-    turns = _rotation._deal(sizes, [0] * 33 + [1] * 7, 8)
-    assert set(turns) == set(range(33))
-    load = [sum(sizes[i] for i, turn in turns.items() if turn == n) for n in range(8)]
-    assert max(load) < 1.4 * min(load)
-
-
-def rotation_of(norms, params, k=K, groups=None):
-    return RotatingNorms(norms, params, groups or [0] * len(params), {}, k)
+def rotation_of(norms, params):
+    return RotatingNorms(norms, params, {}, K)
 
 
 def make_params():
@@ -261,21 +253,22 @@ def test_an_added_group_and_a_copy_go_on_in_the_rotation(short):
     assert copy.deepcopy(optimizer).scaling_state_dict()["rotated"] == 6
 
 
-def test_fewer_norms_are_taken(short, monkeypatch):
-    """Of 60 short tensors a step measures 15 in a pass, and of the mean."""
-    taken = []
+def test_a_step_reads_a_share_of_long_tensors_and_all_of_short_ones(short, monkeypatch):
+    read = []
+    many = PlainNorm.many
+    monkeypatch.setattr(_hooks, "norm_of_rows", lambda e: read.append(e.numel()) or e.norm())
     monkeypatch.setattr(
-        PlainNorm, "one", lambda self, i, g: taken.append(i) or torch.linalg.vector_norm(g)
+        PlainNorm,
+        "many",
+        lambda self, i, grads: read.extend(g.numel() for g in grads) or many(self, i, grads),
     )
-    params = [nn.Parameter(torch.randn(20)) for _ in range(60)]
-    optimizer = mh.AdaScale(SGD(params, lr=0.1), num_gradients_to_accumulate=2, measured=1 / K)
-    for step in range(2 * K):
-        taken.clear()
-        for _ in range(2):
-            sum((p * torch.randn(20)).sum() for p in params).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert len(taken) == 2 * (60 if step < K else 15)
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((60, 40), (50, 30), (90,))]
+    rotation = rotation_of(PlainNorm(), params)
+    for step in range(3 * K):
+        rotation.begin_step(step, MEMORY)
+        read.clear()
+        rotation.many(range(3), [torch.randn_like(p) for p in params])
+        assert sum(read) == pytest.approx(90 + 3900 / (1 if step < K else K), abs=60)
 
 
 # -- on several ranks ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
@@ -42,10 +42,6 @@ GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor], int]
 
 class Norms(Protocol):
     """Norms of gradients; an index says which parameter a gradient belongs to."""
-
-    @property
-    def out_of_turn(self) -> Collection[int]:
-        """Parameters whose norms are zero in this step, because others are measured."""
 
     def one(self, index: int, grad: Tensor) -> Tensor:
         """Return the norm of one whole gradient, as a tensor without dimensions."""
@@ -81,7 +77,6 @@ class PlainNorm:
     """The Euclidean norm."""
 
     norm_kind = "plain"
-    out_of_turn: Collection[int] = frozenset()
 
     def one(self, index: int, grad: Tensor) -> Tensor:
         # The common case, decided here: this runs once per parameter within backward.
@@ -149,7 +144,6 @@ class GradientHooks:
         self.sums_gradients = False  # whether the gradients of several passes belong together
         self.first_index = 0  # of the parameter whose gradient came first in the pass
         self.trainable: list[int] = []
-        self.out_of_turn: Collection[int] = frozenset()  # parameters that are not measured now
         self.measure_with(norms)
         self._paused = False
         # parameters whose gradient has come in several parts, ever
@@ -169,7 +163,6 @@ class GradientHooks:
         """
         self.remove()
         self._on_cpu = all(param.device.type == "cpu" for param in params)
-        self._zero: Norm = 0.0 if self._on_cpu else torch.zeros((), device=params[0].device)
         self._params = [unsharded.get(i, p) for i, p in enumerate(params)]
         self.trainable = [i for i, p in enumerate(self._params) if p.requires_grad]
         receive = partial(_on_gradient, weakref.ref(self))
@@ -231,7 +224,6 @@ class GradientHooks:
     def reset(self) -> None:
         """Drop what was measured: another pass begins."""
         self.norms, self.partial_sums, self.valid = {}, {}, True
-        self.out_of_turn = self._kind.out_of_turn
 
     def finish_pass(self) -> dict[int, Norm]:
         """Return the norms of the pass, those of summed gradients included."""
@@ -273,9 +265,6 @@ def _on_gradient(
     if task != hooks.passes.task:
         hooks.first_index = index
         hooks.passes.enter(task)
-    if index in hooks.out_of_turn and not hooks.sums_gradients:
-        hooks.norms[index] = hooks._zero  # it had a gradient
-        return
     if grad.requires_grad:  # with create_graph=True
         grad = grad.detach()
     if hooks.sums_gradients or index in hooks._repeated:

@@ -144,9 +144,8 @@ class MeanGradient:
         operations on small tensors cost the same whatever their size.
         """
         every = range(len(self._params)) if covered is None else covered
-        skipped = self._norms.out_of_turn
-        common = self._gradients_of([i for i in self._common_indices if i not in skipped])
-        own = self._gradients_of([i for i in self._own_indices if i not in skipped])
+        common = self._gradients_of(self._common_indices)
+        own = self._gradients_of(self._own_indices)
         compared = common or self._shortest_gradient()
         measured = {**compared, **own}
         mean_norms = self._norms.many(list(measured), list(measured.values()))

@@ -87,7 +87,8 @@ class NoiseScale:
         examples: True, or an `Examples`, to measure the gradients of single examples in the layers
             that allow it. Results are of those layers, and in samples even without `batch_size`,
             which then only says what `variance` is of (one sample by default).
-        measured: the share of the gradients that a step measures: see `AdaScale`. 1 by default.
+        measured: the share of each long gradient that a step measures, 1 by default: see
+            `AdaScale`.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
@@ -80,7 +80,6 @@ class PreconditionedNorm:
     outweigh all others when it gets one.
     """
 
-    out_of_turn: Collection[int] = frozenset()
     WARM_STEPS = 5
     REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU: computing it reads v
 

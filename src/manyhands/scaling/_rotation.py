@@ -1,17 +1,14 @@
-"""Which gradients a step measures, if it is to measure only one k-th of them (`measured=1/k`).
+"""Which elements of long gradients a step measures, if it is to measure one k-th (`measured=1/k`).
 
-A step has a *turn* from 0 to k - 1, and k steps in a row have all turns. In each turn
-
-    long tensor     a k-th of its elements: every k-th of some blocks, so that each turn has blocks
-                    from all over the tensor. A block of a weight is a few rows, or part of a row.
-    short tensors   every k-th of them, whole: a tensor has its turn. They are dealt by size, in
-                    each parameter group, so that turns are about equally long. The tensors of a
-                    group that has only a few are measured in every step.
+A step has a *turn* from 0 to k - 1, and k steps in a row have all turns. A long tensor is divided
+into blocks, and every k-th of them has the same turn, so that each turn has blocks from all over
+the tensor. A block of a weight is a few rows, or part of a row. Shorter tensors are measured whole:
+to read them costs little, and turns among whole tensors would be an error of the gain, because
+tensors differ so much (`docs/notes.md`).
 
 Squared norms of what has its turn are multiplied by k. So the squared norms of k turns, of the same
-gradients, have exactly the whole squared norm as their mean. All norms of a step are of one turn:
-on every rank, in every pass, and of the mean gradient. Signal and noise are then estimated without
-bias in every step, and what they lack is what other turns have.
+gradient, have exactly the whole squared norm as their mean. All norms of a step are of one turn:
+on every rank, in every pass, and of the mean gradient.
 
 The turn follows from a count of steps that is in the state dict. A rotation begins one turn later
 than the one before, lest a run that repeats itself every k steps sees some blocks in the same of
@@ -22,7 +19,7 @@ averages do not look back over two rotations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -65,13 +62,12 @@ def turn_of(step: int, k: int) -> int:
 
 
 class RotatingNorms:
-    """Norms of what has its turn, as `Norms`. Their squares are multiplied by k."""
+    """Norms of which those of long tensors are of what has its turn; their squares times k."""
 
     def __init__(
         self,
         norms: Norms,
         params: Sequence[Tensor],
-        group_of: Sequence[int],
         unsharded: dict[int, Tensor],
         k: int,
     ) -> None:
@@ -87,45 +83,25 @@ class RotatingNorms:
             for i, param in enumerate(params)
             if param.numel() >= LONG and _in_one_range(param)
         }
-        short = [i for i, p in enumerate(params) if i not in self._long and _in_one_range(p)]
-        sizes = {i: params[i].numel() for i in short}
-        self._turns = _deal(sizes, group_of, k)  # of short tensors; others are always measured
-        everyone = frozenset(self._turns)
-        self._others = [everyone - {i for i, t in self._turns.items() if t == n} for n in range(k)]
-        self.out_of_turn: Collection[int] = frozenset()
 
     def begin_step(self, step: int, memory: float) -> None:
         """Choose the turn of a step; the averages look back over about `memory` steps."""
         partly = step >= self.k and memory >= 2 * self.k
         self._turn = turn_of(step, self.k) if partly else None
-        self.out_of_turn = frozenset() if self._turn is None else self._others[self._turn]
 
     def one(self, index: int, grad: Tensor) -> Tensor:
-        if self._turn is None:
+        if self._turn is None or index not in self._long:
             return self._norms.one(index, grad)
-        if index in self._long:
-            order = self._order[index]
-            return self._part(index, 0, flatten(grad, order), partial(flatten, like=order))
-        if index in self.out_of_turn:
-            return torch.zeros((), device=grad.device)
-        norm = self._norms.one(index, grad)
-        return norm * self._root if index in self._turns else norm
+        order = self._order[index]
+        return self._part(index, 0, flatten(grad, order), partial(flatten, like=order))
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         if self._turn is None:
             return self._norms.many(indices, grads)
-        whole = [
-            (i, grad)
-            for i, grad in zip(indices, grads, strict=True)
-            if i not in self._long and i not in self.out_of_turn
-        ]
-        norms = self._norms.many([i for i, _ in whole], [grad for _, grad in whole])
-        measured = {
-            i: norm * self._root if i in self._turns else norm
-            for (i, _), norm in zip(whole, norms, strict=True)
-        }
+        whole = {i: g for i, g in zip(indices, grads, strict=True) if i not in self._long}
+        norms = iter(self._norms.many(list(whole), list(whole.values())))
         pairs = zip(indices, grads, strict=True)
-        return [measured[i] if i in measured else self.one(i, grad) for i, grad in pairs]
+        return [next(norms) if i in whole else self.one(i, grad) for i, grad in pairs]
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
         if self._turn is None:
@@ -137,10 +113,8 @@ class RotatingNorms:
     ) -> Tensor:
         if index in self._long:
             return self._part(index, start, grad.reshape(-1), take_slice)
-        if index in self.out_of_turn:
-            return torch.zeros((), device=grad.device)
         (norm,) = self._norms.slices([(index, grad, take_slice, start)])
-        return norm * self._root if index in self._turns else norm
+        return norm
 
     def _part(
         self, index: int, start: int, flat: Tensor, take_slice: Callable[[Tensor], Tensor]
@@ -208,23 +182,6 @@ def _blocks_in(
     rest = max(number * period, start)
     if turn == 0 and rest < min(stop, total):
         yield rest, 1, stop - rest
-
-
-def _deal(sizes: dict[int, int], group_of: Sequence[int], k: int) -> dict[int, int]:
-    """Return the turn of each short tensor, of the groups that have enough of them.
-
-    The longest come first; they are dealt forwards and backwards, so that nobody gets the longer
-    one every time.
-    """
-    turns: dict[int, int] = {}
-    for group in set(group_of):
-        members = sorted((i for i in sizes if group_of[i] == group), key=lambda i: (-sizes[i], i))
-        if len(members) < 2 * k:
-            continue
-        for position, index in enumerate(members):
-            there, place = divmod(position, k)
-            turns[index] = k - 1 - place if there % 2 else place
-    return turns
 
 
 def _in_one_range(param: Tensor) -> bool:

@@ -95,10 +95,10 @@ class ScalingRuleBase(ScaledOptimizer):
         var_floor: the smallest noise that an average can have, 1e-6 by default. Gradients whose
             squared norms are nearly as small seem to be pure noise: lower the floor for them, or
             multiply the loss.
-        measured: the share of the gradients that a step measures. 1, the default, measures all.
-            1/8 measures an eighth in each step, and all of them in eight: less work for an
-            estimate with a larger error. Only gradients that are compared with those of the
-            step before are always measured whole.
+        measured: the share of each long gradient that a step measures. 1, the default, measures
+            all of it. 1/8 measures an eighth in each step, and all of it in eight: less work,
+            for a small error. Tensors below 131,072 elements are measured whole, and so are
+            gradients that are compared with those of the step before.
         model: the model whose layers measure examples, and the module that `fully_shard` was
             called on. Without examples it is needed only after `gc.freeze()`.
         examples: True, or an `Examples`, to compare the gradients of single examples in the layers

@@ -173,8 +173,7 @@ class GradientTap:
         self.measured, k = measured, parse_measured(measured)
         self._rotation = None
         if k > 1:
-            parts = self.norms, self._params, self._group_of, self._unsharded
-            self._rotation = RotatingNorms(*parts, k)
+            self._rotation = RotatingNorms(self.norms, self._params, self._unsharded, k)
         norms = self._rotation or self.norms
         self.hooks.measure_with(norms)
         self._mean.measure_with(norms)
