@@ -21,7 +21,6 @@ from statistics import mean, stdev
 
 import numpy as np
 import torch
-from contenders import resnet20
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,14 +68,14 @@ def perceptron() -> nn.Module:
     )
 
 
-def pictures(batch: int, *shape: int) -> Draw:
+def pictures(batch: int) -> Draw:
     with np.load(DATA / "mnist.npz") as file:
         x, y = (torch.from_numpy(file[name]) for name in ("x_train", "y_train"))
     inputs, labels = x.float().div(255.0).sub(0.1307).div(0.3081), y.long()
 
     def draw(random: torch.Generator) -> tuple[Tensor, Tensor]:
         chosen = torch.randint(len(labels), (batch,), generator=random)
-        return inputs[chosen].view(batch, -1, *shape[1:]).expand(batch, *shape), labels[chosen]
+        return inputs[chosen].flatten(1), labels[chosen]
 
     return draw
 
@@ -106,8 +105,7 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("MNIST, MLP of 1.9 M", perceptron, lambda: pictures(16, 784), 0.01, 150),
-    Workload("MNIST, ResNet-20", resnet20, lambda: pictures(8, 3, 28, 28), 0.01, 60),
+    Workload("MNIST, MLP of 1.9 M", perceptron, lambda: pictures(16), 0.01, 150),
     Workload("Shakespeare, transformer", Characters, lambda: text(4, 32), 0.02, 100),
     Workload("Shakespeare, table of pairs", rows, lambda: text(4, 32, pairs=True), 0.2, 150),
 )
