@@ -64,6 +64,10 @@ class DimRange:
         """Return a view of this range of the whole tensor."""
         return whole.narrow(self.dim, self.start, self.length)
 
+    def flat_start(self, whole: Tensor) -> int:
+        """Return where the range begins in the flat tensor, if it is cut in its first dimension."""
+        return self.start * (whole.numel() // whole.size(0)) if self.start and not self.dim else 0
+
 
 @dataclass(frozen=True)
 class DTensorShards:

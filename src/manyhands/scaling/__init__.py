@@ -4,6 +4,7 @@ In the order in which a gradient meets them:
 
 _hooks.py           hooks where autograd adds to `param.grad`: |g| of each parameter in one pass
 _preconditioned.py  the other kind of norm: of a gradient as Adam or RMSprop divides it
+_rotation.py        which part of long gradients a step measures, if not all (`measured=1/8`)
 _fsdp_params.py     under `fully_shard`: the tensors that autograd computes on
 _examples.py        hooks on layers: the gradient norms of single examples in one pass
 _example_squares.py the same as arithmetic: from a layer's inputs and output gradients

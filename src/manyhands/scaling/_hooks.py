@@ -31,21 +31,17 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.flat import SHORT, norm
+from manyhands._core.flat import SHORT, norm, norm_of_rows
 from manyhands._core.sharded import ShardedGradient, is_dtensor, local_shard
 from manyhands.scaling._step_stats import Norm
 
-# (parameter index, the elements of its gradient that this rank holds, a function that takes the
-# same elements out of any tensor of the parameter's shape)
-GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
+# (parameter index, elements of its gradient that this rank holds, a function that takes the same
+# elements out of any tensor of the parameter's shape, where they begin in the flat parameter)
+GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor], int]
 
 
-class NormKind(Protocol):
+class Norms(Protocol):
     """Norms of gradients; an index says which parameter a gradient belongs to."""
-
-    @property
-    def norm_kind(self) -> str:
-        """Which gradients the norms are of at present: "plain" or "preconditioned"."""
 
     def one(self, index: int, grad: Tensor) -> Tensor:
         """Return the norm of one whole gradient, as a tensor without dimensions."""
@@ -55,6 +51,14 @@ class NormKind(Protocol):
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
         """Return the norm of each slice."""
+
+
+class NormKind(Norms, Protocol):
+    """Norms that may depend on the optimizer."""
+
+    @property
+    def norm_kind(self) -> str:
+        """Which gradients the norms are of at present: "plain" or "preconditioned"."""
 
     def optimizer_stepped(self) -> None:
         """React to a step that has changed the optimizer's state. Called on every rank."""
@@ -92,7 +96,13 @@ class PlainNorm:
         return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
-        return self.many([], [elements for _, elements, _ in slices])
+        rows = [_are_rows(elements) for _, elements, *_ in slices]
+        whole = [elements for (_, elements, *_), are in zip(slices, rows, strict=True) if not are]
+        norms = iter(self.many([], whole))
+        return [
+            norm_of_rows(elements) if are else next(norms)
+            for (_, elements, *_), are in zip(slices, rows, strict=True)
+        ]
 
     # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
 
@@ -112,6 +122,11 @@ class PlainNorm:
         pass
 
 
+def _are_rows(elements: Tensor) -> bool:
+    """Return whether these are rows with gaps between them (`_rotation.py`)."""
+    return elements.dim() == 2 and elements.stride(1) == 1 and not elements.is_contiguous()
+
+
 def _is_simple(grad: Tensor) -> bool:
     """Return whether one call of torch's, and no more, gives an exact norm."""
     return (
@@ -127,7 +142,7 @@ class GradientHooks:
     Every hook calls `passes`, which finds out when a backward pass begins and ends.
     """
 
-    def __init__(self, norms: NormKind, passes: BackwardPasses) -> None:
+    def __init__(self, norms: Norms, passes: BackwardPasses) -> None:
         self.passes = passes
         self.norms: dict[int, Norm] = {}
         self.partial_sums: dict[int, Tensor] = {}
@@ -135,12 +150,16 @@ class GradientHooks:
         self.sums_gradients = False  # whether the gradients of several passes belong together
         self.first_index = 0  # of the parameter whose gradient came first in the pass
         self.trainable: list[int] = []
-        self._kind = norms
-        self._norm_of = norms.one
+        self.measure_with(norms)
         self._paused = False
         # parameters whose gradient has come in several parts, ever
         self._repeated: set[int] = set()
         self._handles: list[tuple[RemovableHandle, Node]] = []
+
+    def measure_with(self, norms: Norms) -> None:
+        """Take these norms from now on."""
+        self._kind = norms
+        self._norm_of = norms.one
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
         """Measure the gradients of these parameters, and no others.

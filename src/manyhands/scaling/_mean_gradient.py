@@ -30,7 +30,7 @@ from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup, widest_float
 from manyhands._core.sharded import DTensorShards, ShardedGradient, is_dtensor, local_shard
 from manyhands._core.wrappers import ParamGroup
-from manyhands.scaling._hooks import GradientSlice, NormKind
+from manyhands.scaling._hooks import GradientSlice, NormKind, Norms
 from manyhands.scaling._step_stats import LocalNumbers, Norm, Numbers, StepFacts, to_tensor
 
 SHORT = 4_096  # elements of a parameter that every rank measures
@@ -47,7 +47,7 @@ class MeanGradient:
         self,
         param_groups: Sequence[ParamGroup],
         ranks: RankGroup,
-        norms: NormKind,
+        norms: Norms,
         previous: PreviousGradient,
         *,
         compare_at_scale_1: bool,
@@ -67,6 +67,10 @@ class MeanGradient:
         self._common_indices, self._own_indices = _assign_params(self._params, ranks)
         # group indices on the device, by their values: copying them there every step would cost
         self._group_tensors: dict[tuple[int, ...], Tensor] = {}
+
+    def measure_with(self, norms: Norms) -> None:
+        """Take these norms from now on."""
+        self._norms = norms
 
     def squares_per_group(self, norms: Mapping[int, Norm]) -> Tensor:
         """Return the sum of squared norms per parameter group, in the widest float there is."""
@@ -181,7 +185,7 @@ class MeanGradient:
     def _sharded_slices(self) -> list[GradientSlice]:
         """Return the slices of sharded gradients that this rank holds."""
         slices: list[GradientSlice] = [
-            (i, piece, partial(_flat_slice, start, piece.numel()))
+            (i, piece, partial(_flat_slice, start, piece.numel()), start)
             for i, param in enumerate(self._params)
             if isinstance(grad := param.grad, ShardedGradient)
             for piece, start in zip(grad.slices, grad.starts, strict=True)
@@ -190,7 +194,8 @@ class MeanGradient:
             grad = self._params[i].grad
             # under HSDP several ranks hold the same slice, and one of them counts it
             if grad is not None and share.first_replica and share.own.length:
-                slices.append((i, local_shard(grad), share.own.narrow))
+                start = share.own.flat_start(self._params[i])
+                slices.append((i, local_shard(grad), share.own.narrow, start))
         return slices
 
     def _shortest_gradient(self) -> dict[int, Tensor]:

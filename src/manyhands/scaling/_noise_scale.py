@@ -24,8 +24,8 @@ from manyhands._core.ranks import rank_group_of
 from manyhands._core.wrappers import LossScale, LossScaler
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
-from manyhands.scaling._mean_gradient import parse_previous
 from manyhands.scaling._noise import NoiseMoments, estimate
+from manyhands.scaling._rotation import parse_measured
 from manyhands.scaling._settings import (
     Batch,
     Examples,
@@ -87,6 +87,8 @@ class NoiseScale:
         examples: True, or an `Examples`, to measure the gradients of single examples in the layers
             that allow it. Results are of those layers, and in samples even without `batch_size`,
             which then only says what `variance` is of (one sample by default).
+        measured: the share of each long gradient that a step measures, 1 by default: see
+            `AdaScale`.
     """
 
     def __init__(
@@ -101,10 +103,12 @@ class NoiseScale:
         grad_scaler: LossScaler | None = None,
         model: nn.Module | None = None,
         examples: bool | Examples = False,
+        measured: float | None = None,
     ) -> None:
         self._options: Options = {
             "batch_size": Option(None, batch_size, check=_check_batch_size),
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
+            "measured": Option(1.0, measured, check=parse_measured),
         }
         passes = parse_passes(num_gradients_to_accumulate)
         optimizer = parameters if isinstance(parameters, Optimizer) else None
@@ -122,8 +126,22 @@ class NoiseScale:
         self._warned = False
         self._stop_watching: Callable[[], object] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
-        claims = {"num_gradients_to_accumulate": passes, "number of parameters": len(params)}
+        claims: dict[str, float] = {
+            "num_gradients_to_accumulate": passes,
+            "number of parameters": len(params),
+        }
         chosen = parse_examples(examples, model)
+        share = self._options["measured"].number
+        if chosen is not None and share < 1.0:
+            raise ValueError(
+                "measured= below 1 does not work with examples=, which measures whole layers. "
+                "Leave one of them out."
+            )
+        claims = {
+            "num_gradients_to_accumulate": passes,
+            "number of parameters": len(params),
+            "measured": share,
+        }
         facts = {**claims, "parameters": describe_tensors(params), "examples": str(chosen)}
         agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
         self._optimizer = optimizer
@@ -133,11 +151,17 @@ class NoiseScale:
             groups,
             ranks.with_own_group(params[0].device),
             PlainNorm(),
-            Batch(ranks.size, passes, loss_is_divided=is_scaled_loss),
+            Batch(
+                ranks.size,
+                passes,
+                smoothing=self._options["smoothing"].number,
+                loss_is_divided=is_scaled_loss,
+            ),
             LossScale(grad_scaler),
             on_last_pass=lambda: owner._complete_step(),
             model=model,
             examples=chosen,
+            measured=share,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
             hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
@@ -185,6 +209,7 @@ class NoiseScale:
             return
         stats = tap.complete()
         if self._optimizer is None:  # then a step is assumed to follow
+            tap.count_step()
             if tap.step.problem is not None:
                 self._leave_out_step(tap.step.problem)
             else:
@@ -336,7 +361,7 @@ class NoiseScale:
             **({"examples": True} if self._of_examples else {}),
             "steps": self._steps,
             "nonfinite": self._nonfinite,
-            "previous": self._tap.previous.to_state(),
+            **{k: v for k, v in self._tap.to_state().items() if k != "norms"},  # plain: no state
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -358,15 +383,16 @@ class NoiseScale:
             consecutive = bool(state_dict["consecutive"])
             of_examples = bool(state_dict.get("examples", False))
             steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
-            previous = parse_previous(state_dict["previous"], self._params)
+            tap = self._tap.parse_state({"norms": [], **state_dict})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state dict is damaged: {error!r}.") from error
         saved = options["batch_size"].recorded or (1.0 if of_examples else None)
         if saved is not None:
             moments = moments.rescale((options["batch_size"].value or 1.0) / saved)
-        self._tap.clear()
+        self._tap.measure_share(options["measured"].number)
+        self._tap.batch.smoothing = options["smoothing"].number
+        self._tap.load_state(tap)
         self._in_flight = None
-        self._tap.previous.load_state(previous, self._params)
         self._options, self._moments, self._consecutive = options, moments, consecutive
         self._of_examples = of_examples
         self._steps, self._nonfinite = steps, nonfinite

@@ -181,6 +181,11 @@ class ScaledOptimizer(OptimizerWrapper):
                 "examples= can measure plain gradients only. Leave examples= out, or use a rule "
                 "that measures plain gradients, such as SqrtScale."
             )
+        if examples is not None and self._options["measured"].number < 1.0:
+            raise ValueError(
+                "measured= below 1 does not work with examples=, which measures whole layers. "
+                "Leave one of them out."
+            )
         group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
         params = [param for g in optimizer.param_groups for param in g["params"]]
         self._ranks = rank_group_of(params, group, self._world_size)
@@ -214,6 +219,7 @@ class ScaledOptimizer(OptimizerWrapper):
             compare_at_scale_1=self._batch.counts_passes,
             model=self._model,
             examples=parse_examples(self._examples, self._model),
+            measured=self._options["measured"].number,
         )
         self._noise_tracker = NoiseTracker(tap, average, self._options, delayed=self._delayed)
         self._binding = Binding(self._inner_optimizer)

@@ -177,7 +177,7 @@ class PreconditionedNorm:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
-        return [self.one(*gradient_slice) for gradient_slice in slices]
+        return [self.one(index, grad, take_slice) for index, grad, take_slice, _ in slices]
 
     def one(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] | None = None

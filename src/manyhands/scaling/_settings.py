@@ -94,6 +94,7 @@ class RuleOptions(TypedDict, total=False):
     delayed: bool
     floor_each_step: bool | None
     var_floor: float | None
+    measured: float | None
     model: nn.Module | None
     examples: bool | Examples
 

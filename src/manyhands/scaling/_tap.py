@@ -12,6 +12,8 @@ Tensors held, and when
     step.stats       the finished numbers, from the step's last pass until `clear`
     previous.grads   the gradient of the last step, if consecutive ones are compared
 
+With `measured` below 1, each step measures another part of the gradients (`_rotation.py`).
+
 The tap counts passes, takes no decisions, and knows nobody who asks. Whoever holds it is called
 once, after the step's last pass, and calls `complete`, which returns the `StepStats`.
 """
@@ -38,6 +40,7 @@ from manyhands.scaling._examples import ExampleNorms
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
 from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
+from manyhands.scaling._rotation import RotatingNorms, parse_measured
 from manyhands.scaling._settings import Batch, Examples
 from manyhands.scaling._step_stats import (
     NO_BACKWARD,
@@ -94,6 +97,7 @@ class TapState:
 
     previous: list[Tensor | None]  # the last step's gradient, by parameter
     norms: list[list[float]]  # of the norm kind: see `NormKind.to_state`
+    rotated: int = 0  # steps: see `_rotation.py`
 
 
 class GradientTap:
@@ -119,6 +123,7 @@ class GradientTap:
         compare_at_scale_1: bool = True,
         model: nn.Module | None = None,
         examples: Examples | None = None,
+        measured: float = 1.0,
     ) -> None:
         self.ranks = ranks
         self.norms = norms
@@ -134,6 +139,9 @@ class GradientTap:
         self._model = model
         self._examples_option = examples
         self.examples: ExampleNorms | None = None
+        self.measured = measured  # the share of the gradients that a step measures
+        self.rotated = 0  # steps, if that share is not all
+        self._rotation: RotatingNorms | None = None
         self._compared_examples = False  # whether any pass had several
         # Weak, so that there is no cycle: dropping the optimizer then drops the hooks at once.
         tap = weakref.proxy(self)
@@ -157,7 +165,25 @@ class GradientTap:
         self._unsharded = unsharded_parameters(self._params, self._model)
         self.hooks.attach(self._params, self._unsharded)
         self._measure_examples(param_groups)
+        self.measure_share(self.measured)
         self.clear()
+
+    def measure_share(self, measured: float) -> None:
+        """Measure this share of the gradients in each step from now on (`_rotation.py`)."""
+        self.measured, k = measured, parse_measured(measured)
+        self._rotation = None
+        if k > 1:
+            self._rotation = RotatingNorms(self.norms, self._params, self._unsharded, k)
+        norms = self._rotation or self.norms
+        self.hooks.measure_with(norms)
+        self._mean.measure_with(norms)
+
+    def _begin_step(self) -> None:
+        """Choose what this step measures: the same on every rank, also on one without a pass."""
+        if self._rotation is not None:
+            batch = self.batch
+            smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
+            self._rotation.begin_step(self.rotated, 1.0 / (1.0 - smoothing))
 
     def _measure_examples(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Measure the gradients of single examples, if that was asked for."""
@@ -206,8 +232,13 @@ class GradientTap:
         if self.previous.candidates:
             self.previous.remember()
         last_gradient = self.step.last_gradient
+        self.count_step()
         self.clear()
         self._gradient_at_step = last_gradient
+
+    def count_step(self) -> None:
+        """Count a step that was measured; the next one has another turn."""
+        self.rotated += self._rotation is not None
 
     def _start_over(self) -> None:
         if self.previous.candidates:
@@ -252,6 +283,8 @@ class GradientTap:
         # Now, and not after the pass: DDP's collectives are part of it, and in them the other
         # ranks may be waiting for a pass that this rank will not run.
         self.exchange.check_announcements(patience=0.0 if self.step.passes else PATIENCE)
+        if self.step.passes == 0:
+            self._begin_step()
         self.hooks.reset()
         if self.step.divided_by > 1:  # what looked like the last pass was not: undo the division
             self.multiply_gradients(self.step.divided_by)
@@ -376,6 +409,8 @@ class GradientTap:
         step, batch = self.step, self.batch
         passes = step.passes if batch.counts_passes else batch.passes
         by_user = batch.passes_divided_by_user
+        if step.passes == 0:
+            self._begin_step()
         if self._unsharded:
             problem = find_unaveraged_gradients(self._params, self._unsharded, self.hooks.norms)
             step.problem = problem or step.problem
@@ -384,7 +419,7 @@ class GradientTap:
             passes_seen=step.passes,
             scale=batch.scale_for(passes),
             loss_scale=self.loss_scale.in_backward(),
-            checksum=checksum,
+            checksum=checksum + self.rotated,
             report=report,
             small_batch_divided_by=passes if by_user else 1,
             mean_multiplied_by=1 if by_user else max(passes, 1),
@@ -482,15 +517,19 @@ class GradientTap:
 
     def to_state(self) -> dict[str, object]:
         """Return the tap's part of a state dict."""
-        return {"previous": self.previous.to_state(), "norms": self.norms.to_state()}
+        rotated = {} if self._rotation is None else {"rotated": self.rotated}
+        parts = {"previous": self.previous.to_state(), "norms": self.norms.to_state()}
+        return {**parts, **rotated}
 
     def parse_state(self, entry: Mapping[str, Any]) -> TapState:
         """Return the tap's part of a state dict, or raise; nothing is changed."""
         norms = [[float(number) for number in numbers] for numbers in entry["norms"]]
-        return TapState(parse_previous(entry["previous"], self._params), norms)
+        previous = parse_previous(entry["previous"], self._params)
+        return TapState(previous, norms, int(entry.get("rotated", 0)))
 
     def load_state(self, state: TapState) -> None:
         """Continue from a parsed state; measurements under way are dropped."""
         self.clear()
+        self.rotated = state.rotated
         self.norms.load_state(state.norms)
         self.previous.load_state(state.previous, self._params)
