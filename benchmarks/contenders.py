@@ -83,13 +83,13 @@ def our_adascale(model: nn.Module) -> Trained:
     return DistributedDataParallel(model), mh.AdaScale(sgd(model))
 
 
-def our_part_adascale(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), mh.AdaScale(sgd(model), measured=1 / 8)
+def our_exact_adascale(model: nn.Module) -> Trained:
+    return DistributedDataParallel(model), mh.AdaScale(sgd(model), measured=1)
 
 
 def our_ramp(model: nn.Module) -> Trained:
     """A `Ramp` that measures and decides, and has nowhere to go: the batch is the largest."""
-    ddp, rule = our_adascale(model)
+    ddp, rule = our_exact_adascale(model)
     mh.Ramp(rule, max_scale=rule.scale)  # the rule holds it
     return ddp, rule
 
@@ -115,8 +115,8 @@ def our_adamscale(model: nn.Module) -> Trained:
     return DistributedDataParallel(model), mh.AdamScale(adamw(model))
 
 
-def our_part_adamscale(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), mh.AdamScale(adamw(model), measured=1 / 8)
+def our_exact_adamscale(model: nn.Module) -> Trained:
+    return DistributedDataParallel(model), mh.AdamScale(adamw(model), measured=1)
 
 
 def adaptdl_adamscale(model: nn.Module) -> Trained:
@@ -162,13 +162,14 @@ class Workload:
 
 BARE_SGD, BARE_ADAMW = "DDP + SGD", "DDP + AdamW(fused)"
 OURS = "manyhands AdaScale"
+EXACT = f"{OURS}, measured=1"
 ADASCALE = (
     Variant(BARE_SGD, bare_sgd, BARE_SGD),
     Variant("DDP + SGD again (A/A)", bare_sgd, BARE_SGD),
     Variant(OURS, our_adascale, BARE_SGD),
-    Variant(f"{OURS}, measured=1/8", our_part_adascale, BARE_SGD),
-    Variant(f"{OURS} and Ramp", our_ramp, BARE_SGD),
-    Variant(f"{OURS} and Ramp, over AdaScale", our_ramp, OURS),
+    Variant(EXACT, our_exact_adascale, BARE_SGD),
+    Variant(f"{EXACT}, and Ramp", our_ramp, BARE_SGD),
+    Variant(f"{EXACT}, and Ramp, over AdaScale", our_ramp, EXACT),
     Variant("fairscale AdaScale", fairscale_adascale, BARE_SGD, "fairscale"),
     Variant("adaptdl AdaScale", adaptdl_adascale, BARE_SGD, "adaptdl"),
 )
@@ -176,7 +177,7 @@ ADAMSCALE = (
     Variant(BARE_ADAMW, bare_adamw, BARE_ADAMW),
     Variant("DDP + AdamW(fused) again (A/A)", bare_adamw, BARE_ADAMW),
     Variant("manyhands AdamScale", our_adamscale, BARE_ADAMW),
-    Variant("manyhands AdamScale, measured=1/8", our_part_adamscale, BARE_ADAMW),
+    Variant("manyhands AdamScale, measured=1", our_exact_adamscale, BARE_ADAMW),
     Variant("adaptdl AdamScale", adaptdl_adamscale, BARE_ADAMW, "adaptdl"),
 )
 WORKLOADS = {

@@ -80,14 +80,20 @@ def pictures(batch: int) -> Draw:
     return draw
 
 
-def text(batch: int, length: int, *, pairs: bool = False) -> Draw:
+def text(batch: int, length: int, *, pairs: bool = False, by_frequency: bool = False) -> Draw:
+    """Return what draws text; frequent pairs have small numbers if `by_frequency`."""
     raw = lzma.decompress((DATA / "tinyshakespeare.txt.xz").read_bytes())
     characters = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy()).long()
+
+    number = torch.arange(128 * 128)
+    if by_frequency:  # as the tokens of a vocabulary that was learnt from text
+        counts = torch.bincount(characters[1:] + 128 * characters[:-1], minlength=128 * 128)
+        number[counts.argsort(descending=True, stable=True)] = torch.arange(128 * 128)
 
     def draw(random: torch.Generator) -> tuple[Tensor, Tensor]:
         starts = torch.randint(1, len(characters) - length - 1, (batch, 1), generator=random)
         at = starts + torch.arange(length)
-        inputs = characters[at] + 128 * characters[at - 1] if pairs else characters[at]
+        inputs = number[characters[at] + 128 * characters[at - 1]] if pairs else characters[at]
         return inputs, characters[at + 1].flatten()
 
     return draw
@@ -108,6 +114,13 @@ WORKLOADS = (
     Workload("MNIST, MLP of 1.9 M", perceptron, lambda: pictures(16), 0.01, 150),
     Workload("Shakespeare, transformer", Characters, lambda: text(4, 32), 0.02, 100),
     Workload("Shakespeare, table of pairs", rows, lambda: text(4, 32, pairs=True), 0.2, 150),
+    Workload(
+        "the same, by frequency",
+        rows,
+        lambda: text(4, 32, pairs=True, by_frequency=True),
+        0.2,
+        150,
+    ),
 )
 
 
@@ -119,6 +132,7 @@ def gains(workload: Workload, scale: int, seed: int, steps: int) -> list[list[fl
     optimizer = mh.AdaScale(
         torch.optim.SGD(model.parameters(), lr=workload.lr, momentum=0.9),
         num_gradients_to_accumulate=scale,
+        measured=1,
     )
     watchers = [
         mh.NoiseScale(

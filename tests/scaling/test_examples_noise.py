@@ -447,7 +447,7 @@ def test_a_ramp_knows_the_noise_of_one_pass():
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     rule = mh.AdaScale(inner, model=model, examples=True, smoothing=0.9)
-    ramp = mh.Ramp(rule, max_scale=8, every=100)
+    ramp = mh.Ramp(rule, max_scale=8, goal=None)
     for x, y in micro_batches([12] * 20):
         F.mse_loss(model(x), y).backward()
         rule.step()

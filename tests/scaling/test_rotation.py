@@ -20,7 +20,7 @@ from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.scaling_oracle import trained_as_under_ddp
 from manyhands._core.ranks import RankGroup
 from manyhands.errors import RanksDisagree
-from manyhands.scaling import _hooks, _rotation
+from manyhands.scaling import _hooks, _noise_scale, _rotation, _rule_base
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rotation import RotatingNorms, turn_of
@@ -31,7 +31,9 @@ MEMORY = 1000.0
 
 @pytest.fixture
 def short(monkeypatch):
-    """Tensors of a few hundred elements are long, so that small models are measured in part."""
+    """Tensors of a few hundred elements are long, and measured whole unless a test says not to."""
+    for module in (_rule_base, _noise_scale):
+        monkeypatch.setattr(module, "default_share", lambda examples: 1.0)
     monkeypatch.setattr(_rotation, "LONG", 200)
     monkeypatch.setattr(_rotation, "BLOCK", 5)
     monkeypatch.setattr(_rotation, "LEAST_BLOCKS", 3)
@@ -380,3 +382,11 @@ def test_a_damaged_share_is_found_when_a_state_is_loaded():
     state["manyhands"]["options"]["measured"] = 0.3
     with pytest.raises(ValueError, match="damaged"):
         optimizer.load_state_dict(state)
+
+
+def test_an_eighth_is_measured_by_default_but_for_examples():
+    model = make_model()
+    assert mh.AdaScale(SGD(model.parameters(), lr=0.1))._options["measured"].number == 1 / 8
+    assert mh.NoiseScale(model.parameters())._options["measured"].number == 1 / 8
+    rule = mh.AdaScale(SGD(model.parameters(), lr=0.1), model=model, examples=True)
+    assert rule._options["measured"].number == 1

@@ -25,7 +25,7 @@ from manyhands._core.wrappers import LossScale, LossScaler
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
-from manyhands.scaling._rotation import parse_measured
+from manyhands.scaling._rotation import default_share, parse_measured
 from manyhands.scaling._settings import (
     Batch,
     Examples,
@@ -87,7 +87,7 @@ class NoiseScale:
         examples: True, or an `Examples`, to measure the gradients of single examples in the layers
             that allow it. Results are of those layers, and in samples even without `batch_size`,
             which then only says what `variance` is of (one sample by default).
-        measured: the share of each long gradient that a step measures, 1 by default: see
+        measured: the share of each long gradient that a step measures, 1/8 by default: see
             `AdaScale`.
     """
 
@@ -108,7 +108,7 @@ class NoiseScale:
         self._options: Options = {
             "batch_size": Option(None, batch_size, check=_check_batch_size),
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
-            "measured": Option(1.0, measured, check=parse_measured),
+            "measured": Option(default_share(examples), measured, check=parse_measured),
         }
         passes = parse_passes(num_gradients_to_accumulate)
         optimizer = parameters if isinstance(parameters, Optimizer) else None
@@ -126,10 +126,6 @@ class NoiseScale:
         self._warned = False
         self._stop_watching: Callable[[], object] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
-        claims: dict[str, float] = {
-            "num_gradients_to_accumulate": passes,
-            "number of parameters": len(params),
-        }
         chosen = parse_examples(examples, model)
         share = self._options["measured"].number
         if chosen is not None and share < 1.0:
@@ -137,7 +133,7 @@ class NoiseScale:
                 "measured= below 1 does not work with examples=, which measures whole layers. "
                 "Leave one of them out."
             )
-        claims = {
+        claims: dict[str, float] = {
             "num_gradients_to_accumulate": passes,
             "number of parameters": len(params),
             "measured": share,

@@ -26,7 +26,7 @@ from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import VAR_FLOOR
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState, check_progress
 from manyhands.scaling._optimizer import ScaledOptimizer
-from manyhands.scaling._rotation import parse_measured
+from manyhands.scaling._rotation import default_share, parse_measured
 from manyhands.scaling._settings import (
     Batch,
     Examples,
@@ -95,10 +95,11 @@ class ScalingRuleBase(ScaledOptimizer):
         var_floor: the smallest noise that an average can have, 1e-6 by default. Gradients whose
             squared norms are nearly as small seem to be pure noise: lower the floor for them, or
             multiply the loss.
-        measured: the share of each long gradient that a step measures. 1, the default, measures
-            all of it. 1/8 measures an eighth in each step, and all of it in eight: less work,
-            for a small error. Tensors below 131,072 elements are measured whole, and so are
-            gradients that are compared with those of the step before.
+        measured: the share of each long gradient that a step measures. 1/8, the default,
+            measures an eighth in each step, and all of it in eight: less work, for a small
+            error. 1 measures all of it, as is done with `examples`. Tensors below 131,072
+            elements are measured whole, and so are gradients that are compared with those of the
+            step before.
         model: the model whose layers measure examples, and the module that `fully_shard` was
             called on. Without examples it is needed only after `gc.freeze()`.
         examples: True, or an `Examples`, to compare the gradients of single examples in the layers
@@ -129,7 +130,7 @@ class ScalingRuleBase(ScaledOptimizer):
             "debias_ewma": Option(True, debias_ewma, check=bool),
             "floor_each_step": Option(False, floor_each_step, check=bool),
             "var_floor": Option(VAR_FLOOR, var_floor, check=check_var_floor),
-            "measured": Option(1.0, measured, check=parse_measured),
+            "measured": Option(default_share(examples), measured, check=parse_measured),
             **self._extra_options(),
         }
         passes = parse_passes(num_gradients_to_accumulate)
