@@ -103,7 +103,7 @@ def test_fewest_steps_is_the_largest_batch():
 
 
 def test_another_number_of_passes_is_tried_while_the_noise_is_unknown():
-    assert decide(1, None, StepTime(4.0, 1.0), 1.0, Limits(most=64)).passes == 3
+    assert decide(1, None, StepTime(4.0, 1.0), 1.0, Limits(most=64)).passes == 2
     assert decide(1, None, StepTime(4.0, 1.0), 1.0, Limits(most=1)).reason == "stay"
 
 

@@ -80,6 +80,11 @@ class Noise:
 
     sqr: float
     var: float
+    error: float = 0.0  # the standard error of `sqr`, in units of `var`
+
+    def shifted(self, errors: float) -> Noise:
+        """Return it with `sqr` so many standard errors higher."""
+        return Noise(max(self.sqr + errors * self.error * self.var, 0.0), self.var)
 
 
 def efficiency(noise: Noise, scale: float) -> float:
@@ -183,26 +188,28 @@ def decide(
     passes_here = min(passes, limits.most)
     if limits.goal is None:
         return Decision(passes_here, "stay", passes_here)
-    if limits.goal == "steps":
+    if limits.goal == "steps" or limits.most == 1:
         target = limits.most
-    elif limits.most == 1:
-        target = 1
     elif noise is None:
-        other = _neighbour(passes_here, limits.most)
+        # One pass more, because a single gradient on a single worker says nothing of the noise.
+        other = passes_here + 1 if passes_here < limits.most else passes_here - 1
         return Decision(other, "explore", other)
-    elif limits.goal == "samples" and limits.efficiency is not None:
-        target = most_efficient_passes(noise, limits.efficiency, scale_per_pass, limits.most)
     elif limits.goal == "time" and time is None:
         # Stay until there are enough times of this number, and then try another one.
         other = _neighbour(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
-        if limits.goal == "samples" or time is None:
-            time = StepTime(PRICE_OF_A_STEP, scale_per_pass)
-        target = fastest_passes(noise, time, scale_per_pass, limits.most)
-        now, best = (goodput(noise, time, scale_per_pass, p) for p in (passes_here, target))
-        if best < now * (1.0 + limits.margin):
-            return Decision(passes_here, "stay", target)
+        # Grow if the noise that is surely there asks for it; shrink if the most there may be does.
+        used = noise.shifted(+1.0)
+        target = _best(used, time, scale_per_pass, limits)
+        if target < passes_here:
+            used = noise.shifted(-1.0)
+            target = min(_best(used, time, scale_per_pass, limits), passes_here)
+        price = _price(time, scale_per_pass, limits)
+        if price is not None:
+            now, best = (goodput(used, price, scale_per_pass, p) for p in (passes_here, target))
+            if best < now * (1.0 + limits.margin):
+                return Decision(passes_here, "stay", target)
     if target > passes_here:
         # at least one pass more: a factor of 1.5 does not change a single pass
         reachable = max(passes_here + 1, math.floor(passes_here * limits.growth))
@@ -211,6 +218,22 @@ def decide(
         reachable = min(passes_here - 1, math.ceil(passes_here / limits.growth))
         return Decision(max(target, reachable), "shrink", target)
     return Decision(passes_here, "stay", target)
+
+
+def _best(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
+    """Return the best number of passes for this noise."""
+    price = _price(time, scale_per_pass, limits)
+    if price is not None:
+        return fastest_passes(noise, price, scale_per_pass, limits.most)
+    assert limits.efficiency is not None
+    return most_efficient_passes(noise, limits.efficiency, scale_per_pass, limits.most)
+
+
+def _price(time: StepTime | None, scale_per_pass: float, limits: Limits) -> StepTime | None:
+    """Return what a step costs, in seconds or in samples; None with a stated efficiency."""
+    if limits.goal == "time":
+        return time
+    return None if limits.efficiency is not None else StepTime(PRICE_OF_A_STEP, scale_per_pass)
 
 
 def _neighbour(passes: int, most: int) -> int:

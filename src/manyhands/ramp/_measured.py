@@ -21,8 +21,9 @@ variance sum of w_k^2 times theirs. Relative to var^2 it needs only n and the we
 lags behind a noise that grows. `memory_for` returns the one whose error is half of sqr: with
 n gradients a step, M small batches have an error of sqrt(2 / (n M)) var.
 
-`Ramp` decides with sqr + error var, one standard error above the average. Else a run would take
-its first luck, an estimate near zero, for pure noise, and jump to the largest batch.
+`Ramp` grows the batch only if sqr + error var, one standard error above the average, asks for it.
+Else a run would take its first luck, an estimate near zero, for pure noise, and jump to the largest
+batch. It shrinks the batch if the average itself asks for it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from manyhands.scaling._weighted_mean import WeightedMean
 Batch = TypeVar("Batch")
 
 GOALS = ("time", "samples", "steps", None)
-NOISE_LASTS = 60  # steps: after that many without a new measurement the noise is unknown
+NOISE_LASTS = 60  # steps: after that many without a new measurement the noise is forgotten
 SKIPPED = 2  # steps at the beginning whose times do not count: they compile, allocate, connect
 
 
@@ -359,10 +359,12 @@ class Ramp:
     def _decide(self) -> None:
         """Choose the units of the next steps."""
         fit = self._times.fit()
+        if self._unmeasured > NOISE_LASTS:
+            self._forget_noise()
         self._set_memory()
         self._decision = decide(
             self._units,
-            self._noise() if self._unmeasured <= NOISE_LASTS else None,
+            self._noise(),
             fit,
             self._scale_per_unit,
             replace(self._limits, most=self._most),
@@ -372,6 +374,13 @@ class Ramp:
         if self._decay is not None:
             self._decision = self._decay.hold(self._decision, self._most)
         self._units = self._decision.passes
+
+    def _forget_noise(self) -> None:
+        """Let the averages begin anew: a few new steps would be lost among old ones."""
+        tracker = self.optimizer._tracker
+        if tracker.average.measured:
+            tracker.average = self._average = tracker.average.begun_anew()
+            self._evidence = Evidence()
 
     def _set_memory(self) -> None:
         """Let the averages look back no further than they have to: see `memory_for`."""
@@ -401,9 +410,7 @@ class Ramp:
         average = self.optimizer._tracker.average
         if not average.measured:
             return None
-        # One standard error above the average: see `_measured.py`.
-        var = average.var_of()
-        return Noise(average.sqr_of() + self._evidence.error * var, var)
+        return Noise(average.sqr_of(), average.var_of(), self._evidence.error)
 
     # -- seeing, saving ------------------------------------------------------------------------
 

@@ -251,11 +251,11 @@ class NoiseAverage:
         kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
         restart = kind_changed or (self.consecutive and not sums.consecutive)
-        sqr, var = (type(self.sqr)(), type(self.var)()) if restart else (self.sqr, self.var)
+        old = self.begun_anew() if restart else self
         return replace(
             self,
-            sqr=sqr.add(new.sqr, smoothing),
-            var=var.add(new.var, smoothing),
+            sqr=old.sqr.add(new.sqr, smoothing),
+            var=old.var.add(new.var, smoothing),
             consecutive=sums.consecutive,
             norm_kind=sums.norm_kind,
         )
@@ -279,6 +279,10 @@ class NoiseAverage:
             mix_norm_kinds=mix_norm_kinds,
             var_floor=var_floor,
         )
+
+    def begun_anew(self) -> NoiseAverage:
+        """Return an average that knows nothing, with the same settings."""
+        return replace(self, sqr=type(self.sqr)(), var=type(self.var)())
 
     def with_groups(self, groups: int) -> NoiseAverage:
         """Return the same average for more parameter groups, of which nothing is known yet."""
