@@ -111,10 +111,12 @@ def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
         workers.wake(1)
         workers.finish()
         workers.agreed()
-        first, *_, last = workers.events(1, "entered")
-        assert first["generation"] == 1 and last["members"][last["rank"]] == 1
-        assert last["joiners"] == [last["rank"]]
-        assert 0 < last["version"] < workers.events(0, "done")[0]["version"]
+        first, *others = workers.events(1, "entered")
+        assert first["generation"] == 1
+        # On a busy machine it may stall once more, and then enters another time.
+        back = next(each for each in others if each["joiners"] == [each["rank"]])
+        assert back["members"][back["rank"]] == 1
+        assert 0 < back["version"] < workers.events(0, "done")[0]["version"]
 
 
 def test_the_time_to_go_on_after_a_stop_is_the_stall_time(store, tmp_path):

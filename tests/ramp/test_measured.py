@@ -69,4 +69,4 @@ def test_averages_look_back_until_their_error_is_half_of_the_signal(gradients, s
 
 def test_averages_never_look_back_further_than_without_a_ramp():
     assert memory_for(Noise(0.0, 1.0), 8, 8.0) == memory_for(Noise(1e-9, 1.0), 8, 8.0) == 1000.0
-    assert memory_for(Noise(1.0, 0.0), 8, 8.0) == 200.0
+    assert memory_for(Noise(1.0, 0.0), 8, 8.0) == 50.0

@@ -38,7 +38,7 @@ from statistics import median
 from manyhands.ramp._decision import Noise, StepTime
 
 WINDOW = 240  # steps
-MEMORIES = (200.0, 1000.0)  # the shortest and the longest, in small batches
+MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
 ERROR = 0.5  # of sqr, in units of sqr
 ENOUGH = 3  # steps of one number of passes, before their median counts
 

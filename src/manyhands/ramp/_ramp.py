@@ -107,7 +107,7 @@ class Ramp:
             times the batch of that moment.
         probe_every: steps from one probe to the next.
 
-    Unless the rule has a `smoothing` of its own, its averages look back between 200 and 1,000 small
+    Unless the rule has a `smoothing` of its own, its averages look back between 50 and 1,000 small
     batches: no further than they have to, so that they follow the noise as the batch grows.
 
     Count a schedule in progress (`ProgressScheduler`) or in samples. Counted in optimizer steps it
