@@ -56,7 +56,7 @@ def chosen(number, width, total, k, turn, start, stop):
 @pytest.mark.parametrize("k", [2, 3, 8, 64])
 @pytest.mark.parametrize("total", [131_072, 200_003, 1_000_000, 4_194_381])
 def test_every_element_has_one_turn(total, k):
-    layout = _rotation._divide(total, k)
+    layout = _rotation._divide_into_blocks(total, k)
     turns = [chosen(*layout, total, k, turn, 0, total) for turn in range(k)]
     assert bool((torch.stack(turns).sum(dim=0) == 1).all())
     shares = [int(turn.sum()) * k / total for turn in turns]

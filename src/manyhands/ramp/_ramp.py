@@ -130,7 +130,7 @@ class Ramp:
         probe_every: int = 1000,
     ) -> None:
         limits = Limits(goal=goal, efficiency=efficiency, growth=growth)
-        _check_arguments(max_scale, limits, decay, {"every": every, "probe_every": probe_every})
+        _check_options(max_scale, limits, decay, {"every": every, "probe_every": probe_every})
         optimizer = _rule(optimizer)
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
@@ -498,7 +498,7 @@ def _rule(optimizer: Optimizer) -> ScalingRuleBase:
     return optimizer
 
 
-def _check_arguments(
+def _check_options(
     max_scale: float,
     limits: Limits,
     decay: str,

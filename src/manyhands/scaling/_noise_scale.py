@@ -25,7 +25,7 @@ from manyhands._core.wrappers import LossScale, LossScaler
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
-from manyhands.scaling._rotation import default_share, parse_measured
+from manyhands.scaling._rotation import check_share, default_share, parse_measured
 from manyhands.scaling._settings import (
     Batch,
     Examples,
@@ -128,17 +128,14 @@ class NoiseScale:
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         chosen = parse_examples(examples, model)
         share = self._options["measured"].number
-        if chosen is not None and share < 1.0:
-            raise ValueError(
-                "measured= below 1 does not work with examples=, which measures whole layers. "
-                "Leave one of them out."
-            )
-        claims: dict[str, float] = {
+        check_share(share, chosen)
+        facts = {
             "num_gradients_to_accumulate": passes,
             "number of parameters": len(params),
             "measured": share,
+            "parameters": describe_tensors(params),
+            "examples": str(chosen),
         }
-        facts = {**claims, "parameters": describe_tensors(params), "examples": str(chosen)}
         agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
         self._optimizer = optimizer
         # weak: neither the tap nor the optimizer's hook may keep this object alive

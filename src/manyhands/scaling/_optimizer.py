@@ -49,6 +49,7 @@ from manyhands.scaling._binding import (
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
+from manyhands.scaling._rotation import check_share
 from manyhands.scaling._second_moments import ratio_of_squares, rescale_second_moments
 from manyhands.scaling._settings import (
     Batch,
@@ -181,11 +182,7 @@ class ScaledOptimizer(OptimizerWrapper):
                 "examples= can measure plain gradients only. Leave examples= out, or use a rule "
                 "that measures plain gradients, such as SqrtScale."
             )
-        if examples is not None and self._options["measured"].number < 1.0:
-            raise ValueError(
-                "measured= below 1 does not work with examples=, which measures whole layers. "
-                "Leave one of them out."
-            )
+        check_share(self._options["measured"].number, examples)
         group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
         params = [param for g in optimizer.param_groups for param in g["params"]]
         self._ranks = rank_group_of(params, group, self._world_size)

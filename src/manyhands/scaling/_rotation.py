@@ -60,6 +60,15 @@ def parse_measured(measured: float) -> int:
     return k
 
 
+def check_share(share: float, examples: object) -> None:
+    """Raise if only a share of long gradients is measured, and examples are as well."""
+    if examples is not None and share < 1.0:
+        raise ValueError(
+            "measured= below 1 does not work with examples=, which measures whole layers. Leave "
+            "one of them out."
+        )
+
+
 def turn_of(step: int, k: int) -> int:
     """Return whose turn it is in a step.
 
@@ -87,7 +96,7 @@ class RotatingNorms:
         self._turn: int | None = None  # None: everything is measured
         # blocks in each turn, and elements of each, of the parameters that are measured in part
         self._long = {
-            i: _divide(param.numel(), k)
+            i: _divide_into_blocks(param.numel(), k)
             for i, param in enumerate(params)
             if param.numel() >= LONG and _in_one_range(param)
         }
@@ -160,7 +169,7 @@ def _take_blocks(offset: int, rows: int, width: int, period: int, flat: Tensor) 
     return flat.as_strided((rows, width), (period, 1), flat.storage_offset() + offset)
 
 
-def _divide(numel: int, k: int) -> tuple[int, int]:
+def _divide_into_blocks(numel: int, k: int) -> tuple[int, int]:
     """Return how many blocks of a tensor have the same turn, and the elements of a block."""
     number = max(numel // (k * BLOCK), LEAST_BLOCKS)
     return number, numel // (k * number)
