@@ -273,14 +273,14 @@ def write(rows: Sequence[Row]) -> None:
         "| workload | overhead | batch | time | over the best | steps | small batches | score |\n"
         "|---|--:|---|--:|--:|--:|--:|--:|\n" + "\n".join(lines) + "\n\n"
         '## Few steps for few samples: `goal="samples"`\n\n'
-        "The batch is the square root of the noise scale: one step less is then worth one small\n"
-        "batch more.\n\n"
+        "The batch is sqrt(1.25 noise scale): the best one if a step costs 1.25 small batches\n"
+        "more than it has.\n\n"
         "| workload | fewer steps than scale 1 | samples over scale 1's | score | at scale 1 |\n"
         "|---|--:|--:|--:|--:|\n" + "\n".join(samples_table(rows)) + "\n\n"
         "## Predictions\n\n"
         "The progress of the next 10 steps is predicted from the noise that is known before them,\n"
         "and their numbers of micro-batches. The median error of a run is\n"
-        f" {median(errors):.1%} in the middle, and {max(errors):.1%} in the worst of "
+        f"{median(errors):.1%} in the middle, and {max(errors):.1%} in the worst of "
         f"{len(errors)} runs.\n"
     )
 
