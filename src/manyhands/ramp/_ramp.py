@@ -369,7 +369,9 @@ class Ramp:
             self._scale_per_unit,
             replace(self._limits, most=self._most),
             # The first number of passes need not be timed: any two others tell as much.
-            timed_here=self._steps == 1 or self._size.units in self._times.medians(),
+            timed_here=fit is not None
+            or self._steps == 1
+            or self._size.units in self._times.medians(),
         )
         if self._decay is not None:
             self._decision = self._decay.hold(self._decision, self._most)
@@ -392,11 +394,7 @@ class Ramp:
 
     def begin_step(self, size: StepSize) -> None:
         """Let the rule expect a step of this size; all ranks do so between the same two steps."""
-        batch = self.optimizer._batch
-        if self._loader is not None:
-            batch.scale_per_pass = self._loader.scale_per_unit * size.per_pass
-        if not batch.counts_passes:
-            batch.passes = size.passes
+        self._expect(size)
         # A short step at the end of the data is no change of the batch.
         scale = self.scale
         if (
@@ -405,6 +403,13 @@ class Ramp:
             and self.optimizer._follow_batch(self._moments_scale, scale)
         ):
             self._moments_scale = scale
+
+    def _expect(self, size: StepSize) -> None:
+        batch = self.optimizer._batch
+        if self._loader is not None:
+            batch.scale_per_pass = self._loader.scale_per_unit * size.per_pass
+        if not batch.counts_passes:
+            batch.passes = size.passes
 
     def _noise(self) -> Noise | None:
         average = self.optimizer._tracker.average
@@ -482,7 +487,8 @@ class Ramp:
                 self._times.add(int(timed_passes), float(seconds))
             seconds, timed_passes = state_dict["timed"]
             self._timed = float(seconds), int(timed_passes)
-        self.begin_step(self._size)
+        # The optimizer's state may be loaded later: its second moments follow with the next step.
+        self._expect(self._size)
 
 
 def _rule(optimizer: Optimizer) -> ScalingRuleBase:

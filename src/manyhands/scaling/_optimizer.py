@@ -402,8 +402,9 @@ class ScaledOptimizer(OptimizerWrapper):
         if not average.measured:
             return False
         ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
-        if rescale_second_moments(OptimizerLayers.of(self).plain, ratio):
-            self._tap.norms.moments_changed()
+        rescale_second_moments(OptimizerLayers.of(self).plain, ratio)
+        # Also on a rank whose shard is empty: sharded moments are collected anew from all ranks.
+        self._tap.norms.moments_changed()
         return True
 
     def _end_step(self, result: T) -> T:

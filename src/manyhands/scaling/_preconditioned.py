@@ -116,7 +116,6 @@ class PreconditionedNorm:
     def moments_changed(self) -> None:
         """Read the second moments anew: somebody else has changed them. Called on every rank."""
         self._floors.clear()
-        self._floor_counts.clear()
         self.optimizer_stepped()
 
     def optimizer_stepped(self) -> None:
