@@ -20,7 +20,6 @@ reached.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import json_lines
 import torch
 from quality.training import cosine
 from quality.workloads import WORKLOADS, Workload, loss_of
@@ -153,15 +153,11 @@ def run(names: tuple[str, ...], folder: Path) -> None:
 
 def append(line: Line) -> None:
     print(line, flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(asdict(line)) + "\n")
+    json_lines.append(RESULTS, asdict(line))
 
 
 def read() -> list[Line]:
-    if not RESULTS.exists():
-        return []
-    return [Line(**json.loads(line)) for line in RESULTS.read_text().splitlines()]
+    return [Line(**row) for row in json_lines.read(RESULTS)]
 
 
 def write(lines: list[Line]) -> None:

@@ -22,13 +22,13 @@ batch is a fact of the noise and not of this machine. `Ramp` sees that time on i
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import json_lines
 import torch
 from quality.training import cosine
 from quality.workloads import WORKLOADS, Workload, loss_of
@@ -160,15 +160,11 @@ def run(
 
 def append(row: Row) -> None:
     print(row, flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(asdict(row)) + "\n")
+    json_lines.append(RESULTS, asdict(row))
 
 
 def read() -> list[Row]:
-    if not RESULTS.exists():
-        return []
-    return [Row(**json.loads(line)) for line in RESULTS.read_text().splitlines()]
+    return [Row(**row) for row in json_lines.read(RESULTS)]
 
 
 def at_overhead(row: Row, overhead: float) -> float:

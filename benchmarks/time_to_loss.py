@@ -28,6 +28,7 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import json_lines
 import peers
 
 peers.this_checkout()
@@ -90,8 +91,12 @@ def measure(run: Run, task: Task, folder: Path, way: Way, enter: Enter, target: 
 
 def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
     """Add the runs that are missing to the results, one line each."""
-    done = {Run(row["line"], row["ranks"], row["way"], row["seed"]) for row in read()}
-    target = next((row["target"] for row in read()), None) or target_loss(MNIST, folder)
+    done = {
+        Run(row["line"], row["ranks"], row["way"], row["seed"]) for row in json_lines.read(RESULTS)
+    }
+    target = next((row["target"] for row in json_lines.read(RESULTS)), None) or target_loss(
+        MNIST, folder
+    )
     for group in groups:
         missing = [run for run in group if run not in done]
         if not missing:
@@ -101,7 +106,7 @@ def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
         with line.laid() as enter:
             for run in missing:
                 row = measure(run, MNIST, folder, WAYS[run.way], enter(run.ranks), target)
-                append(row)
+                json_lines.append(RESULTS, row)
                 print(page.said(row), flush=True)
 
 
@@ -117,23 +122,6 @@ def measure_line(line: Line) -> None:
 
 def measured_lines() -> dict[str, Any]:
     return json.loads(MEASURED_LINES.read_text()) if MEASURED_LINES.exists() else {}
-
-
-def append(row: dict[str, Any]) -> None:
-    cut_off = RESULTS.exists() and not RESULTS.read_bytes().endswith(b"\n")
-    with RESULTS.open("a") as file:
-        file.write("\n" * cut_off + json.dumps(row) + "\n")
-
-
-def read() -> list[dict[str, Any]]:
-    """Return the rows so far, without a line that an interruption cut off."""
-    rows = []
-    for line in RESULTS.read_text().splitlines() if RESULTS.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
 
 
 def quick() -> None:
@@ -188,7 +176,7 @@ def main() -> None:
             run_all(groups, given.data)
         except NoSlowLink as error:
             raise SystemExit(f"There is no slow line here: {error}") from error
-    PAGE.write_text(page.page(read(), measured_lines()))
+    PAGE.write_text(page.page(json_lines.read(RESULTS), measured_lines()))
 
 
 if __name__ == "__main__":
