@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from manyhands.blocks import _optimizer
 from manyhands.ramp import _ramp
 from manyhands.ramp._decision import Decision, Noise, StepTime, goodput
 
@@ -400,6 +401,29 @@ def test_inside_blocks_each_worker_has_its_own_batch():
     (seen, weight), (other, other_weight) = run_ranks(2, in_blocks)
     assert sum(other[-50:]) > 1.5 * sum(seen[-50:])  # its steps have a larger fixed cost
     assert weight == other_weight  # after a sync round
+
+
+def in_blocks_with_long_rounds():
+    clock = Clock(fixed=0.0)
+    _ramp.time = _optimizer.time = clock
+    model, loader = quadratic(dist.get_rank(), batches=14_000, spread=8.0)
+    rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
+    blocks = mh.LocalSGD(rule, every=10)
+    ramp = mh.Ramp(rule, 64)
+    average = blocks._sync._merge
+
+    def take_40_seconds():
+        clock.now += 40.0
+        average()
+
+    blocks._sync._merge = take_40_seconds
+    train(clock, model, blocks, ramp, loader, steps=300)
+    return ramp.step_time.fixed, ramp.step_time.per_pass
+
+
+def test_a_sync_round_is_a_cost_of_all_the_steps_before_it():
+    for fixed, per_pass in run_ranks(2, in_blocks_with_long_rounds):
+        assert fixed == pytest.approx(40.0 / 10, rel=0.15) and per_pass == pytest.approx(1.0, 0.1)
 
 
 @dataclass(frozen=True)

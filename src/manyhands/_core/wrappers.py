@@ -180,6 +180,9 @@ class OptimizerWrapper(SharingOptimizer):
 
         return run
 
+    def _after_sync(self, seconds: float) -> None:
+        """Take note that blocks around this optimizer took so many seconds for a sync."""
+
     def state_parts(self) -> object:
         """Return what saves and loads the state that this layer adds (`state_parts.py`)."""
         return self

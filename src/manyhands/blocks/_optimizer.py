@@ -6,6 +6,7 @@ step, followed by `Sync.after_step` (`_sync.py`), which decides what is sent and
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -299,8 +300,11 @@ class Blocks(OptimizerWrapper):
         vars(self._inner_optimizer)["_opt_called"] = True  # torch's schedulers warn without it
         sync.count_step()
         if not self.alone:
+            began = time.perf_counter()
             with torch.no_grad():
                 sync.after_step()
+            if isinstance(self._inner_optimizer, OptimizerWrapper):
+                self._inner_optimizer._after_sync(time.perf_counter() - began)
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does

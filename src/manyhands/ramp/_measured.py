@@ -6,6 +6,9 @@ it takes the median, which a pause (an evaluation, a checkpoint, a compilation) 
 slope b is the weighted median of the slopes between two numbers of passes (Theil and Sen), and a
 the weighted median of what is left. So neither a pause nor one odd number of passes decides.
 
+In blocks, a few steps have a sync round after them, and most have none. `SyncRounds` gives every
+step its share of their time: a batch that grows has fewer steps, and so fewer rounds, to a sample.
+
 **Evidence.** Few steps of few passes say little about |true gradient|^2. A step with n small
 batches estimates sqr = |true gradient|^2 with the variance
 
@@ -40,6 +43,7 @@ from manyhands.ramp._decision import Noise, StepTime
 WINDOW = 240  # steps
 MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
 ERROR = 0.5  # of sqr, in units of sqr
+LOOK_BACK = 1000  # steps
 ENOUGH = 3  # steps of one number of passes, before their median counts
 
 
@@ -80,6 +84,29 @@ class StepTimes:
         per_pass = min(max(weighted_median(slopes), 1e-3 * shortest), shortest)
         rest = [(max(t - per_pass * p, 0.0), n) for p, (t, n) in medians.items()]
         return StepTime(weighted_median(rest), per_pass)
+
+
+@dataclass
+class SyncRounds:
+    """A step's share of the time of sync rounds: their mean over the last `LOOK_BACK` steps."""
+
+    seconds: float = 0.0  # of the rounds, fading
+    steps: float = 0.0  # likewise
+    latest: float = 0.0  # seconds since the last step
+
+    def correct_step(self) -> float:
+        """Return a step's share of all rounds, less the time of the rounds that it has seen.
+
+        >>> rounds = SyncRounds()
+        >>> rounds.latest = 8.0  # a round
+        >>> [round(rounds.correct_step(), 1) for _ in range(2)]
+        [0.0, 4.0]
+        """
+        seen, fading = self.latest, 1.0 - 1.0 / LOOK_BACK
+        self.seconds = fading * self.seconds + seen
+        self.steps = fading * self.steps + 1.0
+        self.latest = 0.0
+        return self.seconds / self.steps - seen
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from manyhands.ramp._decision import (
     decide,
     efficiency,
 )
-from manyhands.ramp._measured import Evidence, StepTimes, memory_for
+from manyhands.ramp._measured import Evidence, StepTimes, SyncRounds, memory_for
 from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
 from manyhands.ramp._step_loader import MicroBatches, StepLoader, StepSize
 from manyhands.ramp._supply import Supply
@@ -145,6 +145,7 @@ class Ramp:
         self._limits = limits
         self._set_units(batch.passes)
         self._times = StepTimes()
+        self._sync_rounds = SyncRounds()
         self._evidence = Evidence()
         self._schedule = ScheduleWatch()
         self._moments_scale = self.scale  # of the batch that Adam's second moments belong to
@@ -300,8 +301,9 @@ class Ramp:
         batch = self.optimizer._batch
         units = batch.passes * (1 if self._loader is None else self._loader.size.per_pass)
         now = time.perf_counter()
+        correction = self._sync_rounds.correct_step()
         if self._step_began is not None and self._steps >= SKIPPED:
-            self._timed = (now - self._step_began, units)
+            self._timed = (now - self._step_began + correction, units)
         self._step_began = now
         self._steps += 1
         self._see_noise()
@@ -320,6 +322,10 @@ class Ramp:
             self._decide()
         if self._loader is None:
             self.begin_step(StepSize(self._units, 1))
+
+    def after_sync(self, seconds: float) -> None:
+        """Take note of a sync of blocks, which all steps share."""
+        self._sync_rounds.latest += seconds
 
     def _see_noise(self) -> None:
         """Take note of what the rule has learnt from the step, if anything.
@@ -454,6 +460,7 @@ class Ramp:
             "probed_scale": None if self._probed_scale == math.inf else self._probed_scale,
             "memory": self.optimizer._batch.memory,
             "moments_scale": self._moments_scale,
+            "sync_rounds": list(astuple(self._sync_rounds)),
             "probed_at": self._probed_at,
             "evidence": [self._evidence.squares, self._evidence.weight],
         }
@@ -485,6 +492,7 @@ class Ramp:
         if int(state_dict["workers"]) == self.optimizer._batch.workers:
             for timed_passes, seconds in state_dict["times"]:
                 self._times.add(int(timed_passes), float(seconds))
+            self._sync_rounds = SyncRounds(*map(float, state_dict["sync_rounds"]))
             seconds, timed_passes = state_dict["timed"]
             self._timed = float(seconds), int(timed_passes)
         # The optimizer's state may be loaded later: its second moments follow with the next step.

@@ -413,6 +413,10 @@ class ScaledOptimizer(OptimizerWrapper):
             self._observer.after_step(self._tracker.reports)
         return result
 
+    def _after_sync(self, seconds: float) -> None:
+        if self._observer is not None:
+            self._observer.after_sync(seconds)
+
     def _complete_step(self) -> None:
         """Let the tap send the step's numbers: this rank has run its backward passes."""
         tap = self._tap

@@ -67,6 +67,9 @@ class StepObserver(Protocol):
         They are those of this step, or with `delayed=True` of the step before; none at first.
         """
 
+    def after_sync(self, seconds: float) -> None:
+        """Take note that blocks around the rule took so many seconds for a sync after its step."""
+
 
 @dataclass(frozen=True)
 class RankClaims:
