@@ -22,7 +22,9 @@ variance sum of w_k^2 times theirs. Relative to var^2 it needs only n and the we
 
 **Memory.** The averages look back over so many small batches. A long memory has a small error, and
 lags behind a noise that grows. `memory_for` returns the one whose error is half of sqr: with
-n gradients a step, M small batches have an error of sqrt(2 / (n M)) var.
+n gradients a step, M small batches have an error of sqrt(2 / (n M)) var. It is never shorter than
+`MEMORY_STEPS` steps. The rate is multiplied by the gain, and a gain of one step alone jumps by a
+factor of 2 or 4 from step to step, at which the loss may rise (`docs/notes.md`).
 
 `Ramp` grows the batch only if sqr + error var, one standard error above the average, asks for it.
 Else a run would take its first luck, an estimate near zero, for pure noise, and jump to the largest
@@ -42,6 +44,7 @@ from manyhands.ramp._decision import Noise, StepTime
 
 WINDOW = 240  # steps
 MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
+MEMORY_STEPS = 6  # never fewer
 ERROR = 0.5  # of sqr, in units of sqr
 LOOK_BACK = 1000  # steps
 ENOUGH = 3  # steps of one number of passes, before their median counts
@@ -162,8 +165,13 @@ def memory_for(noise: Noise, gradients: int, scale: float) -> float:
     400.0
     >>> memory_for(Noise(sqr=0.0, var=1.0), gradients=8, scale=8.0)
     1000.0
+    >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=80, scale=80.0)
+    480.0
     """
-    shortest, longest = MEMORIES
+    shortest, longest = (
+        max(MEMORIES[0], MEMORY_STEPS * scale),
+        max(MEMORIES[1], MEMORY_STEPS * scale),
+    )
     if noise.sqr <= 0.0:
         return longest
     noise_scale = noise.var / noise.sqr / (scale / gradients)

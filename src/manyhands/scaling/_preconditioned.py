@@ -24,6 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
@@ -209,7 +210,7 @@ class PreconditionedNorm:
                 second = second.clamp(min=whole.mean() * self.floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
         least, any_below = self._find_floor(index, state["step"], whole)
-        pairs = zip(flatten(grad).split(BLOCK), flatten(second).split(BLOCK), strict=True)
+        pairs = zip(_split(grad), _split(second), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
         if single and eps < NEGLIGIBLE * math.sqrt(least):
             squares = torch.stack(list(self._squares(pairs, least if any_below else None)))
@@ -267,6 +268,14 @@ class PreconditionedNorm:
         return self._scratch[dtype][:size]
 
 
+def _split(tensor: Tensor) -> Sequence[Tensor]:
+    """Return blocks of at most `BLOCK` elements, each in one piece of memory."""
+    if tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.size(1) < tensor.stride(0):
+        rows = tensor.unbind()  # with gaps between them (`_rotation.py`): no copy
+        return rows if tensor.size(1) <= BLOCK else [b for row in rows for b in row.split(BLOCK)]
+    return flatten(tensor).split(BLOCK)
+
+
 def _moment_names(optimizer: Optimizer) -> list[str]:
     """Return the names of the state entries that `_second_moment` reads."""
     names: set[str] = set()
@@ -282,15 +291,22 @@ def _second_moment(group: ParamGroup, state: Moments) -> tuple[Tensor, Tensor | 
     """Return the running mean of squares, and the factor that corrects its root's bias."""
     if "betas" in group:  # Adam, AdamW
         second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        corrected = 1.0 - group["betas"][1] ** state["step"]  # float32, as in adaptdl
-        # a count on a device stays there: float() would wait for it
-        if isinstance(corrected, Tensor) and corrected.device.type != "cpu":
-            return second, corrected.rsqrt()
-        return second, 1.0 / math.sqrt(float(corrected))
+        beta, step = group["betas"][1], state["step"]
+        on_cpu = not isinstance(step, Tensor) or step.device.type == "cpu"
+        if isinstance(beta, Tensor) or not on_cpu:
+            # a count on a device stays there: float() would wait for it
+            return second, torch.as_tensor(1.0 - beta**step).rsqrt()
+        return second, _bias_correction(beta, float(step))
     second = state["square_avg"]  # RMSprop
     if group.get("centered"):
         second = torch.addcmul(second, state["grad_avg"], state["grad_avg"], value=-1)
     return second, 1.0
+
+
+@lru_cache(maxsize=64)  # all parameters of a group have the same, and each is measured twice a step
+def _bias_correction(beta: float, step: float) -> float:
+    corrected = 1.0 - beta ** torch.tensor(step)  # float32, as in adaptdl
+    return 1.0 / math.sqrt(float(corrected))
 
 
 class ReplicatedDTensorState:

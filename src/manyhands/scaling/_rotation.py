@@ -32,7 +32,7 @@ from manyhands.scaling._hooks import GradientSlice, Norms
 LONG = 131_072  # elements from which on a tensor is measured in part
 # Elements of a block. The longer, the faster memory is read. As no multiple of it is a power of
 # two, blocks of one turn are not below each other in a matrix.
-BLOCK = 7_919
+BLOCK = 31_607
 LEAST_BLOCKS = 13  # of a tensor in one turn
 LARGEST = 64  # the largest k
 
