@@ -20,6 +20,7 @@ from manyhands.ramp import (
     remaining_epochs_until,
 )
 from manyhands.record import Record, Run, read_record
+from manyhands.scaling._accumulation import Accumulation
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import NoiseAverage
@@ -44,6 +45,7 @@ __all__ = [
     "BMUF",
     "FSDP",
     "OSS",
+    "Accumulation",
     "AdaScale",
     "AdamScale",
     "AdaptiveDataLoader",
