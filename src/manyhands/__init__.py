@@ -27,7 +27,14 @@ from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_scale import NoiseScale
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.scaling._rules import (
+    AdamScale,
+    AdaScale,
+    AdaScaleWrapper,
+    LEGWScale,
+    LinearScale,
+    SqrtScale,
+)
 from manyhands.scaling._settings import Examples
 from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding._grad_scaler import ShardedGradScaler
@@ -47,6 +54,7 @@ __all__ = [
     "OSS",
     "Accumulation",
     "AdaScale",
+    "AdaScaleWrapper",
     "AdamScale",
     "AdaptiveDataLoader",
     "AdaptiveDataParallel",
