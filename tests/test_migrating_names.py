@@ -111,6 +111,7 @@ def around(kind, optimizer=SGD):
 
 OFFERED = {  # what stands for an original, as it is once it is made
     "fairscale.optim.AdaScale": around(mh.AdaScale),
+    "fairscale.optim.AdaScaleWrapper": lambda: mh.AdaScaleWrapper(nn.Linear(2, 1).parameters()),
     "fairscale.optim.OSS": lambda: mh.OSS(nn.Linear(2, 1).parameters(), lr=0.1),
     "fairscale.optim.grad_scaler.ShardedGradScaler": mh.ShardedGradScaler,
     "fairscale.nn.ShardedDataParallel": sharded,
@@ -213,6 +214,7 @@ def test_the_page_says_where_there_is_nothing_in_one_of_two_ways():
 RENAMED = {"sharded_optimizer": "optimizer", "pg": "param_group", "data": "state_dict"}
 OURS = {
     "fairscale.optim.AdaScale": mh.AdaScale,
+    "fairscale.optim.AdaScaleWrapper": mh.AdaScaleWrapper,
     "fairscale.optim.OSS": mh.OSS,
     "fairscale.optim.grad_scaler.ShardedGradScaler": mh.ShardedGradScaler,
     "fairscale.nn.ShardedDataParallel": mh.ShardedDataParallel,

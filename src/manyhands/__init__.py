@@ -20,13 +20,21 @@ from manyhands.ramp import (
     remaining_epochs_until,
 )
 from manyhands.record import Record, Run, read_record
+from manyhands.scaling._accumulation import Accumulation
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_scale import NoiseScale
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.scaling._rules import (
+    AdamScale,
+    AdaScale,
+    AdaScaleWrapper,
+    LEGWScale,
+    LinearScale,
+    SqrtScale,
+)
 from manyhands.scaling._settings import Examples
 from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding._grad_scaler import ShardedGradScaler
@@ -44,7 +52,9 @@ __all__ = [
     "BMUF",
     "FSDP",
     "OSS",
+    "Accumulation",
     "AdaScale",
+    "AdaScaleWrapper",
     "AdamScale",
     "AdaptiveDataLoader",
     "AdaptiveDataParallel",

@@ -444,6 +444,39 @@ def test_a_schedule_driven_by_progress_is_the_same_at_every_scale(every):
     schedule.load_state_dict(saved)
 
 
+def test_a_schedule_driven_by_progress_passes_for_one_of_torchs():
+    model = make_model()
+    inner = torch.optim.SGD(two_groups(model), lr=0.1)
+    optimizer = mh.LinearScale(inner, num_gradients_to_accumulate=2)
+    cosine = schedulers.CosineAnnealingLR(inner, T_max=10)
+    schedule = mh.ProgressScheduler(cosine, optimizer)
+    assert isinstance(schedule, schedulers.LRScheduler)
+    assert schedule.optimizer is optimizer
+    assert (schedule.last_epoch, schedule.base_lrs) == (0, [0.1, 0.1])
+    x, y = make_batches(1, 2)
+    backward(model, x[0], y[0], 2)
+    optimizer.step()
+    for _ in range(3):  # trainers call it for each process; it follows the progress
+        schedule.step()
+    assert schedule.last_epoch == 2
+    assert schedule.get_last_lr() == [group["lr"] for group in inner.param_groups] != [0.1, 0.1]
+    again = mh.ProgressScheduler(schedulers.CosineAnnealingLR(inner, T_max=10), optimizer)
+    again.load_state_dict(schedule.state_dict())
+    assert (again.last_epoch, again.get_last_lr()) == (2, schedule.get_last_lr())
+
+
+def test_a_schedule_driven_by_progress_finds_the_rule_and_needs_one():
+    inner = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    cosine = schedulers.CosineAnnealingLR(inner, T_max=10)
+    for optimizer in (inner, inner.param_groups):
+        with pytest.raises(TypeError, match="needs an optimizer under a scaling rule"):
+            mh.ProgressScheduler(cosine, optimizer)
+    rule = mh.AdaScale(inner)
+    rule.set_progress(7.0)
+    schedule = mh.ProgressScheduler(cosine, inner, end=7)  # as AdaptiveDataParallel leaves it
+    assert schedule.done
+
+
 def test_one_cycle_ends_at_the_end_of_progress_without_an_error():
     model = make_model()
     optimizer = mh.LinearScale(

@@ -22,6 +22,41 @@ def step_by_hand(model, optimizer, x, y):
     optimizer.step()
 
 
+def test_a_rule_that_makes_its_optimizer_is_the_rule_around_it():
+    def train(wrap):
+        model = make_model(torch.float64)
+        optimizer = wrap(model)
+        x, y = make_batches(3, 3, dtype=torch.float64)
+        for step in range(3):
+            for a in range(2 if step == 1 else 3):
+                (loss_of(model, x[step, a], y[step, a]) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*model.parameters(), torch.tensor([optimizer.progress, optimizer.smoothing])]
+
+    options = {"num_gradients_to_accumulate": 3, "short_step": "count", "debias_ewma": False}
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    made = train(
+        lambda model: mh.AdaScaleWrapper(
+            model.parameters(), None, 3.0, 0.9, optim_cls=torch.optim.SGD, **sgd, **options
+        )
+    )
+    around = train(
+        lambda model: mh.AdaScale(
+            torch.optim.SGD(model.parameters(), **sgd), None, 3.0, 0.9, **options
+        )
+    )
+    torch.testing.assert_close(made, around, rtol=0, atol=0)
+
+
+def test_a_rule_that_makes_its_optimizer_needs_a_class():
+    inner = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"must be an optimizer class, such as"):
+        mh.AdaScaleWrapper(make_model().parameters(), optim_cls=inner)
+    with pytest.raises(TypeError, match="no_such"):
+        mh.AdaScaleWrapper(make_model().parameters(), no_such=1)
+
+
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop"])
 def test_the_square_root_rule_rescales_the_whole_optimizer(kind):
     """Four small batches under the rule are one big one with lr, beta and epsilon set by hand."""

@@ -2,12 +2,13 @@
 
 import copy
 import io
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adagrad, AdamW
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
@@ -27,6 +28,7 @@ from helpers.sharding_oracle import (
     train,
     train_alone,
 )
+from manyhands._core.groups import RollCall
 
 
 class WithWide(nn.Module):
@@ -65,6 +67,9 @@ BUILDS = {
     "ASGD": groups_of_two_kinds(torch.optim.ASGD, lr=0.02),
     "Adafactor": groups_of_two_kinds(torch.optim.Adafactor, lr=0.02),
     "LAMB": groups_of_two_kinds(Lamb, lr=0.02),
+    "AdamW that gathers": lambda model, make: [
+        make(model.parameters(), AdamW, lr=0.02, **({"gather_state": True} if make is oss else {}))
+    ],
     "named": lambda model, make: [make(model.named_parameters(), AdamW, lr=0.02)],
 }
 
@@ -186,6 +191,78 @@ def test_a_recipient_that_is_no_rank_is_an_error():
         optimizer.consolidate_state_dict(2)
 
     raises_on_ranks(2, ValueError, run, match="recipient_rank must be a rank of the 2 worker")
+
+
+def test_before_the_first_step_there_is_nothing_to_collect():
+    def run():
+        model = make_model()
+        plain = AdamW(model.parameters(), lr=0.01)
+        optimizer = mh.OSS(model.parameters(), optim=AdamW, lr=0.01)
+        state = optimizer.state_dict()
+        assert state == plain.state_dict()
+        optimizer.load_state_dict(state)  # as Accelerate does when it prepares an optimizer
+        assert optimizer.state_dict() == state
+        mh.ShardedDataParallel(model, optimizer, bucket_size=8)  # which lays it out again
+
+    run_ranks(2, run)
+
+
+def test_an_optimizer_that_begins_with_state_has_to_be_collected():
+    def run():
+        mh.OSS(make_model().parameters(), optim=Adagrad, lr=0.01).state_dict()
+
+    raises_on_ranks(2, RuntimeError, run, match=r"consolidate_state_dict\(\) on every worker")
+
+
+def test_a_state_that_gathers_itself_where_every_rank_calls():
+    def run():
+        optimizer, wrapped = trained("AdamW that gathers")
+        for _ in range(2):
+            first, second = optimizer.state_dict(), optimizer.state_dict(all_ranks=True)
+            assert_states_match(first, second, rtol=0, atol=0)
+            assert_states_match(optimizer.state_dict(), first, rtol=0, atol=0)
+            loss_of(wrapped, torch.ones(2, 5).double(), torch.ones(2, 3).double()).backward()
+            optimizer.step()
+        optimizer.consolidate_state_dict(0)  # as before: for one rank
+        if dist.get_rank() == 0:
+            optimizer.state_dict()
+        else:
+            with pytest.raises(RuntimeError, match=r"has only its shard"):
+                optimizer.state_dict()
+
+    run_ranks(2, run)
+
+
+def test_a_state_that_gathers_itself_where_one_rank_calls(monkeypatch):
+    """That rank gets an error, without a collective; when all call, it works again."""
+    monkeypatch.setattr(RollCall, "GIVE_UP_AFTER", 0.2)
+
+    def run():
+        optimizer, _ = trained("AdamW that gathers")
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"only 1 of them called it .* on every worker"):
+                optimizer.state_dict()
+        dist.barrier()
+        RollCall.GIVE_UP_AFTER = 60.0
+        return len(optimizer.state_dict()["state"])
+
+    first, second = run_ranks(2, run)
+    assert first == second > 0
+
+
+def test_a_rank_that_others_wait_for_is_named_by_a_warning(monkeypatch):
+    monkeypatch.setattr(RollCall, "WARN_AFTER", 0.05)
+
+    def run():
+        optimizer, _ = trained("AdamW that gathers")
+        if dist.get_rank() == 0:
+            with pytest.warns(UserWarning, match=r"state_dict\(\) waits for 1 of 2 workers"):
+                optimizer.state_dict()
+        else:
+            time.sleep(0.5)
+            optimizer.state_dict()
+
+    run_ranks(2, run)
 
 
 # -- there and back ------------------------------------------------------------------------------

@@ -28,9 +28,11 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,21 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who stil
 
 # The newest group of these ranks that this rank has made. Weak: a store is a server's port.
 _serials: weakref.WeakKeyDictionary[Store, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+
+
+class Ranks(Protocol):
+    """What a roll call asks of a `RankGroup`, which imports this file."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+    @property
+    def any_device(self) -> torch.device: ...
+
+    def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]: ...
 
 
 class Lease:
@@ -81,6 +98,58 @@ def connect(
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return Lease(group, members)
+
+
+class RollCall:
+    """Waits until all ranks make the same call, outside of any collective.
+
+    For calls that lead to a collective, and that a script of other people's may make on one rank
+    alone: that rank then gets an error, and does not wait for a collective that never comes.
+    """
+
+    WARN_AFTER, GIVE_UP_AFTER = 30.0, 600.0  # seconds: a rank may be writing files meanwhile
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._store = _get_default_store()
+        self._size = ranks.size
+        serials = _serials.setdefault(self._store, {})
+        members = (-1, *ranks.ranks)  # apart from the groups of these ranks
+        newest = ranks.all_gather([float(serials.get(members, 0))], ranks.any_device)
+        serials[members] = serial = int(max(number for (number,) in newest)) + 1
+        self._prefix = f"manyhands/roll call/{'_'.join(map(str, ranks.ranks))}/{serial}"
+        self._calls = 0
+
+    def wait(self, call: str) -> None:
+        """Wait until all ranks are here; warn if that takes long, and raise if they do not come."""
+        self._calls += 1
+        place = f"{self._prefix}/{self._calls}"
+        began, warned, pause = time.monotonic(), False, FIRST_PAUSE
+        here = self._store.add(place, 1)
+        while here < self._size:
+            waited = time.monotonic() - began
+            if waited > self.GIVE_UP_AFTER and self._leave(place):
+                self._calls -= 1
+                raise RuntimeError(
+                    f"{call} collects something from all {self._size} workers, and only {here} of "
+                    f"them called it in {waited:.0f} s. Call it on every worker."
+                )
+            if waited > self.WARN_AFTER and not warned:
+                warned = True
+                warnings.warn(
+                    f"{call} waits for {self._size - here} of {self._size} workers that have not "
+                    "called it. Call it on every worker.",
+                    stacklevel=3,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            here = self._store.add(place, 0)
+
+    def _leave(self, place: str) -> bool:
+        """Return whether this rank could take back that it was here, before all were."""
+        if self._store.add(place, -1) < self._size - 1:
+            return True
+        self._store.add(place, 1)  # the last one has come in this moment
+        return False
 
 
 class GroupCloser:

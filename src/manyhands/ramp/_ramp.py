@@ -298,8 +298,7 @@ class Ramp:
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
         """Time the step that has ended, and decide about the next ones."""
-        batch = self.optimizer._batch
-        units = batch.passes * (1 if self._loader is None else self._loader.size.per_pass)
+        units = self.optimizer.passes * (1 if self._loader is None else self._loader.size.per_pass)
         now = time.perf_counter()
         correction = self._sync_rounds.correct_step()
         if self._step_began is not None and self._steps >= SKIPPED:
@@ -343,7 +342,7 @@ class Ramp:
         self._average, self._unmeasured = average, 0
         if before.consecutive and not average.consecutive:
             self._evidence = Evidence()  # the average has begun anew, with a better measurement
-        count, scale = float(batch.passes * batch.workers), self.optimizer.scale
+        count, scale = float(self.optimizer.passes * batch.workers), self.optimizer.scale
         if average.norm_kind == "examples":  # each is a small batch of a fraction of the scale
             count = self.optimizer._tracker.compared
         if average.consecutive:  # two steps' gradients, as one step of twice the size
@@ -415,7 +414,7 @@ class Ramp:
         if self._loader is not None:
             batch.scale_per_pass = self._loader.scale_per_unit * size.per_pass
         if not batch.counts_passes:
-            batch.passes = size.passes
+            batch.set_passes(size.passes)
 
     def _noise(self) -> Noise | None:
         average = self.optimizer._tracker.average

@@ -14,6 +14,7 @@ _step_stats.py      one step's numbers, their way to the other ranks, and what m
 _noise.py           norms to signal and noise, smoothed over steps, and to the gain (floats)
 _noise_tracker.py   keeps the average and the progress up to date, one step at a time
 _second_moments.py  Adam's second moments follow a batch whose size changes
+_accumulation.py    how many passes a step has, if a trainer's loop decides it
 _settings.py        options and the size of the batch: from arguments and from state dicts
 _binding.py         a rule's hold on an optimizer, and what was changed on it
 _optimizer.py       the rule as an optimizer: binds these parts, and steps: `ScaledOptimizer`

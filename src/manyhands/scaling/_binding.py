@@ -150,5 +150,6 @@ def check_ranks_agree(
     }
     if not params:
         raise ValueError("the optimizer has no parameters: every group is empty.")
-    facts = {**claims, "parameters": describe_tensors(params), "examples": examples}
+    texts = {"parameters": describe_tensors(params), "examples": examples}
+    facts = {**claims, **texts, "short_step": batch.short_step}
     agree(ranks, facts, "Build the same model, optimizer and rule on every rank.")

@@ -21,7 +21,14 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import rank_group_of
-from manyhands._core.wrappers import LossScale, LossScaler
+from manyhands._core.wrappers import LossScale, LossScaler, unwrap
+from manyhands.scaling._accumulation import (
+    Accumulation,
+    accumulation_of,
+    find_prepared,
+    parse_accumulation,
+    parse_short_step,
+)
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
@@ -77,7 +84,8 @@ class NoiseScale:
             that batch.
         num_gradients_to_accumulate: backward passes before each step, each with a loss that is
             divided by that number (`is_scaled_loss=False`: not divided). A step with more or
-            fewer passes is left out, with a warning.
+            fewer passes is left out, with a warning. It may also be the loop that decides about
+            passes, such as Accelerate's `Accelerator`; a step with fewer passes then counts.
         smoothing: weight of the past, 0.99 by default.
         process_group: the workers that share gradients; all, by default. Make a NoiseScale on
             each of them.
@@ -96,7 +104,7 @@ class NoiseScale:
         parameters: Optimizer | Iterable[Tensor],
         *,
         batch_size: float | None = None,
-        num_gradients_to_accumulate: int = 1,
+        num_gradients_to_accumulate: int | Accumulation = 1,
         is_scaled_loss: bool = True,
         smoothing: float | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -110,8 +118,13 @@ class NoiseScale:
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
             "measured": Option(default_share(examples), measured, check=parse_measured),
         }
-        passes = parse_passes(num_gradients_to_accumulate)
+        declared, accumulation = parse_accumulation(num_gradients_to_accumulate)
+        passes = parse_passes(declared)
         optimizer = parameters if isinstance(parameters, Optimizer) else None
+        prepared = None if optimizer is None else find_prepared(optimizer)
+        if prepared is not None:
+            accumulation = accumulation_of(prepared, passes) or accumulation
+            grad_scaler = grad_scaler or getattr(prepared, "scaler", None)
         groups = optimizer.param_groups if optimizer else [{"params": list(parameters)}]  # type: ignore[arg-type]
         params = [param for group in groups for param in group["params"]]
         if not params:
@@ -148,16 +161,21 @@ class NoiseScale:
                 ranks.size,
                 passes,
                 smoothing=self._options["smoothing"].number,
+                accumulation=accumulation,
+                short_step=parse_short_step(None, accumulation is not None),
                 loss_is_divided=is_scaled_loss,
             ),
             LossScale(grad_scaler),
             on_last_pass=lambda: owner._complete_step(),
+            changes_gradients=False,
             model=model,
             examples=chosen,
             measured=share,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
-            hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
+            # Accelerate's has no hooks: the one inside is stepped once for all passes of a step
+            stepped = optimizer if prepared is None else unwrap(prepared, every_layer=True)[-1]
+            hook = stepped.register_step_pre_hook(lambda *call: owner._before_step(*call))
             self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
@@ -252,9 +270,9 @@ class NoiseScale:
         if stats is None:
             return
         sums, _ = stats.read()
-        if stats.incomplete_everywhere and stats.most_passes_seen:
+        if stats.incomplete_everywhere and stats.most_passes_seen and stats.share == 1.0:
             self._warn(_too_few_passes(int(stats.most_passes_seen), stats.passes))
-        if sums is None or stats.incomplete_everywhere:
+        if sums is None or (stats.incomplete_everywhere and stats.share == 1.0):
             return
         if not sums.all_finite:
             self._nonfinite += 1
@@ -340,7 +358,7 @@ class NoiseScale:
         self._tap.check_between_steps("set_num_gradients_to_accumulate()")
         batch = self._tap.batch
         self._tap.exchange.announce(passes, batch.scale_for(passes))
-        batch.passes = passes
+        batch.set_passes(passes)
 
     def state_dict(self) -> dict[str, object]:
         """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""

@@ -38,6 +38,7 @@ class StepCounts:
     progress: float = 0.0  # the sum of the gains
     steps: int = 0
     skipped: int = 0
+    short: int = 0  # steps with fewer passes than declared, counted or dropped
 
     def add(self, outcome: StepOutcome | None, *, late: bool) -> None:
         """Count a skipped step, or, if its statistics came late, its progress.
@@ -57,7 +58,10 @@ class StepCounts:
     def parse_state(cls, entry: Mapping[str, Any]) -> StepCounts:
         """Return the counts of a state dict, or raise."""
         return cls(
-            check_progress(float(entry["progress"])), int(entry["steps"]), int(entry["skipped"])
+            check_progress(float(entry["progress"])),
+            int(entry["steps"]),
+            int(entry["skipped"]),
+            int(entry.get("short", 0)),  # earlier releases had no such steps
         )
 
     def load_state(self, loaded: StepCounts) -> None:
@@ -153,17 +157,41 @@ class NoiseTracker:
         stats.read()
         return stats.micro_batch
 
-    def finish_step(
-        self, optimizer: Optimizer, signals: ScalerSignals, scale: float
-    ) -> StepOutcome | None:
+    def complete(self, optimizer: Optimizer) -> bool:
+        """Complete the step if that is still to be done; return whether it is short on all ranks.
+
+        A short step that the policy does not allow is an error. If short steps count, the gradient
+        is the mean of its passes when this returns.
+        """
+        tap, policy = self.tap, self.tap.batch.short_step
+        stats = tap.step.stats or self._complete_early(optimizer)
+        passes = tap.step.passes
+        if passes >= stats.passes:
+            return False  # this rank has seen all passes
+        stats.read()
+        if not stats.incomplete_everywhere:
+            return False
+        if policy == "error":
+            self.forget()
+            raise RuntimeError(
+                f"step() after {passes} of {stats.passes} backward passes. Run the others first. "
+                "If the data has run out, as at the end of an epoch, say what to do when you make "
+                "the rule: short_step='count' steps along the mean of the passes that there were, "
+                "short_step='drop' leaves the step out."
+            )
+        self.reports = stats.reports
+        if policy == "count":
+            tap.count_short()
+        return True
+
+    def finish_step(self, signals: ScalerSignals, scale: float) -> StepOutcome | None:
         """Add this step's statistics, and return the outcome.
 
         If delayed, the previous step's are added, and the result is None if there was none.
         """
         tap, loss_scale = self.tap, self.tap.loss_scale
         stats = tap.step.stats
-        if stats is None:
-            stats = self._complete_early(optimizer)
+        assert stats is not None  # `complete` was called
         if tap.step.problem is not None:
             raise RuntimeError(tap.step.problem)
         if signals.present and not loss_scale.known:
@@ -291,6 +319,8 @@ class NoiseTracker:
         stats.read()  # raises if the ranks disagree about the step
         if stats.ranks > 1 and stats.passes > 0 and not stats.incomplete_everywhere:
             return stats
+        if stats.most_passes_seen and not tap.batch.counts_passes:
+            return stats  # a short step, for `complete`
         self.forget()
         if passes == 0:
             moved = " Parameters were moved or converted: wrap after that."
@@ -299,16 +329,9 @@ class NoiseTracker:
                 "(A backward pass counts if it reached a parameter of this optimizer.)"
                 + (moved if tap.hooks.parameters_moved else "")
             )
-        if tap.batch.counts_passes:
-            raise RuntimeError(
-                f"step() inside no_sync(), after {passes} backward pass(es): the gradients are "
-                "not averaged over the workers yet. Run the step's last backward outside it."
-            )
         raise RuntimeError(
-            f"step() after {passes} of {tap.batch.passes} backward passes. Run the others first. "
-            "If the data has run out, as at the end of an epoch, leave the step out and call "
-            f"zero_grad(); or call set_num_gradients_to_accumulate({passes}) before the first "
-            "backward() of the shorter step."
+            f"step() inside no_sync(), after {passes} backward pass(es): the gradients are "
+            "not averaged over the workers yet. Run the step's last backward outside it."
         )
 
     # -- saving and loading ------------------------------------------------------------------

@@ -40,6 +40,13 @@ from manyhands._core.wrappers import (
     apply_signals,
     find_layer,
 )
+from manyhands.scaling._accumulation import (
+    GatedAccumulation,
+    ShortStep,
+    accumulation_of,
+    find_prepared,
+    parse_short_step,
+)
 from manyhands.scaling._binding import (
     Binding,
     check_bindable,
@@ -55,6 +62,7 @@ from manyhands.scaling._settings import (
     Batch,
     Examples,
     Options,
+    check_divided,
     check_scale,
     parse_examples,
     parse_factors,
@@ -85,6 +93,7 @@ class ScaledOptimizer(OptimizerWrapper):
     _schedule_counts_progress = SharedAttribute[bool]()  # set by `ProgressScheduler`
     _min_scale = 0.0
     _norm_kind = "plain"
+    _short_step: ShortStep | None = None  # as it was given
     # Under an `AdaptiveDataLoader`: whether more passes of the step follow (`_adaptdl.py`).
     _pass_accumulates: bool | None = None
 
@@ -164,6 +173,11 @@ class ScaledOptimizer(OptimizerWrapper):
             raise RuntimeError("this rule is bound to an optimizer already; make another one.")
         if adp is not None:
             check_says_which_passes(adp)
+            if self._batch.accumulation is not None:
+                raise TypeError(
+                    "with a data-parallel module the passes are counted, not declared: leave "
+                    "num_gradients_to_accumulate out."
+                )
             self.adp = adp
             self._batch.counts_passes = True
             self._process_group = self._process_group or getattr(adp, "process_group", None)
@@ -183,6 +197,9 @@ class ScaledOptimizer(OptimizerWrapper):
                 "that measures plain gradients, such as SqrtScale."
             )
         check_share(self._options["measured"].number, examples)
+        prepared = None if self.adp is not None else find_prepared(optimizer)
+        if prepared is not None:
+            self._follow_prepared(prepared)
         group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
         params = [param for g in optimizer.param_groups for param in g["params"]]
         self._ranks = rank_group_of(params, group, self._world_size)
@@ -199,6 +216,25 @@ class ScaledOptimizer(OptimizerWrapper):
         except BaseException:
             self._inner = None  # so that the mistake can be corrected, and the rule bound again
             raise
+        if prepared is optimizer:
+            self._binding.patch(self)
+
+    def _follow_prepared(self, prepared: Optimizer) -> None:
+        """Take the number of passes and the gradient scaler from an optimizer of Accelerate's.
+
+        Its own methods become the rule's: Accelerate saves, loads and steps that object.
+        """
+        batch = self._batch
+        found = accumulation_of(prepared, batch.passes)
+        if found is not None:
+            batch.accumulation = found
+            batch.begin_step()
+            if self._short_step is None:
+                batch.short_step = parse_short_step(None, found=True)
+                check_divided(batch)
+        scaler = getattr(prepared, "scaler", None)
+        if scaler is not None and not self._loss_scale.known:
+            self._loss_scale.scaler = scaler
 
     def _start_measuring(self, norms: NormKind, average: NoiseAverage) -> None:
         """Make the parts that a rule has once it has an optimizer."""
@@ -313,10 +349,13 @@ class ScaledOptimizer(OptimizerWrapper):
 
     @property
     def passes(self) -> int:
-        """Backward passes of a step: declared, or counted in the step under way."""
+        """Backward passes of a step: declared, or counted in the step under way.
+
+        After a step that had fewer passes than declared, they are those of that step.
+        """
         if self._batch.counts_passes and self._inner is not None:
             return self._tap.step.passes or self._batch.passes
-        return self._batch.passes
+        return self._batch.short or self._batch.passes
 
     def _check_between_steps(self, what: str) -> None:
         if self._inner is not None:
@@ -342,7 +381,7 @@ class ScaledOptimizer(OptimizerWrapper):
         A `closure` is run once before the step, so that the factors include its gradients; its
         loss is returned. Other arguments are passed on.
         """
-        if self._pass_accumulates:
+        if self._in_mid_step:
             return None
         inner, tracker, tap = self._inner_optimizer, self._tracker, self._tap
         binding, batch = self._binding, self._batch
@@ -357,8 +396,15 @@ class ScaledOptimizer(OptimizerWrapper):
         signals = ScalerSignals.read_from(self, inner)
         if batch.counts_passes:  # only now is their number final
             self._check_batch(batch, self.passes)
-        batch.passes = self.passes
-        outcome = tracker.finish_step(inner, signals, self.scale)
+            batch.passes = self.passes
+        elif batch.accumulation is not None:  # it may have changed the number
+            self._check_batch(batch, batch.passes)
+        if tracker.complete(inner):
+            self._counts.short += 1
+            if batch.short_step == "drop":
+                self.zero_grad()
+                return self._end_step(None)
+        outcome = tracker.finish_step(signals, self.scale)
         self._decide_once()
         self._counts.steps += 1
         self._counts.add(outcome, late=self._delayed)
@@ -385,7 +431,9 @@ class ScaledOptimizer(OptimizerWrapper):
         tap.norms.optimizer_stepped()
         # torch's schedulers warn unless they find this on the optimizer they were made for
         vars(inner)["_opt_called"] = True
-        if outcome is not None and not self._delayed:
+        if getattr(inner, "step_was_skipped", False):  # by Accelerate, with its scaler
+            self._counts.skipped += 0 if self._delayed else 1  # else found later, by its numbers
+        elif outcome is not None and not self._delayed:
             self._counts.progress += outcome.gain
         return self._end_step(result)
 
@@ -435,10 +483,18 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""
-        if self._keeps_gradients():
+        if self._keeps_gradients() or self._in_mid_step:
             return
         self._tracker.forget()
         self._binding.zero_grad(*args, **kwargs)
+
+    @property
+    def _in_mid_step(self) -> bool:
+        """Whether a loop that steps after every pass says that its step goes on."""
+        if self._pass_accumulates:
+            return True
+        accumulation = self._batch.accumulation
+        return isinstance(accumulation, GatedAccumulation) and not accumulation.sync_gradients
 
     def _keeps_gradients(self) -> bool:
         """Whether a loop that clears after every pass is in mid-step."""

@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._rule_base import ScalingRuleBase
 
 
-class ProgressScheduler:
+class ProgressScheduler(LRScheduler):
     """Steps a torch scheduler once for every small-batch step (or epoch) of progress.
 
     Keep the schedule that was written for the small batch. It then ends after the same progress at
-    every scale, that is, after fewer optimizer steps.
+    every scale, that is, after fewer optimizer steps. It is a torch scheduler itself, so trainers
+    accept it; that some of them call `step` once for each process makes no difference.
 
     >>> import torch, manyhands as mh
     >>> from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -46,7 +50,7 @@ class ProgressScheduler:
     def __init__(
         self,
         scheduler: LRScheduler,
-        optimizer: ScalingRuleBase,
+        optimizer: Optimizer,
         *,
         every: float = 1.0,
         end: float | None = None,
@@ -55,22 +59,51 @@ class ProgressScheduler:
             raise ValueError(f"every must be above 0, got {every}: 1 is once a small-batch step.")
         if end is not None and not end > 0.0:
             raise ValueError(f"end must be above 0, got {end}: the progress to train for.")
+        rule = rule_of(optimizer) if isinstance(optimizer, Optimizer) else None
+        if not isinstance(rule, ScalingRuleBase):
+            raise TypeError(
+                f"ProgressScheduler needs an optimizer under a scaling rule, whose progress it "
+                f"counts, got {type(optimizer).__name__}: write mh.AdaScale(optimizer) for SGD, "
+                "mh.AdamScale(optimizer) for Adam and AdamW."
+            )
+        # `LRScheduler.__init__` is not called: the schedule is the other scheduler's, which has
+        # set the first learning rates.
         self.scheduler = scheduler
         self.optimizer = optimizer
-        optimizer._schedule_counts_progress = True
+        self._rule = rule
+        rule._schedule_counts_progress = True
         self._every = every
         self._end = end
         # a run that continues is not stepped again for the progress that it had
-        self._steps = int(optimizer.progress / every)
+        self._steps = int(rule.progress / every)
+        self._step_count = 1  # Accelerate counts it up while gradients accumulate
 
     @property
     def done(self) -> bool:
         """Whether the progress has reached `end`."""
-        return self._end is not None and self.optimizer.progress >= self._end
+        return self._end is not None and self._rule.progress >= self._end
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """How often the scheduler inside was stepped."""
+        return self.scheduler.last_epoch
+
+    @property
+    def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
+        """The learning rates at the beginning, by parameter group."""
+        return self.scheduler.base_lrs
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the learning rates at present, by parameter group, without the rule's factors."""
+        return self.scheduler.get_last_lr()
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return what the scheduler inside would compute now; it calls this in its own step."""
+        return self.scheduler.get_lr()
 
     def step(self, *args: Any) -> None:
         """Step the scheduler up to the progress, with `args` (ReduceLROnPlateau's metric)."""
-        progress = self.optimizer.progress
+        progress = self._rule.progress
         if self._end is not None:
             progress = min(progress, self._end)
         # the tolerance covers rounding in a sum of many gains

@@ -21,6 +21,12 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._core.state_parts import plain_optimizer
 from manyhands._core.wrappers import LossScaler, unwrap
+from manyhands.scaling._accumulation import (
+    Accumulation,
+    ShortStep,
+    parse_accumulation,
+    parse_short_step,
+)
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import VAR_FLOOR
@@ -33,6 +39,7 @@ from manyhands.scaling._settings import (
     Option,
     OptionMismatch,
     Options,
+    check_divided,
     check_scale,
     check_var_floor,
     describe_mismatches,
@@ -79,7 +86,9 @@ class ScalingRuleBase(ScaledOptimizer):
         smoothing: weight of the past in the moving averages. By default
             `max(1 - n / 1000, 0)` with n = workers x passes, and `0.999 ** scale` in
             `AdaptiveDataParallel`.
-        num_gradients_to_accumulate: backward passes before each step.
+        num_gradients_to_accumulate: backward passes before each step; or the loop that decides
+            it, such as Accelerate's `Accelerator` (see `Accumulation`). It is found around an
+            optimizer that `accelerator.prepare` has returned.
         is_scaled_loss: whether each pass's loss is divided by that number. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
         debias_ewma: True, the default, for moving averages like Adam's; False for those of the
@@ -100,6 +109,10 @@ class ScalingRuleBase(ScaledOptimizer):
             error. 1 measures all of it, as is done with `examples`. Tensors below 131,072
             elements are measured whole, and so are gradients that are compared with those of the
             step before.
+        short_step: what a step with fewer passes does, as at the end of an epoch: "count" divides
+            the gradient by the passes that there were, and takes a smaller step, of their scale;
+            "drop" throws the gradient away; "error" raises one. "count" is the default where the
+            loop decides about passes, "error" where they are declared.
         model: the model whose layers measure examples, and the module that `fully_shard` was
             called on. Without examples it is needed only after `gc.freeze()`.
         examples: True, or an `Examples`, to compare the gradients of single examples in the layers
@@ -113,7 +126,7 @@ class ScalingRuleBase(ScaledOptimizer):
         world_size: int | None = None,
         scale: float | None = None,
         smoothing: float | None = None,
-        num_gradients_to_accumulate: int = 1,
+        num_gradients_to_accumulate: int | Accumulation = 1,
         is_scaled_loss: bool = True,
         debias_ewma: bool | None = None,
         *,
@@ -123,6 +136,7 @@ class ScalingRuleBase(ScaledOptimizer):
         floor_each_step: bool | None = None,
         var_floor: float | None = None,
         measured: float | None = None,
+        short_step: ShortStep | None = None,
         model: nn.Module | None = None,
         examples: bool | Examples = False,
     ) -> None:
@@ -133,8 +147,14 @@ class ScalingRuleBase(ScaledOptimizer):
             "measured": Option(default_share(examples), measured, check=parse_measured),
             **self._extra_options(),
         }
-        passes = parse_passes(num_gradients_to_accumulate)
-        batch = Batch(passes=passes, loss_is_divided=is_scaled_loss)
+        declared, accumulation = parse_accumulation(num_gradients_to_accumulate)
+        batch = Batch(
+            passes=parse_passes(declared),
+            accumulation=accumulation,
+            short_step=parse_short_step(short_step, accumulation is not None),
+            loss_is_divided=is_scaled_loss,
+        )
+        check_divided(batch)
         batch.set_smoothing(smoothing)
         if scale is not None:
             batch.set_scale(scale=self._check_own_scale(scale))
@@ -148,6 +168,7 @@ class ScalingRuleBase(ScaledOptimizer):
             model=model,
             examples=examples,
         )
+        self._short_step = short_step
         if optimizer is not None:
             self._bind(optimizer)
 
@@ -207,6 +228,7 @@ class ScalingRuleBase(ScaledOptimizer):
             "var": [noise.var_of(i) if noise.measured else None for i in groups],
             "noise_scale": [noise.noise_scale(i) for i in groups],
             "skipped": self._counts.skipped,
+            "short": self._counts.short,
             "nonfinite": self._tracker.nonfinite,
             **(self.optimizer.snapshot() if hasattr(self.optimizer, "snapshot") else {}),
         }
@@ -273,13 +295,20 @@ class ScalingRuleBase(ScaledOptimizer):
                 "with a data-parallel module the passes are counted, not declared: run all but "
                 "the step's last one inside its no_sync()."
             )
+        if self._batch.accumulation is not None:
+            raise RuntimeError(
+                "the loop decides how many passes a step has, and a number that is set here would "
+                f"not last: it is asked before each step. Change it there: "
+                f"{type(self._batch.accumulation).__name__}.gradient_accumulation_steps."
+            )
         passes = parse_passes(num_gradients_to_accumulate)
         self._check_between_steps("set_num_gradients_to_accumulate()")
         if self._inner is not None:
-            scale = self._check_batch(self._batch, passes)
+            # a scale that was set explicitly stays, whatever the passes
+            scale = self._check_batch(replace(self._batch, passes=passes), passes)
             self._tap.exchange.announce(passes, scale, self._checksum())
         self._batch.set_smoothing(None if update_smoothing else self.smoothing)
-        self._batch.passes = passes
+        self._batch.set_passes(passes)
 
     # -- saving and loading ------------------------------------------------------------------
 

@@ -21,11 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
 
 from manyhands._core.wrappers import ParamGroup, YieldingProperty
+from manyhands.scaling._accumulation import Accumulation
 from manyhands.scaling._hooks import NormKind
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -99,6 +101,54 @@ class AdaScale(ScalingRuleBase):
     def scale_lr(self, scale: float) -> Sequence[float]:
         noise = self.noise
         return [noise.gain(scale, group) for group in range(noise.groups)]
+
+
+class AdaScaleWrapper(AdaScale):
+    """`AdaScale` that makes its optimizer itself, for code that takes the class of an optimizer.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = mh.AdaScaleWrapper(
+    ...     model.parameters(), optim_cls=torch.optim.SGD, lr=0.1, num_gradients_to_accumulate=8
+    ... )
+
+    The names are fairscale's. For Adam, write a function that returns
+    `mh.AdamScale(AdamW(params, ...))`. Inside `OSS` each worker would measure its own shard: put
+    the rule around, `AdaScale(OSS(params, ...))`.
+
+    Args:
+        params: parameters, or groups of them, as for any optimizer.
+        optim_cls: the class of the optimizer.
+        additional_optim_args: its arguments, by name, and further ones of `AdaScale`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int | Accumulation = 1,
+        debias_ewma: bool | None = None,
+        optim_cls: type[Optimizer] = SGD,
+        **additional_optim_args: Any,
+    ) -> None:
+        if not (isinstance(optim_cls, type) and issubclass(optim_cls, Optimizer)):
+            raise TypeError(
+                f"optim_cls must be an optimizer class, such as torch.optim.SGD, got {optim_cls!r}."
+                " Around an optimizer that is made already, write AdaScale(optimizer)."
+            )
+        names = RuleOptions.__annotations__.keys() & additional_optim_args.keys()
+        options = {name: additional_optim_args.pop(name) for name in names}
+        super().__init__(
+            optim_cls(params, **additional_optim_args),
+            world_size,
+            scale,
+            smoothing,
+            num_gradients_to_accumulate,
+            debias_ewma=debias_ewma,
+            **options,
+        )
 
 
 class AdamScale(AdaScale):

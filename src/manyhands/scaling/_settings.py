@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands._core.wrappers import LossScaler
+from manyhands.scaling._accumulation import Accumulation, ShortStep
 from manyhands.scaling._example_squares import GROUPS
 
 
@@ -86,7 +87,7 @@ class RuleOptions(TypedDict, total=False):
     world_size: int | None
     scale: float | None
     smoothing: float | None
-    num_gradients_to_accumulate: int
+    num_gradients_to_accumulate: int | Accumulation
     is_scaled_loss: bool
     debias_ewma: bool | None
     process_group: dist.ProcessGroup | None
@@ -95,6 +96,7 @@ class RuleOptions(TypedDict, total=False):
     floor_each_step: bool | None
     var_floor: float | None
     measured: float | None
+    short_step: ShortStep | None
     model: nn.Module | None
     examples: bool | Examples
 
@@ -183,10 +185,16 @@ class Batch:
     the last pass. The default smoothing follows the number of small gradients, as fairscale's does.
     Or, if `counts_passes`, passes are counted until one is averaged over the ranks, and the tap
     divides their sum. The default smoothing then follows the scale, as adaptdl's does.
+
+    With an `accumulation`, a trainer's loop declares them. It may end a step before all passes have
+    run. `short_step` says what becomes of such a step, in any loop: see `StepStats.share`.
     """
 
     workers: int = 1
     passes: int = 1  # of a whole step: declared, or counted in the last step
+    short: int | None = None  # passes of the last step, if it had fewer and was counted
+    accumulation: Accumulation | None = None
+    short_step: ShortStep = "error"
     scale: float | None = None
     scale_per_pass: float | None = None
     smoothing: float | None = None
@@ -198,10 +206,20 @@ class Batch:
     def scale_for(self, passes: int) -> float:
         """Return the scale of a batch of so many passes."""
         if self.scale is not None:
-            return self.scale
+            return self.scale * (1.0 if self.counts_passes else passes / self.passes)
         if self.scale_per_pass is not None:
             return self.scale_per_pass * passes
         return float(self.workers * passes)
+
+    def begin_step(self) -> None:
+        """Let a whole step have as many passes as the loop says now, before its first one."""
+        self.short = None
+        if self.accumulation is not None:
+            self.passes = self.accumulation.gradient_accumulation_steps
+
+    def set_passes(self, passes: int) -> None:
+        """Let whole steps have so many passes from now on."""
+        self.passes, self.short = passes, None
 
     @property
     def passes_divided_by_user(self) -> bool:
@@ -214,7 +232,7 @@ class Batch:
             return self.smoothing
         if self.counts_passes:
             return float((1.0 - 1.0 / self.memory) ** scale)
-        return max(1.0 - self.workers * self.passes / self.memory, 0.0)
+        return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
 
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
         """Set the scale of the whole batch or of one pass, as the user asked."""
@@ -250,7 +268,7 @@ class Batch:
         passes = int(state["passes"]) if self.counts_passes else self.passes
         scale, per_pass = state["scale"], state["scale_per_pass"]
         saved_micro_batches = int(state["workers"]) * int(state["passes"])
-        ours = replace(self, passes=passes)
+        ours = replace(self, passes=passes, short=None)
         loaded = replace(
             ours,
             scale=None
@@ -275,6 +293,15 @@ class Batch:
     def load_state(self, loaded: Batch) -> None:
         """Become `loaded`, in place: the tap and the noise tracker hold this object."""
         vars(self).update(vars(loaded))
+
+
+def check_divided(batch: Batch) -> None:
+    """Raise if the gradient of a short step could not be made the mean of its passes."""
+    if batch.short_step == "count" and not batch.loss_is_divided:
+        raise ValueError(
+            "short_step='count' needs losses that are divided by the passes of a whole step. "
+            "Divide each, as trainers do, and leave is_scaled_loss=True."
+        )
 
 
 def check_scale(scale: float, smallest: float, rule: str, details: str = "") -> float:

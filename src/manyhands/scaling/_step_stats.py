@@ -113,8 +113,14 @@ class RankClaims:
         return table
 
     @staticmethod
-    def check(table: Sequence[RankClaims]) -> bool:
-        """Return whether any rank has seen all passes. Raise if the ranks disagree."""
+    def check(
+        table: Sequence[RankClaims], *, counts_short: bool = False, must_see_alike: bool = False
+    ) -> bool:
+        """Return whether any rank has seen all passes. Raise if the ranks disagree.
+
+        If short steps count, their gradients must have been averaged too, over ranks that have
+        seen equally many passes.
+        """
         # The order of the checks matters: an announcement leaves most other entries at zero.
         if len({claims.is_announcement for claims in table}) > 1:
             some = ", ".join(str(rank) for rank, c in enumerate(table) if c.is_announcement)
@@ -131,8 +137,17 @@ class RankClaims:
                     f"workers disagree on the {name}: {_list_by_rank(values)}. "
                     "Set the same on every worker."
                 )
-        if max(claims.passes_seen for claims in table) < table[0].passes:
-            return False  # the caller of `step` knows why, and raises
+        seen = [claims.passes_seen for claims in table]
+        complete = max(seen) >= table[0].passes
+        if not complete and not (counts_short and max(seen)):
+            return False  # the caller of `step` knows why, and raises or leaves the step out
+        if (must_see_alike or not complete) and max(seen) != min(seen):
+            raise RuntimeError(
+                f"workers ran different numbers of backward passes in a step of up to "
+                f"{table[0].passes:g}: {_list_by_rank(seen)}. Give all workers equally many "
+                "batches. (A pass counts if it reached a parameter of this optimizer.) With "
+                "short_step='error' a pass may be without gradients on some of the workers."
+            )
         checksums = [claims.checksum for claims in table]
         if max(checksums) - min(checksums) > CHECKSUM_TOLERANCE * abs(max(checksums)):
             raise RuntimeError(
@@ -148,7 +163,7 @@ class RankClaims:
                 "Choose layers that all ranks use alike: examples=mh.Examples(layers=...)."
             )
         _check_averaged([claims.shared_square for claims in table])
-        return True
+        return complete
 
 
 PATIENCE = 2.0  # seconds
@@ -219,15 +234,19 @@ class StepStats:
     groups: int
     ranks: int
     passes: int
+    passes_seen: int  # by this rank
     small_batches: float  # 1 if there was nothing to compare the gradient with
     scale: float
     examples: ExampleFacts | None = None  # if the small batches are single examples
     consecutive: bool = False
     norm_kind: str = "plain"
     reports: Sequence[RankReport] = ()  # this rank's own, and after `read` every rank's
+    counts_short: bool = False  # whether a step that is short on all ranks counts
+    must_see_alike: bool = False  # whether all ranks must have seen equally many passes
     anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
     incomplete_everywhere: bool = False  # after `read`: no rank has seen all passes
     most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
+    share: float = 1.0  # after `read`: of the passes of a whole step, if a short one counts
     _host: Tensor | None = None  # the numbers on the host, or on their way there
     _copied: torch.cuda.Event | None = None
     _extra_count: int = 0
@@ -261,23 +280,33 @@ class StepStats:
         groups, end = self.groups, len(numbers) - (self._extra_count or len(extras))
         small, mean = numbers[:groups], numbers[groups : 2 * groups]
         small_batches, examples = self.small_batches, self.examples
-        inverse, seen = examples.inverse_batches if examples else 0.0, float(self.passes)
+        inverse, seen = examples.inverse_batches if examples else 0.0, float(self.passes_seen)
+        self.most_passes_seen = self.passes_seen
         if self.ranks > 1:
             table = RankClaims.parse_table(numbers[2 * groups : end])
-            self.incomplete_everywhere = not RankClaims.check(table)
+            RankClaims.check(
+                table, counts_short=self.counts_short, must_see_alike=self.must_see_alike
+            )
             self.most_passes_seen = max(claims.passes_seen for claims in table)
             self.reports = [claims.report for claims in table]
             inverse = sum(claims.inverse_batches for claims in table)
             seen = sum(claims.passes_seen for claims in table)
+        self.incomplete_everywhere = self.most_passes_seen < self.passes
+        passes: float = self.passes
+        if self.incomplete_everywhere and self.counts_short and self.most_passes_seen:
+            passes, self.share = self.most_passes_seen, self.most_passes_seen / self.passes
+            # The losses were divided by the passes of a whole step, and their sum is the gradient.
+            mean = [square / self.share**2 for square in mean]
+            small_batches *= self.share
         if examples is not None and inverse > 0.0:
             small_batches, small, mean = _count_examples(
-                self.passes * self.ranks, seen / inverse, small, mean, examples.covered_groups
+                passes * self.ranks, seen / inverse, small, mean, examples.covered_groups
             )
         if small_batches < 2:
             return None, numbers[end:]
         sums = NormSums(
             *(tuple(small), tuple(mean), small_batches),
-            *(self.scale, self.consecutive, self.norm_kind),
+            *(self.scale * self.share, self.consecutive, self.norm_kind),
         )
         return sums, numbers[end:]
 
@@ -318,6 +347,8 @@ class StepFacts:
     valid: bool
     examples: ExampleFacts | None = None
     small_batches: int | None = None
+    counts_short: bool = False
+    must_see_alike: bool = False
 
     @property
     def needs_no_correction(self) -> bool:
@@ -364,6 +395,9 @@ class StepExchange:
             groups=self._groups,
             ranks=self.ranks.size,
             passes=facts.passes,
+            passes_seen=facts.passes_seen,
+            counts_short=facts.counts_short,
+            must_see_alike=facts.must_see_alike,
             small_batches=local.small_batches,
             # two consecutive gradients stand for one step of twice the size
             scale=2.0 * facts.scale if local.consecutive else facts.scale,
@@ -410,7 +444,7 @@ class StepExchange:
 
 
 def _count_examples(
-    passes: int,
+    passes: float,
     batch: float,
     small: Sequence[float],
     mean: Sequence[float],

@@ -87,7 +87,7 @@ class StepInProgress:
     inverse_batches: float = 0.0  # sum over the passes of 1 / examples, if those are measured
     valid: bool = True  # False if a gradient was seen only in part
     last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
-    divided_by: int = 1  # what the sum of the passes was divided by here
+    divided_by: float = 1  # what the gradient was divided by here
     small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
 
 
@@ -121,6 +121,7 @@ class GradientTap:
         on_last_pass: Callable[[], None],
         averager: Averager | None = None,
         compare_at_scale_1: bool = True,
+        changes_gradients: bool = True,
         model: nn.Module | None = None,
         examples: Examples | None = None,
         measured: float = 1.0,
@@ -136,6 +137,7 @@ class GradientTap:
         self._on_last_pass = on_last_pass
         self._averager = averager
         self._compare_at_scale_1 = compare_at_scale_1
+        self._changes_gradients = changes_gradients  # of a short step, to be their mean
         self._model = model
         self._examples_option = examples
         self.examples: ExampleNorms | None = None
@@ -179,7 +181,11 @@ class GradientTap:
         self._mean.measure_with(norms)
 
     def _begin_step(self) -> None:
-        """Choose what this step measures: the same on every rank, also on one without a pass."""
+        """Find out how many passes this step shall have, and choose what it measures.
+
+        The same on every rank, also on one without a pass.
+        """
+        self.batch.begin_step()
         if self._rotation is not None:
             batch = self.batch
             smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
@@ -286,7 +292,7 @@ class GradientTap:
         if self.step.passes == 0:
             self._begin_step()
         self.hooks.reset()
-        if self.step.divided_by > 1:  # what looked like the last pass was not: undo the division
+        if self.step.divided_by != 1:  # what looked like the last pass was not: undo the division
             self.multiply_gradients(self.step.divided_by)
             self.step.divided_by = 1
         if self.step.passes == 0 and self._gradient_at_step is not None:
@@ -305,6 +311,8 @@ class GradientTap:
         """React to the end of a backward pass; DDP has averaged the gradients if it was to."""
         # asked now, because the caller may leave `no_sync()` before the sample is complete
         self._averaged = self._averager is None or self._averager.require_backward_grad_sync
+        accumulation = self.batch.accumulation
+        self._loop_ends_step = accumulation is not None and accumulation.sync_gradients
         if not self.in_one_sample:
             self._close_pass()
 
@@ -358,8 +366,10 @@ class GradientTap:
             norms = self._norms_of_examples(self.examples, norms)
         step.norms = norms
         step.passes += 1
-        if self._averaged if batch.counts_passes else step.passes == batch.passes:
+        if self._is_last_pass:
             self._on_last_pass()
+            if self._changes_gradients and batch.accumulation is not None:
+                self._count_short()  # now, before anybody clips the gradient
         if batch.counts_passes or step.passes < batch.passes:
             # Counted passes may go on after one that was averaged, so their sum is always kept.
             squares = self._mean.squares_per_group(norms)
@@ -367,6 +377,15 @@ class GradientTap:
         hooks.reset()
         step.norms = {}
         step.last_gradient = GradientVersion(self._params[hooks.first_index])
+
+    @property
+    def _is_last_pass(self) -> bool:
+        """Whether the pass that has ended was its step's last."""
+        if self.batch.counts_passes:
+            return self._averaged
+        if self.batch.accumulation is not None:
+            return self._loop_ends_step
+        return self.step.passes == self.batch.passes
 
     def _norms_of_examples(
         self, examples: ExampleNorms, norms: Mapping[int, Norm]
@@ -426,6 +445,9 @@ class GradientTap:
             valid=step.valid,
             examples=self._example_facts(passes),
             small_batches=step.small_batches,
+            counts_short=batch.short_step == "count",
+            # else a rank may have seen fewer, if a loss of its used none of the parameters
+            must_see_alike=batch.short_step == "count" and batch.accumulation is not None,
         )
         self.exchange.check_announcements()
         covered = None if self.examples is None else self.examples.covered
@@ -449,6 +471,36 @@ class GradientTap:
         self._on_last_pass()
         assert self.step.stats is not None
         return self.step.stats
+
+    def count_short(self) -> None:
+        """Make the gradient the mean of a short step's passes, and the batch their size.
+
+        Each loss was divided by the passes of a whole step, and so is the gradient's sum.
+        """
+        if self.step.divided_by != 1:
+            return  # it is
+        passes, batch = self.step.passes, self.batch
+        if not self._gradient_untouched:
+            raise RuntimeError(
+                f"step() after {passes} of {batch.passes} backward passes, whose gradient was "
+                "changed before (clipped, unscaled) as if it were that of a whole step. Call "
+                f"set_num_gradients_to_accumulate({passes}) before the first backward() of the "
+                f"shorter step, and divide its losses by {passes}."
+            )
+        self._count_short()
+
+    def _count_short(self) -> None:
+        step, batch = self.step, self.batch
+        if step.passes >= batch.passes or batch.short_step != "count":
+            return
+        if step.small_batches is not None:
+            raise RuntimeError(
+                f"a WeightedMean of {batch.passes} counts, and only {step.passes} backward passes "
+                "in the step. Make it of as many counts as the step will have passes."
+            )
+        batch.short = step.passes
+        self.multiply_gradients(batch.passes / step.passes)
+        step.divided_by = step.passes / batch.passes
 
     def describe_excess(self) -> str:
         """Return the error message for a pass that is one too many."""

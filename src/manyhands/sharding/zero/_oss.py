@@ -22,6 +22,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree
+from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import OptimizerStatePart, ShardedOptimizer, options_of
@@ -55,7 +56,8 @@ class OSS(ShardedOptimizer):
 
     The parameters become views of flat memory when the optimizer is made, so make it after the
     model is on its device. `state_dict` is the plain optimizer's, and has to be collected from
-    the workers first: call `consolidate_state_dict` on all of them.
+    the workers first: call `consolidate_state_dict` on all of them. (Before the first step there
+    is nothing to collect.)
 
     Args:
         params: parameters, or groups of them, as for any optimizer.
@@ -73,6 +75,10 @@ class OSS(ShardedOptimizer):
             from each other's memory, and nothing is sent. Half the CPU time of sending, or less.
         bucket_size: elements that travel together; by default 4 Mi, more among many workers, and
             less of a small model.
+        gather_state: let `state_dict()` collect the state on all workers by itself, for trainers
+            that call it on every worker, such as Accelerate. Each worker then holds the whole
+            state in its host's memory for a moment. If some workers do not call it, the others
+            raise an error.
         **defaults: the optimizer's own arguments. Those that it keeps as its defaults, and that
             change what it computes, must be the same on every worker.
 
@@ -89,6 +95,7 @@ class OSS(ShardedOptimizer):
     _overlap = SharedAttribute[bool]()
     _begun = SharedAttribute[bool]()  # whether there is optimizer state, which is tied to slices
     _consolidated = SharedAttribute[dict[int, _state.ParamState] | None]()
+    _recipient = SharedAttribute[int | None]()  # of what was consolidated since the last step
     # Loaded state of frozen parameters, by index.
     _pending_state = SharedAttribute[dict[int, _state.ParamState]]()
     # A weak reference to that of our ShardedDataParallel.
@@ -106,11 +113,13 @@ class OSS(ShardedOptimizer):
         layout: str | None = None,
         shared_memory: bool = False,
         bucket_size: int | None = None,
+        gather_state: bool = False,
         **defaults: Any,
     ) -> None:
         flags = {
             "broadcast_fp16": broadcast_fp16,
             "force_broadcast_object": force_broadcast_object,
+            "gather_state": gather_state,
         }
         _check_oss_arguments(optim, group, broadcast_buffer_size, flags)
         if bucket_size is None and broadcast_buffer_size > 0:
@@ -130,7 +139,7 @@ class OSS(ShardedOptimizer):
         self._reducer_ref = lambda: None
         self._overlap = False
         self._begun = False
-        self._consolidated = None
+        self._consolidated = self._recipient = None
         self._pending_state = {}
         self._sliced: Any = None  # a SliceOptimizer, once the parameters are laid out
         # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
@@ -144,15 +153,18 @@ class OSS(ShardedOptimizer):
             largest=bucket_size,
             wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
         )
-        self._lay_out_all(bucket_size)
+        self._lay_out_all(bucket_size, gather_state)
+        several = self._workers.size > 1
+        self._roll_call = RollCall(self._workers) if gather_state and several else None
 
-    def _lay_out_all(self, bucket_size: int | None) -> None:
+    def _lay_out_all(self, bucket_size: int | None, gather_state: bool) -> None:
         """Give all parameters their places, and make the inner optimizer of this rank's slices."""
         facts = {
             "values of layout": self.layout,
             "values of bucket_size": bucket_size,
             "values of optim": self.optimizer_class.__name__,
             "values of broadcast_fp16": self.broadcast_fp16,
+            "values of gather_state": gather_state,
         }
         # Before any memory is laid out: other sizes would hang in the collectives.
         agree(self._workers, {**facts, **facts_of_groups(self.param_groups)}, ADVICE)
@@ -280,7 +292,7 @@ class OSS(ShardedOptimizer):
 
         A `closure` is called once before, and its loss returned.
         """
-        self._consolidated, self._begun = None, True
+        self._consolidated, self._recipient, self._begun = None, None, True
         self.prepare()
         # Schedulers change our groups, and `optim` has its own, made of slices.
         self._sliced.push_options(self.param_groups)
@@ -363,15 +375,22 @@ class OSS(ShardedOptimizer):
         self._consolidated = _state.collect_state(
             self._shards, self.optim, self._pending_state, recipient_rank
         )
+        self._recipient = recipient_rank
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the plain optimizer's state dict, after `consolidate_state_dict` on this worker.
 
-        With `all_ranks`, collect it on all workers first; then call this on every worker.
+        With `all_ranks`, collect it on all workers first; then call this on every worker. An OSS
+        that was made with `gather_state=True` does so if nothing was collected since the last step.
         """
         if self._workers.size == 1:
             return super().state_dict()
         if all_ranks:
+            self.consolidate_state_dict(recipient_rank=-1)
+        elif not self._begun and not self.optim.state:
+            return _state.plain_state_dict({}, self.param_groups, self._workers.rank)
+        elif self._roll_call is not None and self._recipient is None:
+            self._roll_call.wait("OSS.state_dict()")
             self.consolidate_state_dict(recipient_rank=-1)
         return _state.plain_state_dict(self._consolidated, self.param_groups, self._workers.rank)
 
@@ -382,7 +401,9 @@ class OSS(ShardedOptimizer):
         """
         self.prepare()
         shard, for_later = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
+        begun = self._begun or bool(state_dict["state"])
         self.load_parts(shard, for_later, state_dict["param_groups"])
+        self._begun = begun
 
     # The next three are for checkpoints and scaling: `_core/state_parts.py` says what they do.
 
@@ -400,7 +421,7 @@ class OSS(ShardedOptimizer):
     ) -> None:
         """Load this worker's shard of a state, in the form of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
-        self._consolidated, self._begun = None, True
+        self._consolidated, self._recipient, self._begun = None, None, True
         self._pending_state = for_later
         _state.restore_options(groups, self.param_groups)
 

@@ -231,7 +231,8 @@ def plain_state_dict(
         raise RuntimeError(
             f"worker {rank} has only its shard of the optimizer's state, as of the last step. Call "
             "consolidate_state_dict() on every worker before state_dict() on the recipient (rank "
-            "0, unless you name another)."
+            "0, unless you name another). If every worker calls state_dict(), as under Accelerate, "
+            "make the optimizer with gather_state=True."
         )
     packed, first = [], 0
     for group in groups:
