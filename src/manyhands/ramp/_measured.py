@@ -44,7 +44,7 @@ from manyhands.ramp._decision import Noise, StepTime
 
 WINDOW = 240  # steps
 MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
-MEMORY_STEPS = 6  # never fewer
+MEMORY_STEPS = 3  # never fewer
 ERROR = 0.5  # of sqr, in units of sqr
 LOOK_BACK = 1000  # steps
 ENOUGH = 3  # steps of one number of passes, before their median counts
@@ -166,7 +166,7 @@ def memory_for(noise: Noise, gradients: int, scale: float) -> float:
     >>> memory_for(Noise(sqr=0.0, var=1.0), gradients=8, scale=8.0)
     1000.0
     >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=80, scale=80.0)
-    480.0
+    240.0
     """
     shortest, longest = (
         max(MEMORIES[0], MEMORY_STEPS * scale),
