@@ -232,6 +232,30 @@ def table(rows: Sequence[Row], workload: Workload, overhead: float) -> list[str]
     return [line(name, found) for name, found in named if found]
 
 
+def quality_table(rows: Sequence[Row]) -> list[str]:
+    """`Ramp` beside the fastest fixed batch whose mean score is no worse than its own."""
+    lines = []
+    for workload in WORKLOADS:
+        own = [r for r in rows if r.workload == workload.name]
+        sign = 1.0 if workload.higher_is_better else -1.0
+        for overhead in map(float, OVERHEADS):
+            ramp = [r for r in own if r.way == "ramp" and r.overhead == overhead]
+            times = times_of_fixed(rows, workload, overhead)
+            if not ramp or not times:
+                continue
+            seeds, score = {r.seed for r in ramp}, sign * mean(r.score for r in ramp)
+            fixed = [r for r in own if r.way == "fixed" and r.seed in seeds]
+            scores = {b: sign * mean(r.score for r in fixed if r.batch == b) for b in times}
+            time = mean(r.time for r in ramp)
+            as_good = [b for b in times if scores[b] >= score]
+            fastest = min(as_good, key=times.__getitem__, default=None)
+            beside = "none | " if fastest is None else f"{fastest} | {time / times[fastest]:.2f}"
+            lines.append(
+                f"| {workload.title} | {overhead:g} | {time / min(times.values()):.2f} | {beside} |"
+            )
+    return lines
+
+
 def samples_table(rows: Sequence[Row]) -> list[str]:
     """`goal="samples"` beside scale 1."""
     lines = []
@@ -268,6 +292,11 @@ def write(rows: Sequence[Row]) -> None:
         "```bash\npython benchmarks/ramp.py --data ../shared/data\n```\n\n"
         "| workload | overhead | batch | time | over the best | steps | small batches | score |\n"
         "|---|--:|---|--:|--:|--:|--:|--:|\n" + "\n".join(lines) + "\n\n"
+        "## At equal quality\n\n"
+        "The best fixed batch above is the fastest, whatever its score. This one is the fastest\n"
+        "of those whose mean score is no worse than `Ramp`'s.\n\n"
+        "| workload | overhead | Ramp over the fastest | as good as Ramp | Ramp over it |\n"
+        "|---|--:|--:|--:|--:|\n" + "\n".join(quality_table(rows)) + "\n\n"
         '## Few steps for few samples: `goal="samples"`\n\n'
         "The batch is sqrt(1.25 noise scale): the best one if a step costs 1.25 small batches\n"
         "more than it has.\n\n"
