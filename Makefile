@@ -8,11 +8,17 @@ BIN := .venv/bin
 READY := .venv/ready
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
 
-.PHONY: help demo test quick coverage lint docs clean
+# A second environment, for what only tests/integrations needs. It sees the packages of .venv.
+WITH := .venv-integrations
+WITH_READY := $(WITH)/ready
+WITH_INSTALL := $(WITH)/bin/python -m pip install --disable-pip-version-check --editable '.[integrations]' \
+    --constraint constraints.txt --constraint constraints-integrations.txt
+
+.PHONY: help demo test test-integrations quick coverage lint docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
-	    printf '  %-12s %s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
+	    printf '  %-22s %s\n' "$$target" "$$text"; done
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter for a new .venv (Python 3.10 or later)."
 
@@ -22,6 +28,10 @@ demo: $(READY) ## the demonstration: a few minutes, then a page with figures
 test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest, COVERAGE=1 measures
 	@$(if $(COVERAGE),rm -rf .coverage && mkdir .coverage)
 	@$(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest \
+	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-integrations: $(WITH_READY) ## the tests beside trainers and engines; ARGS as above
+	@$(WITH)/bin/python -m pytest tests/integrations \
 	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 quick: $(READY) ## the tests that need no ranks: under 20 seconds
@@ -42,8 +52,8 @@ docs: $(READY) ## the documentation, into site/
 	@rm -f .docs.log
 	@echo "The documentation is in site/index.html"
 
-clean: ## remove .venv and everything that was built
-	rm -rf .venv site build dist .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache
+clean: ## remove the environments and everything that was built
+	rm -rf .venv $(WITH) site build dist .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -67,5 +77,17 @@ $(READY): pyproject.toml constraints.txt
 	    echo "Installing into .venv failed; pip's reason stands above. To see all that pip does:"; \
 	    echo "    $(INSTALL)"; \
 	    echo "A GPU machine or an unusual Python may want other versions: see the top of constraints.txt."; \
+	    exit 1; } >&2
+	@touch $@
+
+$(WITH_READY): $(READY) pyproject.toml constraints.txt constraints-integrations.txt
+	@echo "Setting up $(WITH), beside .venv; the first time this takes a minute ..."
+	@$(BIN)/python -m venv $(WITH)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")' \
+	    >"$$($(WITH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@$(WITH_INSTALL) --quiet --quiet || { \
+	    echo; \
+	    echo "Installing into $(WITH) failed; pip's reason stands above. To see all that pip does:"; \
+	    echo "    $(WITH_INSTALL)"; \
 	    exit 1; } >&2
 	@touch $@

@@ -1,0 +1,1 @@
+"""This library inside of other libraries' training loops. A file is imported only by its name."""
