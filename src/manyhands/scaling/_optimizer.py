@@ -481,12 +481,13 @@ class ScaledOptimizer(OptimizerWrapper):
         factors = sum(self._factors)
         return self._counts.progress + sum(average.raw_sqr) + sum(average.raw_var) + factors
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    # Accelerate looks for the argument in the signature.
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and their measurements."""
         if self._keeps_gradients() or self._in_mid_step:
             return
         self._tracker.forget()
-        self._binding.zero_grad(*args, **kwargs)
+        self._binding.zero_grad(set_to_none)
 
     @property
     def _in_mid_step(self) -> bool:

@@ -35,7 +35,7 @@ from manyhands._core.flat import flatten, norm
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
-from manyhands._core.wrappers import ParamGroup
+from manyhands._core.wrappers import ParamGroup, unwrap
 from manyhands.scaling._hooks import GradientSlice
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class PreconditionedNorm:
     REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU: computing it reads v
 
     def __init__(self, optimizer: Optimizer, floor: float = 0.0) -> None:
+        optimizer = unwrap(optimizer)[-1]  # it may be in a trainer's wrapper
         plain = plain_optimizer(optimizer)
         if not isinstance(plain, Adam | RMSprop):
             raise TypeError(

@@ -109,6 +109,17 @@ class WeightedMean:
 
     def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the mean, for `backward()`."""
+        self._begin_pass()
+        # a step without any tokens has a gradient of zero
+        return loss_sum * (self._factor / self.total if self.total else 0.0)
+
+    @property
+    def passes_left(self) -> int:
+        """How many of this rank's micro-batches are still to come."""
+        return len(self._left)
+
+    def _begin_pass(self) -> None:
+        """Tell the rule what the next pass counts, whose loss is this micro-batch's."""
         if not self._left:
             raise RuntimeError(
                 "a loss more than there were counts. Make a WeightedMean for each step, with a "
@@ -120,8 +131,6 @@ class WeightedMean:
                 self.total * self._not_empty / (self._passes**2 * count) if count else 0.0,
                 self._not_empty,
             )
-        # a step without any tokens has a gradient of zero
-        return loss_sum * (self._factor / self.total if self.total else 0.0)
 
 
 def _device_of(optimizer: Optimizer | None) -> torch.device:

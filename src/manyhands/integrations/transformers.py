@@ -1,0 +1,390 @@
+"""The Hugging Face Trainer: a scaling rule around its optimizer, and what the rule has to know.
+
+Trainer runs the loop, so what a loop of one's own would say has to be found out from it:
+
+    passes      Trainer fetches the micro-batches of a step before it runs them, and an epoch's last
+                step may have fewer. The rule is given their number.
+    tokens      If the model is told `num_items_in_batch`, a step's loss is a sum over all of its
+                tokens, divided by their number. Micro-batches then count by their tokens
+                (`scaling/_weighted_mean.py`).
+    loss scale  The accelerator's gradient scaler.
+    progress    If asked, the schedule follows the progress, and `max_steps` is counted in it.
+
+Methods of Trainer that are replaced on the instance, by those of `Attachment`:
+
+    create_scheduler                is called when the optimizer has been prepared, and before a
+                                    checkpoint is loaded: the moment to put the rule around it
+    get_batch_samples               fetches a step's micro-batches
+    log                             adds the gain, the scale and the progress
+    _save_optimizer_and_scheduler   lets every rank take part, where Trainer asks rank 0 alone (OSS)
+    _load_optimizer_and_scheduler   and adds what is left out of an optimizer under `fully_shard`
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+from transformers.training_args import ParallelMode
+
+from manyhands._core.modules import ModuleWrapper
+from manyhands._core.wrappers import find_layer
+from manyhands.blocks._optimizer import Blocks
+from manyhands.scaling._optimizer import rule_of
+from manyhands.scaling._progress import ProgressScheduler
+from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._weighted_mean import WeightedMean
+from manyhands.sharding.zero._oss import OSS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from manyhands.scaling._settings import RuleOptions
+
+__all__ = ["Attachment", "attach"]
+
+SCALING_FILE = "manyhands.pt"  # in a checkpoint of `fully_shard`, beside the optimizer's folder
+
+
+def attach(
+    trainer: Trainer,
+    rule: Callable[..., ScalingRuleBase] | None = None,
+    *,
+    by_progress: bool = False,
+    **options: Unpack[RuleOptions],
+) -> Attachment:
+    """Put a scaling rule around the optimizer of a Trainer. Call it before `train()`.
+
+    >>> import manyhands as mh
+    >>> from manyhands.integrations.transformers import attach
+    >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    >>> data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 16
+    >>> args = TrainingArguments(
+    ...     max_steps=2, gradient_accumulation_steps=4, per_device_train_batch_size=2, use_cpu=True,
+    ...     report_to=[], save_strategy="no", disable_tqdm=True,
+    ... )
+    >>> trainer = Trainer(model, args, train_dataset=data)
+    >>> attached = attach(trainer, mh.AdamScale)
+    >>> steps, *_ = trainer.train()
+    {...}
+    >>> attached.rule.scale
+    4.0
+
+    The number of backward passes is Trainer's `gradient_accumulation_steps`, and the small batch is
+    one micro-batch of one process. The last step of an epoch may have fewer passes: it is measured,
+    and scaled, as the smaller batch that it is.
+
+    Args:
+        trainer: a `Trainer`, or an object of a class derived from it.
+        rule: `AdaScale`, `AdamScale` or another rule: what is called with the optimizer and with
+            the options. Leave it out if Trainer's optimizer has a rule inside already, as when it
+            was given as `optimizers=(rule, None)`, or if there is no rule, only `OSS`.
+        by_progress: count `max_steps` in progress: write the number of steps that you would train
+            for at the small batch. The schedule is made for so many, and follows the progress;
+            training ends when the progress has reached them, after fewer optimizer steps.
+        options: further arguments of the rule.
+    """
+    _check_trainer(trainer, by_progress)
+    if any(isinstance(each, Attachment) for each in trainer.callback_handler.callbacks):
+        raise RuntimeError("this trainer has been attached to already. Call attach() once.")
+    attachment = Attachment(trainer, rule, by_progress, options)
+    trainer.add_callback(attachment)
+    return attachment
+
+
+class Attachment(TrainerCallback):
+    """What `attach` has put into a Trainer, and returns: `rule` is the scaling rule.
+
+    >>> import manyhands as mh, torch
+    >>> from manyhands.integrations.transformers import attach
+    >>> from transformers import Trainer, TrainingArguments
+    >>> args = TrainingArguments(use_cpu=True, report_to=[])
+    >>> attached = attach(Trainer(torch.nn.Linear(2, 1), args), mh.AdaScale)
+    >>> attached.rule is None  # it is made in `train()`
+    True
+
+    Its methods take the place of some of Trainer's, and are called at each of its steps.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        make_rule: Callable[..., ScalingRuleBase] | None,
+        by_progress: bool,
+        options: RuleOptions,
+    ) -> None:
+        self._trainer = trainer
+        self._make_rule = make_rule
+        self._by_progress = by_progress
+        self._options = options
+        self.rule: ScalingRuleBase | None = None
+        """The rule, once `train()` has made the optimizer; None if there is only `OSS`."""
+        self._mean: WeightedMean | None = None  # of the step's tokens, if they are counted
+        self._replaced: dict[str, Callable[..., Any]] = {}
+        for name in (
+            "create_scheduler",
+            "get_batch_samples",
+            "log",
+            "_save_optimizer_and_scheduler",
+            "_load_optimizer_and_scheduler",
+        ):
+            self._replaced[name] = getattr(trainer, name)
+            setattr(trainer, name, getattr(self, name))
+
+    # -- before the first step ---------------------------------------------------------------
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Put the rule around the optimizer, which has been prepared, and make the schedule."""
+        trainer = self._trainer
+        _check_trainer(trainer, self._by_progress)
+        self.rule = self._find_or_make_rule()
+        _check_optimizer(trainer, self.rule, self._by_progress)
+        scheduler = self._replaced["create_scheduler"](num_training_steps, *args, **kwargs)
+        if self._by_progress and not isinstance(scheduler, ProgressScheduler):
+            assert self.rule is not None
+            scheduler = ProgressScheduler(scheduler, self.rule, end=num_training_steps)
+            trainer.lr_scheduler = scheduler
+        return scheduler
+
+    def _find_or_make_rule(self) -> ScalingRuleBase | None:
+        trainer = self._trainer
+        passes = trainer.args.gradient_accumulation_steps
+        made = rule_of(trainer.optimizer)
+        if made is None and self._make_rule is None:
+            return None
+        if made is None:
+            assert self._make_rule is not None
+            # The prepared optimizer's own methods become the rule's (`scaling/_binding.py`), and
+            # its scaler is found.
+            made = self._make_rule(
+                trainer.optimizer, num_gradients_to_accumulate=passes, **self._options
+            )
+        assert isinstance(made, ScalingRuleBase)
+        if made is self.rule:  # in another call of `train`, which counts from 0 again
+            _set_passes(made, passes)
+            made.set_progress(0.0)
+        elif made.passes != passes:
+            raise ValueError(
+                f"gradient_accumulation_steps={passes} in TrainingArguments, and the "
+                f"{type(made).__name__} has num_gradients_to_accumulate={made.passes}. Write the "
+                "same number in both."
+            )
+        elif made._batch.scale is not None:  # a step with fewer passes then has a smaller scale
+            made.set_scale_per_pass(made._batch.scale / passes)
+        return made
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """Fetch a step's micro-batches, and tell the rule how many they are, and how large."""
+        fetched = self._replaced["get_batch_samples"](epoch_iterator, num_batches, device)
+        batches, items = fetched
+        self._mean = None
+        if self.rule is not None and batches:
+            if len(batches) != self.rule.passes:
+                _set_passes(self.rule, len(batches))
+            if items is not None:
+                self._mean = self._weigh(batches, float(items))
+        return fetched
+
+    def _weigh(self, batches: list[Any], items: float) -> WeightedMean:
+        """Return the mean over all of the step's tokens, of which Trainer says the number."""
+        trainer = self._trainer
+        counts = torch.stack([_count_tokens(trainer, batch) for batch in batches]).tolist()
+        mean = WeightedMean(counts, trainer.optimizer)
+        if mean.total != items:
+            raise RuntimeError(
+                f"the labels of this step have {mean.total:g} tokens, and {type(trainer).__name__} "
+                f"counts {items:g}. A scaling rule has to know how many tokens each micro-batch "
+                "has: do not override _get_num_items_in_batch()."
+            )
+        return mean
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Announce the first pass of a step."""
+        self.on_substep_end()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """Announce the next pass, if there is one."""
+        if self._mean is not None and self._mean.passes_left:
+            self._mean._begin_pass()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **__: Any) -> None:
+        """End the training when the progress is there."""
+        schedule = self._trainer.lr_scheduler
+        if self._by_progress and schedule.done:
+            state.max_steps = state.global_step + 1  # the step that is being counted
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Drop passes that no step has followed: the data has run out without saying so before."""
+        if self.rule is not None:
+            self._trainer.model.zero_grad()  # the prepared optimizer's leaves them in mid-step
+            self.rule.zero_grad()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
+        """Say so if the data has run out before the progress was there."""
+        schedule = self._trainer.lr_scheduler
+        if self._by_progress and not schedule.done:
+            assert self.rule is not None
+            warnings.warn(
+                f"training has ended at a progress of {self.rule.progress:.1f} small-batch steps "
+                f"of {args.max_steps}: something else than the progress has stopped it.",
+                stacklevel=2,
+            )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the gain, the scale and the progress to a training step's values."""
+        if self.rule is not None and "loss" in logs:
+            scale = self.rule.scale
+            values = {"gain": self.rule.gain(), "scale": scale, "progress": self.rule.progress}
+            logs.update(values)
+        self._replaced["log"](logs, *args, **kwargs)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer = self._trainer
+        sharded = find_layer(trainer.optimizer, OSS)
+        if sharded is not None:
+            sharded.consolidate_state_dict()
+        self._replaced["_save_optimizer_and_scheduler"](output_dir)
+        if self.rule is not None and trainer.is_fsdp_enabled:
+            state = self.rule.scaling_state_dict()
+            if trainer.args.should_save:
+                torch.save(state, os.path.join(output_dir, SCALING_FILE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer = self._trainer
+        self._replaced["_load_optimizer_and_scheduler"](checkpoint)
+        if self.rule is not None and trainer.is_fsdp_enabled and checkpoint is not None:
+            state = torch.load(os.path.join(checkpoint, SCALING_FILE), weights_only=True)
+            self.rule.load_scaling_state_dict(state)
+
+
+def _set_passes(rule: ScalingRuleBase, passes: int) -> None:
+    """Let the next step have so many passes. A smoothing that was set stays."""
+    rule.set_num_gradients_to_accumulate(passes, update_smoothing=rule._batch.smoothing is None)
+
+
+def _count_tokens(trainer: Trainer, batch: Any) -> Tensor:
+    """Return how many labels of a micro-batch count, as `Trainer._get_num_items_in_batch` does."""
+    labels: Tensor
+    if "shift_labels" in batch:
+        labels = batch["shift_labels"]
+    else:
+        labels = batch["labels"][..., 1:] if trainer._loss_shifts_labels else batch["labels"]
+    return labels.ne(-100).sum()
+
+
+# -- what cannot be right --------------------------------------------------------------------
+
+SHARD = "fsdp= with the version 2 in fsdp_config"
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # which Trainer steps with a metric
+
+
+def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
+    """Raise for what would make a rule's numbers wrong, or keep it from seeing gradients."""
+    args, accelerator, mode = trainer.args, trainer.accelerator, trainer.args.parallel_mode
+    fsdp_version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 1)
+    optim, schedule = str(args.optim.value), str(args.lr_scheduler_type.value)
+    shared = {kind: getattr(trainer, f"get_{kind}_size")() for kind in ("tp", "cp", "sp")}
+    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    followed = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
+    other = accelerator.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA)
+    for wrong, message in (
+        (
+            trainer.is_deepspeed_enabled,
+            "DeepSpeed reduces gradients and steps its optimizer where a rule does not see it. "
+            f"Leave deepspeed= out. To shard, use mh.OSS as the optimizer, or {SHARD}.",
+        ),
+        (
+            trainer.is_fsdp_enabled and fsdp_version != 2,
+            "the first version of FSDP makes flat parameters, in which the gradients of single "
+            f"parameters cannot be told apart. Use {SHARD}.",
+        ),
+        (
+            mode not in followed or other,
+            "Trainer on an XLA device, in SageMaker's model parallelism or with Megatron-LM does "
+            f"not run the passes that a rule measures. Use DDP or {SHARD}.",
+        ),
+        (
+            mode == ParallelMode.NOT_DISTRIBUTED,
+            f"Trainer would use DataParallel for the {args.n_gpu} GPUs of this process, and the "
+            "gradients of single GPUs are never seen. Start a process for each with torchrun.",
+        ),
+        (
+            max(shared.values()) > 1,
+            "ranks that share a micro-batch have no gradients of their own to compare (tensor, "
+            f"context and sequence parallelism: {shared}). Use DDP or {SHARD}.",
+        ),
+        (
+            trainer.is_distributed_loading_by_transformers,
+            "the model was sharded when it was loaded (distributed_config=). Load it whole, and "
+            f"let Trainer shard it: {SHARD}.",
+        ),
+        (
+            isinstance(trainer.model, ModuleWrapper),
+            f"the model is in {type(trainer.model).__name__}, and Trainer would wrap it in DDP "
+            "once more. Give Trainer the model itself. To shard, use mh.OSS as the optimizer, or "
+            f"{SHARD}.",
+        ),
+        (
+            "lomo" in optim or optim.endswith("layerwise"),
+            f"optim={optim!r} steps inside of backward(), before the gradient of the whole batch "
+            "is known. Use another one.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True changes the micro-batch, which is the small batch that the "
+            "learning rate was tuned for. Find it beforehand, with mh.largest_micro_batch, and "
+            "set per_device_train_batch_size.",
+        ),
+        (
+            args.world_size > 1 and counts_tokens and not args.average_tokens_across_devices,
+            "average_tokens_across_devices=False weighs a token by the rank that it is on: the "
+            "gradient is not the mean over the step's tokens. Leave it at True.",
+        ),
+        (
+            by_progress and args.max_steps <= 0,
+            "by_progress=True counts max_steps in progress, and max_steps is not set. Set it to "
+            "the number of steps that you would train for at the small batch.",
+        ),
+        (
+            by_progress and schedule in METRIC_SCHEDULES,
+            f"lr_scheduler_type={schedule!r} follows a metric, and cannot follow the progress. "
+            "Leave by_progress out.",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
+
+
+def _check_optimizer(trainer: Trainer, rule: ScalingRuleBase | None, by_progress: bool) -> None:
+    """Raise for an optimizer that Trainer's loop cannot drive."""
+    if rule is None and by_progress:
+        raise ValueError(
+            "by_progress=True needs the progress of a scaling rule: attach(trainer, mh.AdaScale, "
+            "by_progress=True)."
+        )
+    blocks = find_layer(trainer.optimizer, Blocks)
+    if blocks is not None and trainer.args.world_size > 1:
+        raise ValueError(
+            f"{type(blocks).__name__} is for workers that follow their own gradients, and Trainer "
+            "averages them in every step, with DDP. Use Lightning, Accelerate or a loop of your "
+            "own, and leave the model unwrapped."
+        )
+    if rule is not None and rule._observer is not None:
+        raise ValueError(
+            "a Ramp changes the number of micro-batches in a step, and Trainer always takes "
+            "gradient_accumulation_steps of them. Use Ramp in a loop of your own."
+        )

@@ -1,0 +1,662 @@
+"""The Hugging Face Trainer with a scaling rule inside, against the same training written plainly.
+
+The oracle is one process that takes all micro-batches of a step one at a time. The noise is the
+formula in the docstring of `scaling/_weighted_mean.py`, applied by hand to their gradients.
+"""
+
+import math
+import os
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+import manyhands as mh
+from helpers.ranks import raises_on_ranks, run_ranks
+
+with warnings.catch_warnings():  # once, before ranks are forked
+    warnings.simplefilter("ignore")
+    import transformers
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers.training_args import OptimizerNames
+
+from manyhands.integrations.transformers import Attachment, attach
+
+transformers.utils.logging.set_verbosity_error()
+
+pytestmark = [
+    # What accelerate and transformers say of themselves, or of torch.
+    pytest.mark.filterwarnings("ignore:OMP_NUM_THREADS"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+VOCABULARY, LENGTH, SIZE = 16, 6, 2  # of tokens, of a sample, of a micro-batch
+RATE, WARM_UP = 0.5, 2
+
+
+def net():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    config._attn_implementation = "eager"
+    return LlamaForCausalLM(config)
+
+
+def samples(micro_batches, even=False):
+    """Sequences, of which a part of the labels does not count: micro-batches differ in tokens."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for number in range(micro_batches * SIZE):
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        labels = tokens.clone()
+        if not even:
+            labels[: (number * 5) % LENGTH] = -100
+        made.append({"input_ids": tokens, "labels": labels})
+    return made
+
+
+def micro_batches_of(data):
+    return [
+        {name: torch.stack([sample[name] for sample in data[i : i + SIZE]]) for name in data[0]}
+        for i in range(0, len(data), SIZE)
+    ]
+
+
+# -- the oracle -------------------------------------------------------------------------------
+
+
+class Plain:
+    """One process that sees all ranks' micro-batches: nothing of ours, and no Trainer."""
+
+    def __init__(self, clip=1.0, schedule=lambda step: 1.0, autocast=None, weighted=True):
+        self.model = net()
+        # Trainer's two groups: matrices are decayed, norms and biases are not
+        norms = [p for name, p in self.model.named_parameters() if "norm" in name]
+        others = [p for name, p in self.model.named_parameters() if "norm" not in name]
+        self.groups = [others, norms]
+        self.optimizer = SGD([{"params": params} for params in self.groups], lr=RATE, momentum=0.9)
+        self.clip, self.schedule, self.autocast = clip, schedule, autocast
+        self.weighted = weighted
+        self.sums = [[0.0, 0.0] for _ in self.groups]
+        self.weight, self.progress, self.steps = 0.0, 0.0, 0
+        self.gain = 1.0
+
+    def loss_sum(self, batch):
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            logits = self.model(input_ids=batch["input_ids"]).logits
+        labels = batch["labels"][:, 1:].flatten()
+        return cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), labels, ignore_index=-100, reduction="sum"
+        )
+
+    def step(self, batches):
+        params = [p for group in self.groups for p in group]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+        grads = [torch.autograd.grad(self.loss_sum(batch), params) for batch in batches]
+        if not self.weighted:  # each micro-batch's mean counts the same
+            grads = [[g / n for g in each] for each, n in zip(grads, counts, strict=True)]
+            counts = [1] * len(batches)
+        total, scale = sum(counts), len(batches)
+        for param, *parts in zip(params, *grads, strict=True):
+            param.grad = sum(parts) / total
+        theta = max(1 - scale / 1000, 0.0)
+        self.weight = theta * self.weight + 1 - theta
+        estimates, first = [], 0
+        for group, sums in zip(self.groups, self.sums, strict=True):
+            own = range(first, first + len(group))
+            first += len(group)
+            squares = [sum(float(each[i].square().sum()) for i in own) for each in grads]
+            mean = sum(float(params[i].grad.square().sum()) for i in own)
+            spread = sum(s / n for s, n in zip(squares, counts, strict=True)) - total * mean
+            per_token = spread / (len(batches) - 1)
+            new = (mean - per_token / total, per_token * scale / total)
+            sums[:] = [
+                theta * old + (1 - theta) * value for old, value in zip(sums, new, strict=True)
+            ]
+            sqr, var = (value / self.weight for value in sums)
+            estimates.append((max(sqr, 0.0), max(var, 1e-6)))
+        nn.utils.clip_grad_norm_(params, self.clip)
+        base = RATE * self.schedule(self.steps)
+        for group, (sqr, var) in zip(self.optimizer.param_groups, estimates, strict=True):
+            group["lr"] = base * (var + sqr) / (var / scale + sqr)
+        self.optimizer.step()
+        sqr, var = (sum(each) for each in zip(*estimates, strict=True))
+        self.gain = (var + sqr) / (var / scale + sqr)
+        self.progress += self.gain
+        self.steps += 1
+
+    def train(self, data, ranks, passes, epochs):
+        batches = micro_batches_of(data)
+        for _ in range(epochs):
+            for i in range(0, len(batches), ranks * passes):
+                self.step(batches[i : i + ranks * passes])
+        return self
+
+    @property
+    def values(self):
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+# -- Trainer ----------------------------------------------------------------------------------
+
+
+def as_under_torchrun():
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")
+
+
+def trainer_of(
+    data, folder, *, passes=3, rule=mh.AdaScale, by_progress=False, given=None, **options
+):
+    if dist.get_world_size() > 1:
+        as_under_torchrun()
+    args = TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "optim": "sgd",
+            "optim_args": "momentum=0.9",
+            "learning_rate": RATE,
+            "lr_scheduler_type": "constant",
+            "per_device_train_batch_size": SIZE,
+            "gradient_accumulation_steps": passes,
+            "num_train_epochs": 2,
+            "train_sampling_strategy": "sequential",
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            **options,
+        },
+    )
+    given = given or {}
+    trainer = Trainer(net(), args, train_dataset=data, **given)
+    trainer.pop_callback(transformers.PrinterCallback)
+    if rule is not False:
+        attach(trainer, rule, by_progress=by_progress)
+    return trainer
+
+
+def rule_in(trainer):
+    (attached,) = (each for each in trainer.callback_handler.callbacks if type(each) is Attachment)
+    return attached.rule
+
+
+def values(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def run(data, folder, resume=None, **options):
+    trainer = trainer_of(data, folder, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    rule = rule_in(trainer)
+    return values(trainer), rule.progress, trainer.state.global_step
+
+
+def assert_as(ran, plain, rtol=2e-4, atol=2e-6):
+    for params, progress, steps in ran:
+        torch.testing.assert_close(params, plain.values, rtol=rtol, atol=atol)
+        assert progress == pytest.approx(plain.progress, rel=rtol)
+        assert steps == plain.steps
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("even", [True, False])
+def test_accumulation_weighs_micro_batches_by_their_tokens(ranks, even, tmp_path):
+    data = samples(ranks * 6, even)
+    assert_as(run_ranks(ranks, run, data, tmp_path), Plain().train(data, ranks, 3, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_last_step_of_an_epoch_is_the_smaller_batch_that_it_is(ranks, tmp_path):
+    data = samples(ranks * 8)  # passes: 3, 3, 2
+    assert_as(run_ranks(ranks, run, data, tmp_path), Plain().train(data, ranks, 3, 2))
+
+
+def test_means_of_micro_batches_count_the_same_if_the_model_takes_no_number_of_tokens(tmp_path):
+    def train():
+        trainer = trainer_of(data, tmp_path, rule=False)
+        trainer.model_accepts_loss_kwargs = False
+        attach(trainer, mh.AdaScale)
+        trainer.train()
+        return values(trainer), rule_in(trainer).progress, trainer.state.global_step
+
+    data = samples(16)
+    assert_as(run_ranks(2, train), Plain(weighted=False).train(data, 2, 3, 2))
+
+
+def test_gradients_are_measured_before_they_are_clipped(tmp_path):
+    data, clip = samples(12), 0.05
+    ran = run_ranks(2, run, data, tmp_path, max_grad_norm=clip)
+    assert_as(ran, Plain(clip=clip).train(data, 2, 3, 2))
+
+
+def test_bfloat16(tmp_path):
+    data = samples(12)
+    plain = Plain(autocast=torch.bfloat16).train(data, 2, 3, 2)
+    assert_as(run_ranks(2, run, data, tmp_path, bf16=True), plain, rtol=5e-2, atol=1e-2)
+
+
+def test_adamscale_on_two_ranks_is_one_rank_with_twice_the_passes(tmp_path):
+    def train(passes):
+        adam = {"optim": "adamw_torch", "optim_args": None, "learning_rate": 0.01}
+        return run(data, tmp_path, passes=passes, rule=mh.AdamScale, **adam, num_train_epochs=4)
+
+    data = samples(16)
+    ((params, progress, steps),) = run_ranks(1, train, 6)
+    assert steps == 12 and progress > 12
+    for ran, worth, count in run_ranks(2, train, 3):
+        torch.testing.assert_close(ran, params, rtol=1e-3, atol=1e-5)
+        assert (worth, count) == (pytest.approx(progress, rel=1e-4), steps)
+
+
+def test_a_rule_that_the_trainer_was_given(tmp_path):
+    def train():
+        trainer = trainer_of(data, tmp_path, rule=False)
+        groups = [
+            {"params": [p for n, p in trainer.model.named_parameters() if ("norm" in n) == norm]}
+            for norm in (False, True)
+        ]
+        sgd = SGD(groups, lr=RATE, momentum=0.9)
+        trainer.optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=3)
+        attach(trainer)
+        trainer.train()
+        return values(trainer), rule_in(trainer).progress, trainer.state.global_step
+
+    data = samples(16)
+    assert_as(run_ranks(2, train), Plain().train(data, 2, 3, 2))
+
+
+def linear(total):
+    """Trainer's schedule of this name, with a warm-up."""
+
+    def schedule(step):
+        return step / WARM_UP if step < WARM_UP else max(0.0, (total - step) / (total - WARM_UP))
+
+    return schedule
+
+
+LINEAR = {"lr_scheduler_type": "linear", "warmup_steps": WARM_UP}
+
+
+def test_its_schedule_follows_the_steps_unless_asked_otherwise(tmp_path):
+    data = samples(12)
+    ran = run_ranks(2, run, data, tmp_path, **LINEAR)
+    assert_as(ran, Plain(schedule=linear(4)).train(data, 2, 3, 2))
+
+
+def test_max_steps_and_its_schedule_counted_in_progress(tmp_path):
+    end, data = 20, samples(12)
+    plain = Plain()
+    schedule = linear(end)
+    plain.schedule = lambda _: schedule(math.floor(plain.progress + 1e-9))
+    batches = micro_batches_of(data)
+    while plain.progress < end:
+        first = plain.steps * 6 % len(batches)
+        plain.step(batches[first : first + 6])
+    assert plain.steps < end - 5
+
+    def train():
+        trainer = trainer_of(data, tmp_path, by_progress=True, max_steps=end, **LINEAR)
+        trainer.train()
+        assert trainer.optimizer.param_groups[0]["lr"] == 0.0
+        return values(trainer), rule_in(trainer).progress, trainer.state.global_step
+
+    assert_as(run_ranks(2, train), plain, rtol=1e-3, atol=1e-5)
+
+
+def test_training_that_ends_before_its_progress_says_so(tmp_path):
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = True
+
+    def train():
+        trainer = trainer_of(data, tmp_path, by_progress=True, max_steps=20)
+        trainer.add_callback(Stop())
+        with pytest.warns(UserWarning, match="small-batch steps of 20"):
+            trainer.train()
+
+    data = samples(12)
+    run_ranks(1, train)
+
+
+def test_logs_have_the_gain_the_scale_and_the_progress(tmp_path):
+    def train():
+        trainer = trainer_of(data, tmp_path)
+        trainer.train()
+        return [line for line in trainer.state.log_history if "loss" in line]
+
+    data = samples(16)
+    plain = Plain()
+    for logged in run_ranks(2, train):
+        assert [line["scale"] for line in logged] == [6.0, 6.0, 4.0] * 2
+    batches = micro_batches_of(data)
+    for line, first in zip(logged, (0, 6, 12), strict=False):
+        plain.step(batches[first : first + 6])
+        assert line["gain"] == pytest.approx(plain.gain, rel=1e-3)
+        assert line["progress"] == pytest.approx(plain.progress, rel=1e-3)
+
+
+def test_data_that_runs_out_in_the_middle_of_a_step(tmp_path):
+    """An iterable without a length: Trainer leaves the passes without a step, and we drop them."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(data)
+
+    def train():
+        return run(Stream(), tmp_path, max_steps=3)
+
+    data = samples(4)
+    plain = Plain()
+    for _ in range(3):
+        plain.step(micro_batches_of(data)[:3])
+    assert_as(run_ranks(1, train), plain)
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+OSS = {"optimizer_cls_and_kwargs": (mh.OSS, {"optim": SGD, "lr": RATE, "momentum": 0.9})}
+KINDS = {
+    "DDP": {},
+    "OSS": {"given": OSS},
+    "by progress": {"by_progress": True, "max_steps": 24, **LINEAR},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_whole_one(kind, tmp_path):
+    """In the middle of an epoch, whose last step is a short one: bit for bit, and on one rank."""
+    options = {**KINDS[kind], "save_strategy": "steps", "save_steps": 2}
+
+    def whole_and_resumed():
+        whole = run(data, tmp_path, **options)
+        return whole, run(data, tmp_path, resume=str(tmp_path / "checkpoint-2"), **options)
+
+    data = samples(16)
+    for whole, resumed in run_ranks(2, whole_and_resumed):
+        torch.testing.assert_close(resumed[0], whole[0], rtol=0, atol=0)
+        assert resumed[1:] == whole[1:]
+    at = str(tmp_path / "checkpoint-2")
+    ((params, progress, steps),) = run_ranks(
+        1, run, data, tmp_path, resume=at, **{**options, "passes": 6}
+    )
+    torch.testing.assert_close(params, whole[0], rtol=1e-3, atol=1e-5)
+    assert (progress, steps) == (pytest.approx(whole[1], rel=1e-3), whole[2])
+
+
+@pytest.mark.parametrize("rule", [None, mh.AdaScale])
+def test_oss_is_the_plain_optimizer(rule, tmp_path):
+    def train(given):
+        trainer = trainer_of(data, tmp_path, rule=rule, given=given)
+        trainer.train()
+        return values(trainer)
+
+    data = samples(12)
+    if rule is None:
+        plain, _ = run_ranks(2, train, {})
+    else:
+        plain = Plain().train(data, 2, 3, 2).values
+    for params in run_ranks(2, train, OSS):
+        torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
+
+
+# -- fully_shard ------------------------------------------------------------------------------
+
+
+def shard(trainer):
+    """Set up what `fsdp=True` does on GPUs; on CPUs, accelerate leaves it out without a word.
+
+    Saving whole state dicts, as is the default, fails on CPUs: safetensors gets tensors that are
+    still being gathered. So shards are saved.
+    """
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state.distributed_type = DistributedType.FSDP
+    trainer.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        state_dict_type="SHARDED_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+        reshard_after_forward=True,
+    )
+
+
+def run_sharded(data, folder, resume=None, **options):
+    trainer = trainer_of(data, folder, rule=False, **options)
+    shard(trainer)
+    attach(trainer, mh.AdaScale)
+    trainer.train(resume_from_checkpoint=resume)
+    params = {n: p.full_tensor().detach() for n, p in trainer.model.named_parameters()}
+    assert isinstance(trainer.model, FSDPModule)
+    return params, rule_in(trainer).progress, trainer.state.global_step
+
+
+def test_under_fully_shard(tmp_path):
+    data = samples(16)
+    assert_as(run_ranks(2, run_sharded, data, tmp_path), Plain().train(data, 2, 3, 2))
+
+
+def test_a_resumed_run_under_fully_shard_is_the_whole_one(tmp_path):
+    def whole_and_resumed():
+        whole = run_sharded(data, tmp_path, save_strategy="steps", save_steps=2)
+        return whole, run_sharded(data, tmp_path, resume=str(tmp_path / "checkpoint-2"))
+
+    data = samples(16)
+    for whole, resumed in run_ranks(2, whole_and_resumed):
+        torch.testing.assert_close(resumed[0], whole[0], rtol=0, atol=0)
+        assert resumed[1:] == whole[1:]
+
+
+# -- float16, as on a GPU -----------------------------------------------------------------------
+
+
+def run_half(data, folder, scale):
+    """Train in float16 on a CPU, where accelerate itself would train in float32."""
+    trainer = trainer_of(data, folder, rule=False)
+    accelerator = trainer.accelerator
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+    attach(trainer, mh.AdaScale)
+    trainer.train()
+    rule = rule_in(trainer)
+    return (
+        values(trainer),
+        rule.progress,
+        rule.snapshot()["skipped"],
+        trainer.lr_scheduler.last_epoch,
+    )
+
+
+def test_float16_with_its_scaler(tmp_path):
+    """The loss scale is in neither the noise nor the step."""
+    data = samples(12)
+    plain = Plain(autocast=torch.float16).train(data, 2, 3, 2)
+    for params, progress, skipped, scheduled in run_ranks(2, run_half, data, tmp_path, 16.0):
+        torch.testing.assert_close(params, plain.values, rtol=2e-2, atol=2e-3)
+        assert progress == pytest.approx(plain.progress, rel=1e-2)
+        assert (skipped, scheduled) == (0, 4)
+
+
+def test_float16_steps_that_overflow_are_left_out(tmp_path):
+    data = samples(12)
+    ranks = run_ranks(2, run_half, data, tmp_path, 2.0**19)
+    for _, progress, skipped, scheduled in ranks:
+        assert 1 <= skipped < 4
+        assert progress < 6 * (4 - skipped)
+        assert scheduled == 4 - skipped
+
+
+# -- what cannot be right ---------------------------------------------------------------------
+
+
+def set_on(name, value):
+    def change(trainer):
+        setattr(trainer, name, value)
+
+    return change
+
+
+def set_argument(name, value):
+    def change(trainer):
+        setattr(trainer.args, name, value)
+
+    return change
+
+
+def first_fsdp(trainer):
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state.fsdp_plugin = types.SimpleNamespace(fsdp_version=1)
+
+
+MISTAKES = {
+    "DeepSpeed": (set_on("is_deepspeed_enabled", True), "deepspeed= out.*mh.OSS"),
+    "FSDP1": (first_fsdp, "first version of FSDP.*version 2"),
+    "DataParallel": (set_argument("_n_gpu", 2), "DataParallel for the 2 GPUs.*torchrun"),
+    "tensor parallelism": (
+        lambda trainer: setattr(trainer.model, "_tp_size", 2),
+        "share a micro-batch.*'tp': 2",
+    ),
+    "sharded when loaded": (
+        set_on("is_distributed_loading_by_transformers", True),
+        "Load it whole",
+    ),
+    "FSDP of ours": (
+        lambda trainer: setattr(trainer, "model", mh.FSDP(trainer.model)),
+        "FullyShardedDataParallel, and Trainer would wrap it in DDP",
+    ),
+    "LOMO": (set_argument("optim", OptimizerNames.LOMO), "inside of backward"),
+    "layerwise": (set_argument("optim", OptimizerNames.GALORE_ADAMW_LAYERWISE), "inside of back"),
+    "auto_find_batch_size": (set_argument("auto_find_batch_size", True), "largest_micro_batch"),
+    "Megatron": (
+        lambda trainer: setattr(
+            trainer.accelerator.state, "distributed_type", DistributedType.MEGATRON_LM
+        ),
+        "Megatron-LM does not run",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_a_rule_cannot_follow_is_an_error_that_says_what_to_use(name, tmp_path):
+    change, message = MISTAKES[name]
+
+    def make():
+        trainer = trainer_of(samples(4), tmp_path, rule=False)
+        change(trainer)
+        attach(trainer, mh.AdaScale)
+
+    raises_on_ranks(1, ValueError, make, match=message)
+
+
+def test_tokens_that_are_weighed_by_rank_are_an_error(tmp_path):
+    def make():
+        trainer_of(samples(4), tmp_path, average_tokens_across_devices=False)
+
+    raises_on_ranks(2, ValueError, make, match="Leave it at True")
+    run_ranks(1, make)  # one rank has all tokens
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "max_steps is not set"),
+        (
+            {"max_steps": 9, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+            "follows a metric",
+        ),
+        ({"max_steps": 9, "rule": None}, "needs the progress of a scaling rule"),
+    ],
+)
+def test_what_cannot_be_counted_in_progress(options, message, tmp_path):
+    def train():
+        data = samples(4)
+        given = {"eval_dataset": data}
+        trainer_of(data, tmp_path, by_progress=True, given=given, **options).train()
+
+    raises_on_ranks(1, ValueError, train, match=message)
+
+
+def blocks(model, **options):
+    return mh.LocalSGD(SGD(model.parameters(), **options), every=2)
+
+
+def ramped(model, **options):
+    rule = mh.AdaScale(SGD(model.parameters(), **options), num_gradients_to_accumulate=3)
+    mh.Ramp(rule, max_scale=64)
+    return rule
+
+
+def other_passes(model, **options):
+    return mh.AdaScale(SGD(model.parameters(), **options), num_gradients_to_accumulate=2)
+
+
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        (blocks, "LocalSGD is for workers that follow their own gradients"),
+        (ramped, "Use Ramp in a loop of your own"),
+        (other_passes, "gradient_accumulation_steps=3 .* num_gradients_to_accumulate=2"),
+    ],
+)
+def test_an_optimizer_that_its_loop_cannot_drive_is_an_error_before_the_first_step(
+    made, message, tmp_path
+):
+    def train():
+        given = {"optimizer_cls_and_kwargs": (lambda: made, {"lr": RATE})}
+        trainer = trainer_of(samples(12), tmp_path, rule=None, given=given)
+        trainer.train()
+
+    raises_on_ranks(2, ValueError, train, match=message)
+
+
+def test_attach_is_called_once(tmp_path):
+    def make():
+        attach(trainer_of(samples(4), tmp_path))
+
+    raises_on_ranks(1, RuntimeError, make, match="attached to already")
+
+
+def test_a_trainer_that_counts_its_tokens_in_another_way_is_an_error(tmp_path):
+    class Other(Trainer):
+        def _get_num_items_in_batch(self, batch_samples, device):
+            return torch.tensor(7)
+
+    def train():
+        trainer = trainer_of(samples(12), tmp_path, rule=False)
+        trainer.__class__ = Other
+        attach(trainer, mh.AdaScale)
+        trainer.train()
+
+    raises_on_ranks(2, RuntimeError, train, match="Other counts 7.*do not override")
+
+
+def test_another_call_of_train_counts_from_the_beginning(tmp_path):
+    def train():
+        trainer = trainer_of(data, tmp_path, by_progress=True, max_steps=10)
+        found = []
+        for _ in range(2):
+            trainer.train()
+            found.append((trainer.state.global_step, rule_in(trainer).progress))
+        return found
+
+    data = samples(8)  # passes: 3, 3, 2
+    ((first, second),) = run_ranks(1, train)
+    for steps, progress in (first, second):
+        assert steps < 10 <= progress < 13
