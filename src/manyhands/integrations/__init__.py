@@ -1,0 +1,4 @@
+"""Other libraries' training loops, with this library inside. Each is imported only by its name.
+
+lightning/  Lightning: callbacks for scaling rules and `Ramp`, strategies for sharding and blocks
+"""
