@@ -1,5 +1,6 @@
 """Scaling rules as callbacks of Lightning's Trainer, against the plain loop in one process."""
 
+import doctest
 from functools import partial
 
 import pytest
@@ -25,6 +26,7 @@ from helpers.lightning_runs import (
     trainer_of,
     values,
 )
+from helpers.pages import ROOT, run_page
 from helpers.ranks import raises_on_ranks, run_ranks
 
 pytestmark = MARKS
@@ -157,9 +159,10 @@ def test_model_checkpoint_saves_in_mid_epoch_and_training_goes_on(tmp_path):
         from lightning.pytorch.callbacks import ModelCheckpoint
 
         saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
-        options = {"max_epochs": 2, "accumulate_grad_batches": 2, "enable_checkpointing": True}
+        options = {"max_epochs": 2, "accumulate_grad_batches": 2}
         fitted = partial(fit, loader=Resumable)
-        whole = fitted(module_of(sgd), trainer_of(callbacks=[scaling(), saves], **options))
+        trainer = trainer_of(callbacks=[scaling(), saves], enable_checkpointing=True, **options)
+        whole = fitted(module_of(sgd), trainer)
         file = str(tmp_path / "epoch=0-step=3.ckpt")
         resumed = fitted(module_of(sgd), trainer_of(callbacks=[scaling()], **options), resume=file)
         return whole, resumed
@@ -443,3 +446,47 @@ def test_an_optimizer_in_place_of_a_rule_is_an_error():
         scaling(RMSprop([nn.Parameter(torch.ones(1))]))
     with pytest.raises(RuntimeError, match="there is none yet"):
         _ = scaling().rule
+
+
+# -- what is written down ----------------------------------------------------------------------
+
+
+def test_the_page_runs_from_top_to_bottom(tmp_path):
+    run_page(ROOT / "docs" / "integrations" / "lightning.md", in_folder=tmp_path)
+
+
+def test_public_names_are_documented_with_examples_that_run():
+    import manyhands.integrations.lightning as public
+
+    def failed():
+        finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
+        for name in public.__all__:
+            thing = getattr(public, name)
+            assert thing.__module__ == public.__name__
+            (test,) = finder.find(thing, name, module=False, globs={})
+            assert test.examples, name
+            runner.run(test)
+        return runner.summarize(verbose=False).failed
+
+    assert run_ranks(1, failed) == [0]
+    reference = (ROOT / "docs" / "api.md").read_text()
+    for name in public.__all__:
+        assert reference.count(f"::: manyhands.integrations.lightning.{name}\n") == 1
+
+
+def test_which_batches_make_a_step():
+    from manyhands.integrations.lightning import _passes
+
+    assert doctest.testmod(_passes).failed == 0
+    for usual in range(1, 6):
+        for batches in range(1, 12):
+            sizes, first = [], 0
+            while first < batches:
+                passes = _passes.next_passes(usual, first, batches)
+                step = _passes.StepPasses(passes, start=first, usual=usual)
+                ends = [n for n in range(first + 1, first + passes + 1) if n % step == 0]
+                assert (first % step, ends) == (0, [first + passes])
+                sizes.append(passes)
+                first += passes
+            assert sum(sizes) == batches
+            assert all(size == usual for size in sizes[:-1])

@@ -25,3 +25,7 @@ __all__ = [
     "Scaling",
     "ShardedDDPStrategy",
 ]
+
+for _name in __all__:  # tracebacks and help() show where a name is imported from
+    globals()[_name].__module__ = __name__
+del _name

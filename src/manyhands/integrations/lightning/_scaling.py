@@ -56,7 +56,8 @@ class Scaling(Callback):
     ...     accelerator="cpu", max_epochs=1, accumulate_grad_batches=4, callbacks=[Scaling()],
     ...     enable_model_summary=False, **quiet
     ... )
-    >>> trainer.fit(lit := Lit(), torch.randn(16, 8, 4).unbind())
+    >>> loader = torch.utils.data.DataLoader(torch.randn(128, 4), batch_size=8)
+    >>> trainer.fit(lit := Lit(), loader)
     >>> lit.optimizers().scale, trainer.global_step
     (4.0, 4)
 
