@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import DataLoader
 
 import manyhands as mh
 from helpers.lightning_runs import (
@@ -86,6 +87,35 @@ def test_a_short_last_step_is_a_smaller_batch(batches, passes, ranks):
     alone = Alone(sgd, cosine, mh.AdaScale)
     alone.epoch(batches, ranks, passes).epoch(batches, ranks, passes)
     assert_alike(run_ranks(ranks, train), alone)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Data whose length nobody knows."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(data(self.batches)[dist.get_rank()])
+
+
+@pytest.mark.parametrize("policy", ["count", "drop"])
+def test_a_short_last_step_of_data_without_a_length(policy):
+    def train():
+        callback = scaling(short_step=policy)
+        trainer = trainer_of(max_epochs=2, accumulate_grad_batches=3, callbacks=[callback])
+        result = fit(module_of(sgd), trainer, 7, loader=lambda n: DataLoader(Endless(n), None))
+        return result, callback.rule.snapshot()["short"]
+
+    got = run_ranks(2, train)
+    assert [short for _, short in got] == [2, 2]
+    alone = Alone(sgd, None, mh.AdaScale)
+    for steps in [[range(3), range(3, 6), range(6, 7)]] * 2:
+        for batches in steps if policy == "count" else steps[:2]:
+            alone.step([(r, data(7)[r, i]) for i in batches for r in range(2)])
+    expected = alone.result(0)
+    torch.testing.assert_close(got[0][0]["params"], expected["params"], rtol=1e-5, atol=1e-6)
+    assert got[0][0]["progress"] == pytest.approx(expected["progress"])
 
 
 def test_bfloat16_is_the_plain_loop_under_autocast():
@@ -427,6 +457,31 @@ def test_progress_in_manual_optimization_is_an_error():
     )
 
 
+def test_a_ramp_or_progress_in_blocks_is_an_error():
+    def in_blocks():
+        from manyhands.integrations.lightning import BlocksStrategy
+
+        return BlocksStrategy(mh.DiLoCo, every=2)
+
+    def ramp():
+        from manyhands.integrations.lightning import BatchRamp
+
+        return [BatchRamp(max_scale=4)]
+
+    for callbacks, match in (
+        (ramp, "BatchRamp lets each device take steps of its own number"),
+        (lambda: [scaling(by_progress=True)], "in blocks each has a progress of its own"),
+    ):
+        failing(match, trainer={"strategy": in_blocks, "callbacks": callbacks}, ranks=2)
+
+
+def test_passes_that_are_said_twice_are_an_error():
+    failing(
+        "leave num_gradients_to_accumulate out",
+        trainer={"callbacks": lambda: [scaling(num_gradients_to_accumulate=2)]},
+    )
+
+
 def test_other_strategies_are_an_error():
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
@@ -478,15 +533,9 @@ def test_which_batches_make_a_step():
     from manyhands.integrations.lightning import _passes
 
     assert doctest.testmod(_passes).failed == 0
-    for usual in range(1, 6):
-        for batches in range(1, 12):
-            sizes, first = [], 0
-            while first < batches:
-                passes = _passes.next_passes(usual, first, batches)
-                step = _passes.StepPasses(passes, start=first, usual=usual)
-                ends = [n for n in range(first + 1, first + passes + 1) if n % step == 0]
-                assert (first % step, ends) == (0, [first + passes])
-                sizes.append(passes)
-                first += passes
-            assert sum(sizes) == batches
-            assert all(size == usual for size in sizes[:-1])
+    first = 0
+    for passes in (1, 3, 2, 2, 7):
+        step = _passes.StepPasses(passes, start=first)
+        ends = [n for n in range(first + 1, first + passes + 1) if n % step == 0]
+        assert (first % step, ends) == (0, [first + passes])
+        first += passes

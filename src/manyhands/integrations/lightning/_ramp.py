@@ -10,6 +10,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from manyhands._core.wrappers import find_layer
+from manyhands.blocks._optimizer import Blocks
+from manyhands.integrations.lightning._passes import StepPasses
 from manyhands.integrations.lightning._scaling import MakeRule, Scaling
 from manyhands.ramp import Ramp
 
@@ -51,6 +54,8 @@ class BatchRamp(Scaling):
         self._ramp_options = {"max_scale": max_scale, **ramp}
         self._ramp: Ramp | None = None
         self._loaded: dict[str, Any] | None = None  # until there is a Ramp to load it
+        self._own_passes: int | None = None  # Trainer's `accumulate_grad_batches`, before `fit`
+        self._begins = True  # whether the next batch is the first of a step
 
     @property
     def ramp(self) -> Ramp:
@@ -65,7 +70,13 @@ class BatchRamp(Scaling):
                 "BatchRamp sets how many batches Lightning accumulates, and with "
                 "automatic_optimization=False training_step does that. Use mh.Ramp there."
             )
+        self._own_passes = trainer.accumulate_grad_batches
         super().on_fit_start(trainer, pl_module)
+        if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
+            raise ValueError(
+                "BatchRamp lets each device take steps of its own number in an epoch, and in "
+                "blocks all take equally many. Use Scaling and accumulate_grad_batches there."
+            )
         self._ramp = Ramp(self.rule, **self._ramp_options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,18 +84,43 @@ class BatchRamp(Scaling):
         if self._loaded is not None:
             self.ramp.load_state_dict(self._loaded)
             self._loaded = None
+        self._begins = True
         super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
-        self.ramp._step_began = None  # the time until now is not a step's
+        self._begins = True
+        self._pause()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._begins:
+            self._begins = False
+            trainer.accumulate_grad_batches = StepPasses(self.ramp.passes, start=batch_idx)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._begins = self._steps_taken() != self._steps
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        """Let the time until now be no part of a step."""
         if self._ramp is not None:
             self._ramp._step_began = None
 
-    def _usual_passes(self, trainer: Trainer) -> int:
-        return self.ramp.passes
+    def _restore(self, trainer: Trainer) -> None:
+        super()._restore(trainer)
+        if self._own_passes is not None:
+            trainer.accumulate_grad_batches = self._own_passes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ramp's state, for Lightning's checkpoint."""

@@ -1,6 +1,6 @@
 """A scaling rule as a callback: what a loop of one's own would tell the rule is found here.
 
-    passes      how many batches the next step has: Trainer's, or fewer at the end of an epoch
+    passes      how many batches a step has: Trainer's number, or fewer at the end of an epoch
     loss scale  the precision plugin's gradient scaler
     model       the LightningModule, for `examples=`
     progress    if asked, Trainer's limits and the schedulers are counted in it
@@ -29,7 +29,7 @@ from manyhands.integrations.lightning._checks import (
     only_optimizer,
 )
 from manyhands.integrations.lightning._clipping import replace_clipping, restore_clipping
-from manyhands.integrations.lightning._passes import StepPasses, next_passes, usual_passes
+from manyhands.integrations.lightning._passes import LightningAccumulation
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -93,8 +93,6 @@ class Scaling(Callback):
         self._by_progress, self._log = by_progress, log
         self._rule: ScalingRuleBase | None = None
         self._steps = 0  # that the rule had taken after the last batch
-        self._left = 0  # batches of the step under way
-        self._own_passes: int | None = None  # Trainer's `accumulate_grad_batches`, before `fit`
         self._end: float | None = None  # the progress to train for
         self._max_epochs: int | None = None  # Trainer's, while progress is counted instead
 
@@ -117,9 +115,9 @@ class Scaling(Callback):
         check_passes(module, self._options, name)
         if self._rule is not None:  # of an earlier fit
             self._rule.unhook()
-        passes = usual_passes(trainer.accumulate_grad_batches)
+        automatic = module.automatic_optimization  # else training_step accumulates, if anybody
         found = {
-            "num_gradients_to_accumulate": passes,
+            "num_gradients_to_accumulate": LightningAccumulation(trainer) if automatic else 1,
             "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
             "model": module,
         }
@@ -128,7 +126,6 @@ class Scaling(Callback):
         return self._rule
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._own_passes = trainer.accumulate_grad_batches
         optimizer = only_optimizer(trainer.strategy.optimizers, type(self).__name__)
         if self._rule is None or rule_of(optimizer) is not self._rule:
             trainer.strategy.optimizers = [self.make_rule(trainer, optimizer)]
@@ -170,38 +167,8 @@ class Scaling(Callback):
     # -- in the loop ---------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._left, self._steps = 0, self._steps_taken()
+        self._steps = self._steps_taken()
         self._stop_at_the_end(trainer)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._left = 0
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if not pl_module.automatic_optimization:
-            return
-        if self._left == 0:
-            self._begin_step(trainer, batch_idx)
-        self._left -= 1
-
-    def _begin_step(self, trainer: Trainer, batch_idx: int) -> None:
-        """Tell Trainer and rule how many batches the step has that begins with this one."""
-        usual = self._usual_passes(trainer)
-        passes = self._left = next_passes(usual, batch_idx, trainer.num_training_batches)
-        whole = passes == usual and batch_idx % usual == 0
-        trainer.accumulate_grad_batches = (
-            usual if whole else StepPasses(passes, start=batch_idx, usual=usual)
-        )
-        self._expect(passes, usual)
-
-    def _usual_passes(self, trainer: Trainer) -> int:
-        """Return the passes of a whole step, which a callback of Lightning's may have changed."""
-        return usual_passes(trainer.accumulate_grad_batches)
-
-    def _expect(self, passes: int, usual: int) -> None:
-        """Let the rule expect a step of so many passes; all ranks do so at the same step."""
-        self.rule._batch.passes = passes
 
     def on_train_batch_end(
         self,
@@ -241,8 +208,6 @@ class Scaling(Callback):
     def _restore(self, trainer: Trainer) -> None:
         """Give the Trainer its own settings back."""
         restore_clipping(trainer.precision_plugin)
-        if self._own_passes is not None:
-            trainer.accumulate_grad_batches = self._own_passes
         if self._max_epochs is not None:
             trainer.fit_loop.max_epochs, self._max_epochs = self._max_epochs, None
 
