@@ -184,6 +184,33 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(before, after, tmp_
     assert_alike(got, alone)
 
 
+@pytest.mark.parametrize(
+    "name", ["auto", "OSSStrategy", "ShardedDDPStrategy", "FullyShardedStrategy"]
+)
+def test_a_run_without_a_rule_goes_on_with_one_and_without_it_again(name, tmp_path):
+    first, second = str(tmp_path / "bare.ckpt"), str(tmp_path / "scaled.ckpt")
+
+    def train(epochs, callbacks, **files):
+        import manyhands.integrations.lightning as ml
+
+        strategy = name if name == "auto" else getattr(ml, name)()
+        trainer = trainer_of(strategy, max_epochs=epochs, callbacks=callbacks)
+        return fit(module_of(adamw), trainer, **files)
+
+    run_ranks(2, train, 1, [], save=first)
+    run_ranks(2, train, 2, [scaling()], resume=first, save=second)
+    got = run_ranks(2, train, 3, [], resume=second)
+    alone = Alone(adamw).epoch(8, 2, 1)
+    alone.make_rule, alone.options = mh.AdamScale, {"num_gradients_to_accumulate": 2}
+    alone.ready(2).set_progress(8.0)
+    alone.epoch(8, 2, 1)
+    assert alone.rule.progress > 16
+    alone.rule.unhook()
+    alone.make_rule = alone.rule = None
+    alone.losses = [[], []]
+    assert_alike(got, alone.epoch(8, 2, 1), rtol=1e-4, atol=1e-5)
+
+
 def test_model_checkpoint_saves_in_mid_epoch_and_training_goes_on(tmp_path):
     def train():
         from lightning.pytorch.callbacks import ModelCheckpoint

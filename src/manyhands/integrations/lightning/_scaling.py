@@ -30,6 +30,7 @@ from manyhands.integrations.lightning._checks import (
 )
 from manyhands.integrations.lightning._clipping import replace_clipping, restore_clipping
 from manyhands.integrations.lightning._passes import LightningAccumulation
+from manyhands.scaling._binding import KEY
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -66,6 +67,8 @@ class Scaling(Callback):
     scale are logged, and shown in the progress bar. The last step of an epoch may have fewer
     batches: its gradient is their mean, and it is scaled as the smaller batch that it is.
 
+    A checkpoint of a run without a rule can be loaded, too. Its steps are counted as progress.
+
     Args:
         rule: a rule's class, or another function that is called with the optimizer and the
             options. By default `AdaScale` for SGD, `AdamScale` for Adam, AdamW and RMSprop.
@@ -93,6 +96,7 @@ class Scaling(Callback):
         self._by_progress, self._log = by_progress, log
         self._rule: ScalingRuleBase | None = None
         self._steps = 0  # that the rule had taken after the last batch
+        self._bare: dict[str, Any] | None = None  # a checkpoint without a rule, to be loaded
         self._end: float | None = None  # the progress to train for
         self._max_epochs: int | None = None  # Trainer's, while progress is counted instead
 
@@ -125,10 +129,24 @@ class Scaling(Callback):
         self._rule = make(optimizer, **{**found, **options, **self._options})
         return self._rule
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the optimizer's state of a run without a rule, which a rule could not load."""
+        states = checkpoint.get("optimizer_states", [])
+        if len(states) == 1 and KEY not in states[0]:
+            self._bare = {**checkpoint}
+            checkpoint["optimizer_states"] = []  # Lightning then loads none
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizer = only_optimizer(trainer.strategy.optimizers, type(self).__name__)
+        if self._bare is not None:
+            trainer.strategy.load_optimizer_state_dict(self._bare)
         if self._rule is None or rule_of(optimizer) is not self._rule:
             trainer.strategy.optimizers = [self.make_rule(trainer, optimizer)]
+        if self._bare is not None:
+            self.rule.set_progress(self._bare["global_step"])
+            self._bare = None
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             replace_clipping(trainer.precision_plugin)
         if self._by_progress:

@@ -232,7 +232,8 @@ class FullyShardedStrategy(OwnStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's slices of the plain optimizer's state."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        # `Scaling` may have taken the only state out, and loaded it
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             rest = {k: v for k, v in state.items() if k != KEY}
             shard = self._model_in_use.get_shard_from_optim_state_dict(rest)
             if KEY in state:
