@@ -1,4 +1,5 @@
-"""This library inside of other libraries' training loops. A file is imported only by its name.
+"""Other libraries' training loops, with this library inside. Each is imported only by its name.
 
+lightning/       Lightning: callbacks for scaling rules and `Ramp`, strategies for sharding and blocks
 transformers.py  the Hugging Face Trainer: `attach`
 """

@@ -1,0 +1,244 @@
+"""A scaling rule as a callback: what a loop of one's own would tell the rule is found here.
+
+    passes      how many batches a step has: Trainer's number, or fewer at the end of an epoch
+    loss scale  the precision plugin's gradient scaler
+    model       the LightningModule, for `examples=`
+    progress    if asked, Trainer's limits and the schedulers are counted in it
+
+The optimizer of `configure_optimizers` is replaced by the rule around it in `on_fit_start`: after
+the strategy has made the optimizers, and before Lightning loads a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import SGD, Adam, Optimizer, RMSprop
+
+from manyhands._core.state_parts import OptimizerLayers
+from manyhands._core.wrappers import find_layer
+from manyhands.blocks._optimizer import Blocks
+from manyhands.integrations.lightning._checks import (
+    check_callbacks,
+    check_manual,
+    check_passes,
+    check_strategy,
+    only_optimizer,
+)
+from manyhands.integrations.lightning._clipping import replace_clipping, restore_clipping
+from manyhands.integrations.lightning._passes import LightningAccumulation
+from manyhands.scaling._binding import KEY
+from manyhands.scaling._optimizer import rule_of
+from manyhands.scaling._progress import ProgressScheduler
+from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._rules import AdamScale, AdaScale
+
+MakeRule = Callable[..., ScalingRuleBase]
+
+
+class Scaling(Callback):
+    """Put a scaling rule around the optimizer that `configure_optimizers` returns.
+
+    >>> import lightning, torch, manyhands as mh
+    >>> from manyhands.integrations.lightning import Scaling
+    >>> class Lit(lightning.LightningModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.net = torch.nn.Linear(4, 1)
+    ...     def training_step(self, batch, _):
+    ...         return self.net(batch).square().mean()
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+    >>> quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    >>> trainer = lightning.Trainer(
+    ...     accelerator="cpu", max_epochs=1, accumulate_grad_batches=4, callbacks=[Scaling()],
+    ...     enable_model_summary=False, **quiet
+    ... )
+    >>> loader = torch.utils.data.DataLoader(torch.randn(128, 4), batch_size=8)
+    >>> trainer.fit(lit := Lit(), loader)
+    >>> lit.optimizers().scale, trainer.global_step
+    (4.0, 4)
+
+    The small batch is one batch of one device. The rule learns from the Trainer how many devices
+    there are, how many batches make a step, and the loss scale. The gain, the progress and the
+    scale are logged, and shown in the progress bar. The last step of an epoch may have fewer
+    batches: its gradient is their mean, and it is scaled as the smaller batch that it is.
+
+    A checkpoint of a run without a rule can be loaded, too. Its steps are counted as progress.
+
+    Args:
+        rule: a rule's class, or another function that is called with the optimizer and the
+            options. By default `AdaScale` for SGD, `AdamScale` for Adam, AdamW and RMSprop.
+        by_progress: count in small-batch steps: `max_steps`, `max_epochs` and the schedulers are
+            those of the small batch on one device, and end with the progress, after fewer
+            optimizer steps (and perhaps more epochs).
+        log: whether to log the gain, the progress and the scale after each step.
+        options: further arguments of the rule, such as `smoothing`.
+    """
+
+    def __init__(
+        self,
+        rule: MakeRule | None = None,
+        *,
+        by_progress: bool = False,
+        log: bool = True,
+        **options: Any,
+    ) -> None:
+        if rule is not None and (isinstance(rule, Optimizer) or not callable(rule)):
+            raise TypeError(
+                f"rule must be a class such as mh.AdaScale, got {type(rule).__name__}. The "
+                "optimizer is made in configure_optimizers."
+            )
+        self._make, self._options = rule, options
+        self._by_progress, self._log = by_progress, log
+        self._rule: ScalingRuleBase | None = None
+        self._steps = 0  # that the rule had taken after the last batch
+        self._bare: dict[str, Any] | None = None  # a checkpoint without a rule, to be loaded
+        self._end: float | None = None  # the progress to train for
+        self._max_epochs: int | None = None  # Trainer's, while progress is counted instead
+
+    @property
+    def rule(self) -> ScalingRuleBase:
+        """The rule; it exists from the beginning of `fit`."""
+        if self._rule is None:
+            raise RuntimeError("the rule is made by Trainer.fit(): there is none yet.")
+        return self._rule
+
+    # -- before the first step -----------------------------------------------------------------
+
+    def make_rule(self, trainer: Trainer, optimizer: Optimizer, **options: Any) -> ScalingRuleBase:
+        """Return a rule around this optimizer, for this Trainer; a strategy may call it."""
+        name = type(self).__name__
+        module = trainer.lightning_module
+        check_strategy(trainer, name)
+        check_callbacks(trainer, name)
+        check_manual(module, self._by_progress, name)
+        check_passes(module, self._options, name)
+        if self._rule is not None:  # of an earlier fit
+            self._rule.unhook()
+        automatic = module.automatic_optimization  # else training_step accumulates, if anybody
+        found = {
+            "num_gradients_to_accumulate": LightningAccumulation(trainer) if automatic else 1,
+            "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
+            "model": module,
+        }
+        make = self._make or _default_rule(optimizer)
+        self._rule = make(optimizer, **{**found, **options, **self._options})
+        return self._rule
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the optimizer's state of a run without a rule, which a rule could not load."""
+        states = checkpoint.get("optimizer_states", [])
+        if len(states) == 1 and KEY not in states[0]:
+            self._bare = {**checkpoint}
+            checkpoint["optimizer_states"] = []  # Lightning then loads none
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizer = only_optimizer(trainer.strategy.optimizers, type(self).__name__)
+        if self._bare is not None:
+            trainer.strategy.load_optimizer_state_dict(self._bare)
+        if self._rule is None or rule_of(optimizer) is not self._rule:
+            trainer.strategy.optimizers = [self.make_rule(trainer, optimizer)]
+        if self._bare is not None:
+            self.rule.set_progress(self._bare["global_step"])
+            self._bare = None
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            replace_clipping(trainer.precision_plugin)
+        if self._by_progress:
+            self._count_by_progress(trainer)
+
+    def _count_by_progress(self, trainer: Trainer) -> None:
+        """Count the limits and the schedulers in progress from now on."""
+        rule = self.rule
+        if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
+            raise ValueError(
+                f"{type(self).__name__}(by_progress=True) would end the training at another step "
+                "on each device: in blocks each has a progress of its own. Leave it out."
+            )
+        trainer.fit_loop.setup_data()  # so that the number of batches is known
+        epoch = trainer.num_training_batches * rule.scale / rule.passes
+        ends: list[float] = [trainer.max_steps] if trainer.max_steps >= 0 else []
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+            if not math.isfinite(epoch) and not ends:
+                raise ValueError(
+                    f"{type(self).__name__}(by_progress=True) needs the length of an epoch, and "
+                    "the data has none. Give the Trainer max_steps, and a scheduler with "
+                    'interval="step".'
+                )
+            ends += [trainer.max_epochs * epoch]
+            self._max_epochs, trainer.fit_loop.max_epochs = trainer.max_epochs, -1
+        self._end = float(min(ends)) if ends else None
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau or isinstance(config.scheduler, ProgressScheduler):
+                continue
+            every = config.frequency * (epoch if config.interval == "epoch" else 1)
+            config.scheduler = cast(
+                Any, ProgressScheduler(config.scheduler, rule, every=every, end=self._end)
+            )
+            config.interval, config.frequency = "step", 1
+
+    # -- in the loop ---------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps = self._steps_taken()
+        self._stop_at_the_end(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        steps = self._steps_taken()
+        if steps == self._steps:
+            return
+        self._steps = steps
+        self._stop_at_the_end(trainer)
+        if self._log and not trainer.barebones:
+            shown = {"gain": self.rule.gain(), "progress": self.rule.progress}
+            pl_module.log_dict(shown, prog_bar=True)
+            pl_module.log("scale", self.rule.scale)
+
+    def _steps_taken(self) -> int:
+        return self.rule._counts.steps
+
+    def _stop_at_the_end(self, trainer: Trainer) -> None:
+        if self._end is not None and self.rule.progress >= self._end:
+            trainer.should_stop = True
+
+    # -- after the last step -------------------------------------------------------------------
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._restore(trainer)
+
+    def _restore(self, trainer: Trainer) -> None:
+        """Give the Trainer its own settings back."""
+        restore_clipping(trainer.precision_plugin)
+        if self._max_epochs is not None:
+            trainer.fit_loop.max_epochs, self._max_epochs = self._max_epochs, None
+
+
+def _default_rule(optimizer: Optimizer) -> MakeRule:
+    """Return the rule for this kind of optimizer."""
+    plain = OptimizerLayers.of(optimizer).plain
+    if isinstance(plain, Adam | RMSprop):
+        return AdamScale
+    if isinstance(plain, SGD):
+        return AdaScale
+    raise TypeError(
+        f"Scaling() has rules for SGD, Adam, AdamW and RMSprop, got {type(plain).__name__}. Name "
+        "a rule: Scaling(mh.SqrtScale) multiplies the learning rate by the root of the scale, "
+        "Scaling(mh.AdaScale) by the gain."
+    )
