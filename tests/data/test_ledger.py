@@ -131,7 +131,7 @@ class SimulatedCrew:
     def hand_out(self) -> None:
         steps = self.every + (self.every + self.overlap if self.overlap else 0)
         for worker in self.workers.values():
-            worker.account.hand_out(list(self.workers), steps, self.steps)
+            worker.account.hand_out(dict.fromkeys(self.workers, steps), self.steps)
         self.check_agreement()
 
     def check_agreement(self) -> None:

@@ -136,7 +136,7 @@ class Sync:
         self.account = Account()  # of the samples, if there is a `Cursor`
         self.joined_late = False  # whether this worker received another one's state
         self._options_checksum = fingerprint(options)
-        self._regroups = 0
+        self.regroups = 0  # how often the members have changed
         self._compared = False  # whether the first block was searched for identical moves
         resets = extras.state == "reset" or state.in_local_warmup
         self.initial_state = InitialState(optimizer, needed=resets)
@@ -150,7 +150,7 @@ class Sync:
 
     def after_step(self) -> None:
         """Send and merge the fragments that are due after the step that was counted."""
-        step, regroups = self.state.steps, self._regroups
+        step, regroups = self.state.steps, self.regroups
         if self.state.before_blocks:
             self.regroup()
             if step == self.state.warmup:
@@ -163,7 +163,7 @@ class Sync:
         while self.pending and self.pending[0].merge_at <= step:
             self._merge()
         # A merge may let joiners in, and they have not computed what was due before they came.
-        same_members = self._regroups == regroups
+        same_members = self.regroups == regroups
         if due and same_members and self.anchor.buckets:
             self._send(due, step + self.schedule.overlap)
             if not self.schedule.overlap:
@@ -268,7 +268,7 @@ class Sync:
             seconds=self.runner.clock.seconds_per_step(step),
             lr=float(groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
-            samples=float(account.taken if ends_block else 0),
+            drawn=float(account.taken if ends_block else 0),
         )
 
     def _merge(self) -> None:
@@ -390,7 +390,7 @@ class Sync:
         while self.members.regroup_due:
             self.pending.clear()  # they have changed nothing yet, and are sent again when due
             self.runner.forget_last()
-            self._regroups += 1
+            self.regroups += 1
             self.account.due = True  # other members share what is left
             self.state = self.state.regroup()
             self.members.regroup(self.state.version)
@@ -449,7 +449,7 @@ class Sync:
         """Commit what all workers have taken until this step."""
         numbers, notes = self.members.numbers, result.notes
         if len(numbers) == len(notes):  # not so in a round restored from a checkpoint
-            taken = {n: int(note.samples) for n, note in zip(numbers, notes, strict=True)}
+            taken = {n: int(note.drawn) for n, note in zip(numbers, notes, strict=True)}
             own = numbers[self.members.workers.rank]
             self.account.commit(taken, own, step)
 
@@ -458,7 +458,8 @@ class Sync:
         steps, overlap = self._steps_to_round(), self.schedule.overlap
         if overlap:  # training goes on while the round is in flight
             steps += self.schedule.length + overlap
-        self.account.hand_out(self.members.numbers, steps, self.state.steps)
+        steps_of = dict.fromkeys(self.members.numbers, steps)
+        self.account.hand_out(steps_of, self.state.steps)
 
     def _steps_to_round(self) -> int:
         """Return how many steps each worker takes until samples are committed next."""

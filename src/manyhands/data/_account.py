@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from manyhands.data._ledger import Ledger
@@ -83,17 +83,18 @@ class Account:
         self.taken -= taken.get(own, 0)
         self._change(due=True)
 
-    def hand_out(self, numbers: Sequence[int], steps: int, step: int = 0) -> None:
-        """Hand out what is due: to each worker for this many steps, and for those it loads ahead.
+    def hand_out(self, steps: Mapping[int, int], step: int = 0) -> None:
+        """Hand out what is due: to each worker for so many steps, and for those it loads ahead.
 
         Since `committed_at` the workers have taken more samples already, until this `step`.
         """
         if self.rules is None or not self.due:
             return
         batch, since = self.rules["batch"], step - self.committed_at
-        wanted = (since + steps + self.rules["ahead"]) * batch
+        ahead = since + self.rules["ahead"]
+        wanted = {number: (each + ahead) * batch for number, each in steps.items()}
         before = self.ledger
-        self.ledger = before.hand_out(dict.fromkeys(numbers, wanted), since * batch)
+        self.ledger = before.hand_out(wanted, since * batch)
         self._change(due=False)
         amounts = [
             count(spans) - (since * batch if before.held_by(number) else 0)
@@ -102,7 +103,7 @@ class Account:
         if self.ledger.free:
             self._steps_left = None
         elif self.rules["drop_last"]:
-            missing = len(amounts) < len(numbers)
+            missing = len(amounts) < len(steps)
             self._steps_left = 0 if missing else max(0, min(amounts) // batch)
         else:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))

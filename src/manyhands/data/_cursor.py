@@ -78,7 +78,7 @@ class Cursor:
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> cursor = mh.Cursor(data, batch_size=16, optimizer=optimizer)
-    >>> for epoch in range(cursor.epoch, 2):
+    >>> while cursor.epoch < 2:
     ...     for inputs, targets in cursor:
     ...         optimizer.zero_grad()
     ...         losses = torch.nn.functional.mse_loss(model(inputs), targets, reduction="none")
@@ -168,6 +168,7 @@ class Cursor:
         if optimizer is not None and self._blocks is None:
             self._hook = _call_after_step(optimizer, self._commit)
         self._seen = -1  # the account's `changes` that the plan below follows from
+        self._planned_epoch = -1
         self._rest: Spans = ()  # what this worker holds and has not planned
         self._steps: int | None = None  # that are left to plan; None: as many as fill a batch
         # On their way through torch's loader: passes, and the positions of each step.
@@ -363,7 +364,7 @@ class Cursor:
 
     def _hold_everything(self) -> None:
         """Hand what is left to all ranks together, which are one worker."""
-        self._account.hand_out([self._number], steps=self._samples)
+        self._account.hand_out({self._number: self._samples})
 
     def _restart_due(self) -> bool:
         """Look at what this worker holds, if that has changed; return whether to load anew."""
@@ -371,10 +372,11 @@ class Cursor:
         if account.changes == self._seen:
             return False
         self._seen = account.changes
+        same_epoch, self._planned_epoch = self._planned_epoch == self.epoch, self.epoch
         spans, self._steps = account.to_plan(self._number)
         planned = union(span for step in self._on_their_way for span in step)
         still, rest = take(spans, count(planned))
-        fits = union(still) == planned
+        fits = same_epoch and union(still) == planned
         if self._steps is not None:
             fits = fits and self._steps >= len(self._on_their_way)
         if fits:
