@@ -253,3 +253,46 @@ def test_a_batch_of_fewer_samples_than_ranks_is_refused():
         mh.Cursor(torch.arange(40), 2)
 
     raises_on_ranks(3, ValueError, run, match="batch_size=2 is that of a whole step, and there are")
+
+
+def ramped(folder, stop, load):
+    model = DistributedDataParallel(make_model())
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.05))
+    ramp = mh.Ramp(optimizer, max_scale=40, goal="steps", every=1, model=model)
+    cursor = mh.Cursor(torch.arange(SAMPLES), 7, optimizer=optimizer)
+    if load:
+        mh.load(folder, model=model, optimizer=optimizer, ramp=ramp, cursor=cursor)
+    steps = []
+    for micro_batches in ramp.over(cursor):
+        steps.append([])
+        counts = micro_batches._mean._left[::-1]
+        for count, batch in zip(counts, micro_batches, strict=True):
+            x, y = DATA[batch]
+            micro_batches.mean(loss_sum(model, x, y)).backward()
+            steps[-1] += batch.tolist()[: int(count)]
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(steps) == stop:
+            mh.save(folder, model=model, optimizer=optimizer, ramp=ramp, cursor=cursor)
+            break
+    return steps, cursor.state_dict()
+
+
+def test_a_ramp_counts_samples_while_the_batch_changes(tmp_path):
+    first = run_ranks(2, ramped, tmp_path, 3, False)
+    assert len(first[0][0][0]) < len(first[0][0][2]), "the batch should have grown"
+    rest = run_ranks(3, ramped, tmp_path, None, True)
+    steps = [*together(first), *together(rest)]
+    order = list(chain(*global_batches(SAMPLES, 7)))
+    done = 0
+    for step in steps:
+        assert sorted(step) == sorted(order[done : done + len(step)])
+        done += len(step)
+    assert done == SAMPLES and rest[0][1]["epoch"] == 1
+
+
+def test_a_ramp_makes_the_passes_itself():
+    optimizer = mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.05))
+    cursor = mh.Cursor(DATA, 8, optimizer=optimizer, max_local_batch_size=4)
+    with pytest.raises(ValueError, match="Make the Cursor without max_local_batch_size"):
+        next(mh.Ramp(optimizer, max_scale=4).over(cursor))

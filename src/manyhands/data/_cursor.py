@@ -251,8 +251,7 @@ class Cursor:
                 not_empty=now.not_empty,
             )
         assert self._mean is not None
-        # a filler's sample counts elsewhere
-        return self._mean(loss_sum if now.samples else loss_sum * 0.0)
+        return self._mean(loss_sum)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -283,6 +282,22 @@ class Cursor:
             self._iterated, self._now, self._mean = False, None, None
             self._planned.clear()
             self._on_their_way.clear()
+
+    @contextmanager
+    def _ahead(self) -> Iterator[Iterator[Any]]:
+        """Give batches to a caller that fetches more than its loop has, as `Ramp` does.
+
+        It calls `_begin` for each batch that the loop gets.
+        """
+        if self._blocks is not None or self._most is not None:
+            raise ValueError(
+                "a Ramp decides how many batches of a Cursor a step has. Make the Cursor without "
+                "max_local_batch_size, and not for an optimizer in blocks: there each worker's "
+                "samples of a block are handed out before it begins."
+            )
+        with self._being_iterated():
+            yield self._fetched()
+            self._end_epoch()
 
     def _fetched(self) -> Iterator[Any]:
         """Yield this rank's batches as they are loaded; `_begin` counts what the loop gets."""

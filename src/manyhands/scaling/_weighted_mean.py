@@ -154,8 +154,8 @@ class WeightedMean:
                 self.total * self._not_empty / (self._passes**2 * count) if count else 0.0,
                 self._not_empty,
             )
-        # a step without any tokens has a gradient of zero
-        return loss_sum * (self._factor / self.total if self.total else 0.0)
+        # none in this micro-batch, or in the whole step: a gradient of zero
+        return loss_sum * (self._factor / self.total if count else 0.0)
 
 
 def _device_of(optimizer: Optimizer | None) -> torch.device:
