@@ -11,6 +11,7 @@ from manyhands.blocks._schedule import ByDrift, Every, Seconds
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
+from manyhands.data._cursor import Cursor
 from manyhands.planning import Plan, plan
 from manyhands.probe import ProbeResult, probe_batch
 from manyhands.ramp import (
@@ -62,6 +63,7 @@ __all__ = [
     "ByDrift",
     "Coverage",
     "Crew",
+    "Cursor",
     "DiLoCo",
     "DummyProcessGroup",
     "Every",

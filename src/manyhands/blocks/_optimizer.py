@@ -46,6 +46,7 @@ from manyhands.blocks._checks import (
 )
 from manyhands.blocks._codec import find_codec
 from manyhands.blocks._outer import Average, Outer
+from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._payload import (
@@ -442,6 +443,11 @@ class Blocks(OptimizerWrapper):
             self._sync.members.leave()
         else:
             self.synchronize()
+
+    @property
+    def _block_samples(self) -> BlockSamples | None:
+        """What a `Cursor` needs to hand out this worker's samples; None without other workers."""
+        return None if self.alone else BlockSamples(self._sync)
 
     # -- saving and loading --------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ merge     the outer step moves the anchor, and the parameters with it
 undo      a member was lost in the round: it is repeated among those who are left, or, if it ran
           in the background, sent again when it is next due
 joiners   a crew's new members receive the common state
+samples   with a `Cursor`: what was taken is committed with the round (`_samples.py`)
 
 Where a worker is in this life is a value, `Sync.state` (`_block_state.py`). A method here does what
 a change of that value stands for: it sends, waits, and moves anchor and parameters.
@@ -18,7 +19,7 @@ import io
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ from manyhands.blocks.averaging._payload import (
 )
 from manyhands.blocks.averaging._round import BackgroundSync, Membership, RoundRunner
 from manyhands.blocks.crew._membership import ElasticMembers, StateTransfer
+from manyhands.data._account import Account
 
 
 class Counters(TypedDict):
@@ -75,6 +77,7 @@ class TransferredState(CommonState):
     retry: list[int]
     diverged: bool
     buffers: list[Tensor]
+    samples: dict[str, Any] | None
 
 
 @dataclass
@@ -130,8 +133,10 @@ class Sync:
         self.runner = RoundRunner(members, anchor.inner, overlaps=schedule.overlap > 0)
         self.stats = self.runner.stats
         self.pending: deque[Pending] = deque()
+        self.account = Account()  # of the samples, if there is a `Cursor`
+        self.joined_late = False  # whether this worker received another one's state
         self._options_checksum = fingerprint(options)
-        self._regroups = 0
+        self.regroups = 0  # how often the members have changed
         self._compared = False  # whether the first block was searched for identical moves
         resets = extras.state == "reset" or state.in_local_warmup
         self.initial_state = InitialState(optimizer, needed=resets)
@@ -141,10 +146,11 @@ class Sync:
     def count_step(self) -> None:
         """Count a step that the optimizer has taken, or left out."""
         self.state = self.state.step()
+        self.account.step()
 
     def after_step(self) -> None:
         """Send and merge the fragments that are due after the step that was counted."""
-        step, regroups = self.state.steps, self._regroups
+        step, regroups = self.state.steps, self.regroups
         if self.state.before_blocks:
             self.regroup()
             if step == self.state.warmup:
@@ -157,7 +163,7 @@ class Sync:
         while self.pending and self.pending[0].merge_at <= step:
             self._merge()
         # A merge may let joiners in, and they have not computed what was due before they came.
-        same_members = self._regroups == regroups
+        same_members = self.regroups == regroups
         if due and same_members and self.anchor.buckets:
             self._send(due, step + self.schedule.overlap)
             if not self.schedule.overlap:
@@ -228,7 +234,7 @@ class Sync:
         buffers = self.extras.buffer_payloads() if ends_block else []
         state = self.extras.state_payloads() if ends_block else []
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
-        note = self._write_note(finite, state)
+        note = self._write_note(finite, state, ends_block=ends_block)
         if not self.state.contributes:
             note = replace(note, status=NOTHING_YET)
         copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
@@ -238,24 +244,31 @@ class Sync:
         self.pending.append(Pending(fragments, merge_at, differences, *copies, note, background))
         self.state = self.state.send(fragments)
 
-    def _write_note(self, finite: bool, state: Sequence[Payload]) -> Note:
+    def _write_note(
+        self, finite: bool, state: Sequence[Payload], *, ends_block: bool = True
+    ) -> Note:
         """Return what this worker says of itself in a round that averages this optimizer state.
 
-        `finite`: whether all its numbers are, on this rank.
+        `finite`: whether all its numbers are, on this rank. The samples of a block are committed
+        with the round that `ends_block`.
         """
         groups, step = self.optimizer.param_groups, self.state.steps
         device = next(param.device for group in groups for param in group["params"])
         # Parameters may have been frozen since the options were compared.
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
-        checksum = self._options_checksum
+        checksum, account = self._options_checksum, self.account
+        facts: list[object] = [frozen] if frozen else []
+        if account.rules is not None:
+            facts.append(account.checksum())
         return Note(
             step=float(step),
             status=float(self.runner.finite_on_all_ranks(finite, device)),
-            options=fingerprint((checksum, frozen)) if frozen else checksum,
+            options=fingerprint((checksum, *facts)) if facts else checksum,
             state_elements=float(sum(payload.length for payload in state)),
             seconds=self.runner.clock.seconds_per_step(step),
             lr=float(groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
+            drawn=float(account.taken if ends_block else 0),
         )
 
     def _merge(self) -> None:
@@ -274,12 +287,15 @@ class Sync:
             self.regroup()
             return
         self._record_result(result)
+        ends_block = self.schedule.fragments - 1 in pending.fragments
+        if ends_block:
+            self._commit_samples(result, int(pending.note.step))
         if pending.note.step == self.schedule.start:  # sent as the present block began
             self.schedule.length = int(result.first_note.length)
         pending.merge(result, self.anchor, self.extras)
         if not pending.note.included:
             self._discard_own_values()
-        if self.extras.state == "reset" and self.schedule.fragments - 1 in pending.fragments:
+        if self.extras.state == "reset" and ends_block:
             self.initial_state.restore()
         complete = len(pending.fragments) == self.schedule.fragments
         self.state = self.state.commit(complete=complete, overlaps=pending.overlaps)
@@ -332,9 +348,11 @@ class Sync:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             present = torch.tensor([float(p.grad is not None) for p in params])
             payloads = make_payloads(by_index([*grads, present]))
+            self.account.step()  # the samples of the step that follows are in this mean
             result = self.average_now(payloads)
             while result is None:  # a member was lost: repeat with those who are left
                 result = self.average_now(payloads)
+            self._commit_samples(result, self.state.steps + 1)
             if not result.included:
                 return False
             # `present` now holds the workers' mean: above 0 if any of them has a gradient.
@@ -352,7 +370,9 @@ class Sync:
         tensors = [*trainable_params(self.optimizer), *self.extras.buffer_tensors()]
         averaged = local_warmup and self.extras.state.startswith("average")
         first = make_payloads(by_index(tensors), first_only=True)
-        self.average_now(first, self.extras.state_payloads() if averaged else [])
+        result = self.average_now(first, self.extras.state_payloads() if averaged else [])
+        if result is not None:
+            self._commit_samples(result, self.state.steps)
         if local_warmup and not averaged:
             self.initial_state.restore()
         self.state = self.state.begin_anchor()
@@ -370,7 +390,8 @@ class Sync:
         while self.members.regroup_due:
             self.pending.clear()  # they have changed nothing yet, and are sent again when due
             self.runner.forget_last()
-            self._regroups += 1
+            self.regroups += 1
+            self.account.due = True  # other members share what is left
             self.state = self.state.regroup()
             self.members.regroup(self.state.version)
             self.anchor.reset_residuals()
@@ -378,6 +399,7 @@ class Sync:
         if self.state.retry:
             self._send(self.state.retry, self.state.steps)
             self._merge()
+        self.hand_out_samples()
 
     def transfer_state(self) -> None:
         """Send joiners the common state; all members agree that the joiners have it."""
@@ -399,6 +421,7 @@ class Sync:
             "retry": list(self.state.retry),
             "diverged": self.state.diverged,
             "buffers": [buffer.detach() for buffer in self.extras.buffer_tensors()],
+            "samples": self.account.saved(),
         }
         torch.save(state, file)
         return file.getvalue()
@@ -416,7 +439,34 @@ class Sync:
         self.state = self.state.join(
             state["steps"], state["rounds"], diverged=state["diverged"], retry=state["retry"]
         )
+        self.account.load(state["samples"])
+        self.joined_late = state["samples"] is not None
         self.restart_clock()
+
+    # -- samples (`_samples.py`) ---------------------------------------------------------------
+
+    def _commit_samples(self, result: RoundResult, step: int) -> None:
+        """Commit what all workers have taken until this step."""
+        numbers, notes = self.members.numbers, result.notes
+        if len(numbers) == len(notes):  # not so in a round restored from a checkpoint
+            taken = {n: int(note.drawn) for n, note in zip(numbers, notes, strict=True)}
+            own = numbers[self.members.workers.rank]
+            self.account.commit(taken, own, step)
+
+    def hand_out_samples(self) -> None:
+        """Hand out what is left of the epoch, if that has changed, until the next sync round."""
+        steps, overlap = self._steps_to_round(), self.schedule.overlap
+        if overlap:  # training goes on while the round is in flight
+            steps += self.schedule.length + overlap
+        steps_of = dict.fromkeys(self.members.numbers, steps)
+        self.account.hand_out(steps_of, self.state.steps)
+
+    def _steps_to_round(self) -> int:
+        """Return how many steps each worker takes until samples are committed next."""
+        state, schedule = self.state, self.schedule
+        if state.steps < state.warmup:
+            return state.warmup - state.steps if state.local_warmup else 1
+        return max(1, schedule.start + schedule.length - state.steps)
 
     # -- state that is saved (`_saving.py`) ----------------------------------------------------
 

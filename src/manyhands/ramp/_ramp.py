@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.modules import no_sync_of
+from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import (
     Decay,
     Decision,
@@ -238,7 +239,8 @@ class Ramp:
         micro-batches than before. If ranks have different numbers of batches, all end when the
         shortest does.
 
-        Of an `AdaptiveDataLoader` the micro-batches themselves grow, as far as they may.
+        Of an `AdaptiveDataLoader` the micro-batches themselves grow, as far as they may. Batches of
+        a `Cursor` that are only kept ready do not count as trained on.
 
         `count` says how many tokens a micro-batch has. Then `micro_batches.mean(loss_sum)` is the
         loss to go backward from, and the step's loss is the mean over all its tokens:
@@ -253,9 +255,34 @@ class Ramp:
                 yield self._micro_batches(step, count)
             return
         self._step_began = None  # the time between two passes over the data is not a step's
+        if isinstance(loader, Cursor):
+            yield from self._over_cursor(loader, count)
+            return
         for step in self._supply.steps(loader, self._next_passes, self._look_ahead):
             self.begin_step(StepSize(len(step), 1))
             yield self._micro_batches(step, count)
+
+    def _over_cursor(
+        self, cursor: Cursor, count: Callable[[Any], int | float | Tensor] | None
+    ) -> Iterator[MicroBatches[Any]]:
+        """Yield steps of batches that are kept ready, and counted when the loop has them."""
+        with cursor._ahead() as batches:
+            for step in self._supply.steps(batches, self._next_passes, self._look_ahead):
+                passes = [cursor._begin() for _ in step]
+                self.begin_step(StepSize(len(step), 1))
+                if count is None:
+                    mean = WeightedMean.of_known(
+                        [each.samples for each in passes],
+                        self.optimizer,
+                        ranks=passes[0].ranks,
+                        total=sum(each.step_samples for each in passes),
+                        not_empty=sum(each.not_empty for each in passes),
+                    )
+                else:  # the sample of a filler counts elsewhere
+                    pairs = zip(step, passes, strict=True)
+                    counts = [count(batch) if each.samples else 0 for batch, each in pairs]
+                    mean = WeightedMean(counts, self.optimizer)
+                yield MicroBatches(step, self._no_sync, mean)
 
     def _next_passes(self) -> int:
         self._run_probe()

@@ -86,12 +86,46 @@ class WeightedMean:
         wrong = [rank for rank, row in enumerate(rows) if row[3]]
         if wrong:
             raise RuntimeError(f"the counts of rank {wrong[0]} are wrong: its error says why.")
-        self.total, not_empty, passes, _ = (sum(column) for column in zip(*rows, strict=True))
+        total, not_empty, passes, _ = (sum(column) for column in zip(*rows, strict=True))
+        self._begin(numbers, rule, ranks.size, total, int(not_empty), int(passes))
+
+    @classmethod
+    def of_known(
+        cls,
+        counts: Sequence[int],
+        optimizer: Optimizer | None,
+        *,
+        ranks: int,
+        total: int,
+        not_empty: int,
+    ) -> WeightedMean:
+        """Make one without a collective, where every rank knows the whole step's numbers.
+
+        `not_empty` micro-batches have any, on all ranks, of as many passes on each.
+        """
+        mean, numbers = cls.__new__(cls), [float(count) for count in counts]
+        rule = None if optimizer is None else rule_of(optimizer)
+        mistake = cls._mistake(numbers, rule)
+        if mistake is not None:
+            raise ValueError(mistake)
+        mean._begin(numbers, rule, ranks, total, not_empty, ranks * len(numbers))
+        return mean
+
+    def _begin(
+        self,
+        numbers: Sequence[float],
+        rule: ScaledOptimizer | None,
+        ranks: int,
+        total: float,
+        not_empty: int,
+        passes: int,
+    ) -> None:
+        self.total = total
         """The number of tokens in the step, on all ranks."""
         divided_later = rule is not None and not rule._batch.passes_divided_by_user
-        self._factor = ranks.size * (len(numbers) if divided_later else 1)
+        self._factor = ranks * (len(numbers) if divided_later else 1)
         self._rule, self._left = rule, list(reversed(numbers))
-        self._not_empty, self._passes = int(not_empty), int(passes)
+        self._not_empty, self._passes = not_empty, passes
 
     @staticmethod
     def _mistake(numbers: Sequence[float], rule: ScaledOptimizer | None) -> str | None:
@@ -109,17 +143,17 @@ class WeightedMean:
 
     def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the mean, for `backward()`."""
-        self._begin_pass()
-        # a step without any tokens has a gradient of zero
-        return loss_sum * (self._factor / self.total if self.total else 0.0)
+        count = self._begin_pass()
+        # none in this micro-batch, or in the whole step: a gradient of zero
+        return loss_sum * (self._factor / self.total if count else 0.0)
 
     @property
     def passes_left(self) -> int:
         """How many of this rank's micro-batches are still to come."""
         return len(self._left)
 
-    def _begin_pass(self) -> None:
-        """Tell the rule what the next pass counts, whose loss is this micro-batch's."""
+    def _begin_pass(self) -> float:
+        """Return what the next pass counts, whose loss is this micro-batch's; tell the rule."""
         if not self._left:
             raise RuntimeError(
                 "a loss more than there were counts. Make a WeightedMean for each step, with a "
@@ -131,6 +165,7 @@ class WeightedMean:
                 self.total * self._not_empty / (self._passes**2 * count) if count else 0.0,
                 self._not_empty,
             )
+        return count
 
 
 def _device_of(optimizer: Optimizer | None) -> torch.device:

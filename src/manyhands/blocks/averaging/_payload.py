@@ -60,6 +60,7 @@ class Note:
     seconds: float = 0.0  # a step takes on this worker
     lr: float = 0.0
     length: float = 0.0  # steps of the next block; the first worker's number holds for all
+    drawn: float = 0.0  # samples of a `Cursor`, taken since the last round that was kept
 
     @property
     def included(self) -> bool:

@@ -383,8 +383,9 @@ def _check_notes(notes: Sequence[Note]) -> None:
         differ = [r for r, note in enumerate(notes) if note.options != notes[0].options]
         raise RanksDisagree(
             f"ranks {differ[:8]} came to a sync round with other options than rank 0 (the "
-            "interval, the codec, the outer step, ...), or with other parameters frozen. Build "
-            "the same optimizer on every worker, and change it on all of them at once.",
+            "interval, the codec, the outer step, ...), with other parameters frozen, or with "
+            "another Cursor, or another position of it. Build the same optimizer and the same "
+            "Cursor on every worker, and change or load them on all of them at once.",
             [note.options for note in notes],
         )
     if len({note.state_elements for note in notes if note.state_elements > 0}) > 1:

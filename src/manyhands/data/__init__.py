@@ -1,0 +1,11 @@
+"""Data that is seen once, whoever comes and goes: `Cursor`, and the arithmetic below it.
+
+A step's samples pass through the files in this order; all but the last are plain integers.
+
+    _order.py    the permutation of an epoch: from positions to samples
+    _spans.py    ranges of positions
+    _ledger.py   which positions are free, held by a worker, or committed
+    _account.py  the ledger as one worker knows it, and what this worker took since the last commit
+    _passes.py   a step's positions divided among ranks and passes
+    _cursor.py   `Cursor`: a loader around all of this
+"""

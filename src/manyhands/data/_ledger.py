@@ -1,0 +1,175 @@
+"""The ledger of an epoch: which positions are committed, handed out, or free. One immutable value.
+
+An epoch has positions 0 ... samples - 1. Each is in one of three states:
+
+    committed   it was trained on, and the step or the sync round has taken place
+    held        it was handed out to a worker, which has not committed it yet
+    free        it was never handed out (from `fresh` on), or it went back (`returned`)
+
+    free ── hand_out ──▶ held ── commit ──▶ committed
+      ▲                   │
+      └──── keep_only ────┘        the worker left or died; or another one needs it more
+
+A worker takes what it holds in the order in which it holds it. So one number says what it commits:
+how many samples it has taken. In blocks each worker's number travels in the note of the sync round
+(`blocks/averaging/_payload.py`), and all workers come to the same ledger without a message of its
+own. Where all ranks train one step after another together (DDP, ZeRO, FSDP), they are one worker.
+
+Everything here is plain integers: no tensors, no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from manyhands.data._spans import Spans, count, take, union
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """An epoch's ledger. Each method that changes something returns a new one."""
+
+    samples: int  # in an epoch
+    epoch: int = 0
+    fresh: int = 0  # the first position that was never handed out
+    returned: Spans = ()  # sorted, below `fresh`
+    held: tuple[tuple[int, Spans], ...] = ()  # by number of the worker, sorted by it
+
+    # -- questions -----------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """How many positions nobody holds, and nobody has committed."""
+        return self.samples - self.fresh + count(self.returned)
+
+    @property
+    def left(self) -> int:
+        """How many positions are not committed."""
+        return self.free + sum(count(spans) for _, spans in self.held)
+
+    @property
+    def committed(self) -> int:
+        """How many positions are committed."""
+        return self.samples - self.left
+
+    def held_by(self, number: int) -> Spans:
+        """Return what a worker holds, in the order in which it takes it."""
+        return dict(self.held).get(number, ())
+
+    # -- changes -------------------------------------------------------------------------------
+
+    def commit(self, taken: Mapping[int, int]) -> Ledger:
+        """Commit the first positions that each worker holds: as many as it has taken."""
+        held = dict(self.held)
+        for number, samples in taken.items():
+            if samples:
+                done, held[number] = take(held.get(number, ()), samples)
+                assert count(done) == samples, f"worker {number} took what it did not hold"
+        return replace(self, held=_sorted(held))
+
+    def keep_only(self, numbers: Mapping[int, object]) -> Ledger:
+        """Take back what all other workers hold."""
+        gone = [span for number, spans in self.held if number not in numbers for span in spans]
+        held = {number: spans for number, spans in self.held if number in numbers}
+        returned, fresh = union((*self.returned, *gone)), self.fresh
+        if returned and returned[-1][1] == fresh:
+            returned, fresh = returned[:-1], returned[-1][0]
+        return replace(self, fresh=fresh, held=_sorted(held), returned=returned)
+
+    def hand_out(self, wanted: Mapping[int, int], pinned: int = 0) -> Ledger:
+        """Let each worker hold as many positions as it wants, and the others none.
+
+        If there are too few, all get the same part of what they want. A worker keeps what it holds
+        already, as far as it may hold so much: its data may be loaded. The first `pinned` positions
+        are never taken away, because they may have been trained on. What was returned is handed out
+        before anything fresh.
+        """
+        ledger = self.keep_only(wanted)
+        shares = divide(ledger.left, wanted)
+        held: dict[int, Spans] = {}
+        surplus: list[tuple[int, int]] = []
+        for number, share in shares.items():
+            own = ledger.held_by(number)
+            held[number], rest = take(own, max(share, min(pinned, count(own))))
+            surplus += rest
+        pool, fresh = union((*ledger.returned, *surplus)), ledger.fresh
+        for number, share in shares.items():
+            missing = max(0, share - count(held[number]))
+            more, pool = take(pool, missing)
+            missing = min(missing - count(more), self.samples - fresh)
+            if missing:
+                more, fresh = (*more, (fresh, fresh + missing)), fresh + missing
+            held[number] = _joined((*held[number], *more))
+        return replace(ledger, fresh=fresh, returned=pool, held=_sorted(held))
+
+    def next_epoch(self) -> Ledger:
+        """Begin the next epoch."""
+        return Ledger(self.samples, self.epoch + 1)
+
+    # -- as plain values -----------------------------------------------------------------------
+
+    def saved(self) -> dict[str, object]:
+        """Return what is committed, for any number of workers: whatever is held is free again."""
+        ledger = self.keep_only({})
+        return {
+            "epoch": ledger.epoch,
+            "fresh": ledger.fresh,
+            "returned": [list(span) for span in ledger.returned],
+        }
+
+    @classmethod
+    def of_saved(cls, samples: int, saved: Mapping[str, Any]) -> Ledger:
+        """Return the ledger that was `saved`."""
+        return cls(samples, saved["epoch"], saved["fresh"], _spans(saved["returned"]))
+
+    def all_of_it(self) -> list[object]:
+        """Return the whole ledger as numbers and lists."""
+        held = [[number, [list(span) for span in spans]] for number, spans in self.held]
+        returned = [list(span) for span in self.returned]
+        return [self.samples, self.epoch, self.fresh, returned, held]
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Ledger:
+        """Return the ledger that `all_of_it` was called on."""
+        samples, epoch, fresh, returned, held = fields
+        workers = tuple((number, _spans(spans)) for number, spans in held)
+        return cls(samples, epoch, fresh, _spans(returned), workers)
+
+
+def divide(available: int, wanted: Mapping[int, int]) -> dict[int, int]:
+    """Return how many positions each worker gets, of those that are available.
+
+    >>> divide(100, {0: 8, 1: 8})
+    {0: 8, 1: 8}
+    >>> divide(9, {0: 8, 1: 8, 2: 16})
+    {0: 2, 1: 2, 2: 5}
+    """
+    total, shares, before = sum(wanted.values()), {}, 0
+    if available >= total:
+        return dict(wanted)
+    for number, amount in wanted.items():
+        after = before + amount
+        shares[number] = available * after // total - available * before // total
+        before = after
+    return shares
+
+
+def _sorted(held: Mapping[int, Spans]) -> tuple[tuple[int, Spans], ...]:
+    return tuple((number, held[number]) for number in sorted(held) if held[number])
+
+
+def _joined(spans: Spans) -> Spans:
+    """Return the ranges with neighbours joined, in the order in which they are."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _spans(fields: Sequence[Sequence[int]]) -> Spans:
+    return tuple((start, stop) for start, stop in fields)

@@ -1,0 +1,74 @@
+"""How a step's samples are divided among ranks, and each rank's part into passes.
+
+    n samples, W ranks, at most m in a pass
+
+    rank r has the samples from  n r / W  to  n (r + 1) / W  (rounded down)
+    all ranks take  k = ceil(ceil(n / W) / m)  passes, and cut their part into k in the same way
+
+So parts differ by one sample at most. Where there are fewer samples than ranks, or than passes,
+some passes have none: the rank then gets one of the step's samples as a *filler*, because its model
+has to take part, and counts it with weight zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from manyhands.data._spans import Spans, count, take
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch of one rank, and the step that it belongs to."""
+
+    samples: int  # 0: a filler
+    index: int  # among the passes of its step
+    counts: tuple[int, ...]  # samples of each of this rank's passes in the step
+    step_samples: int  # on all ranks, in all passes
+    not_empty: int  # passes that have samples, on all ranks
+    ranks: int
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last pass of its step."""
+        return self.index == len(self.counts) - 1
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the step's mean is not the mean of its passes' means."""
+        return self.step_samples != self.samples * len(self.counts) * self.ranks
+
+
+def divide_step(step: Spans, rank: int, ranks: int, most: int | None) -> list[tuple[Pass, Spans]]:
+    """Return this rank's passes, and the positions of each.
+
+    >>> [(each.samples, spans) for each, spans in divide_step(((0, 10),), 1, 2, most=3)]
+    [(2, ((5, 7),)), (3, ((7, 10),))]
+    """
+    start, passes = _divide(count(step), rank, ranks, most)
+    rest = take(step, start)[1] if start else step
+    divided = []
+    for each in passes:
+        spans, rest = take(rest, each.samples)
+        divided.append((each, spans))
+    return divided
+
+
+@lru_cache(maxsize=64)  # nearly all steps are equally large
+def _divide(n: int, rank: int, ranks: int, most: int | None) -> tuple[int, list[Pass]]:
+    """Return where this rank's part begins in a step of n samples, and its passes."""
+    passes = number_of_passes(n, ranks, most)
+    start, stop = n * rank // ranks, n * (rank + 1) // ranks
+    cuts = [(stop - start) * i // passes for i in range(passes + 1)]
+    counts = tuple(b - a for a, b in pairwise(cuts))
+    sizes = (n * (r + 1) // ranks - n * r // ranks for r in range(ranks))
+    not_empty = sum(min(passes, size) for size in sizes)
+    return start, [Pass(each, i, counts, n, not_empty, ranks) for i, each in enumerate(counts)]
+
+
+def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
+    """Return how many passes each rank takes in a step of so many samples."""
+    largest = -(-samples // ranks)
+    return 1 if most is None else max(1, -(-largest // most))

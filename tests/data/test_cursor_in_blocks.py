@@ -1,0 +1,183 @@
+"""A `Cursor` in blocks: samples are committed with the sync round, and handed out for the next."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import manyhands as mh
+from helpers.data_oracle import global_batches, permutation
+from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands.errors import RanksDisagree
+
+SAMPLES = 101
+
+
+def make(samples=SAMPLES, batch_size=4, every=3, **options):
+    """A model of one number, in blocks, and its cursor."""
+    blocks = {
+        k: options.pop(k)
+        for k in ("overlap", "fragments", "warmup", "local_warmup")
+        if k in options
+    }
+    model = nn.Linear(1, 1)
+    optimizer = mh.Blocks(torch.optim.SGD(model.parameters(), lr=0.001), every=every, **blocks)
+    return (
+        model,
+        optimizer,
+        mh.Cursor(torch.arange(samples), batch_size, optimizer=optimizer, **options),
+    )
+
+
+def step(model, optimizer, cursor, batch):
+    optimizer.zero_grad()
+    noise = dist.get_rank() + 1.0  # workers that move alike are warned of
+    loss = (model(batch[:, None].float() / 100) - noise).square().sum()
+    cursor.mean(loss).backward()
+    optimizer.step()
+
+
+def epochs(count, **options):
+    """What this worker trained on in each epoch, and the committed positions after each step."""
+    model, optimizer, cursor = make(**options)
+    seen, positions = [], []
+    for _ in range(count):
+        seen.append([])
+        for batch in cursor:
+            step(model, optimizer, cursor, batch)
+            seen[-1] += batch.tolist()[: cursor.samples]
+            positions.append(cursor.position)
+    return seen, positions, optimizer.steps, cursor.state_dict()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 2},
+        {"overlap": 1},
+        {"overlap": 2, "num_workers": 1},
+        {"fragments": 2},
+        {"warmup": 4},
+        {"warmup": 4, "local_warmup": True},
+    ],
+    ids=str,
+)
+def test_workers_see_each_sample_once_in_an_epoch(workers, options):
+    found = run_ranks(workers, epochs, 2, **options)
+    for epoch in range(2):
+        trained = [sample for seen, *_ in found for sample in seen[epoch]]
+        assert sorted(trained) == list(range(SAMPLES))
+    assert len({steps for _, _, steps, _ in found}) == 1
+    assert all(state == found[0][3] for *_, state in found)
+    if workers > 1:
+        assert all(positions == found[0][1] for _, positions, *_ in found)
+
+
+def test_samples_count_once_their_round_took_place():
+    for _, positions, *_ in run_ranks(2, epochs, 1, samples=40):
+        assert positions == [0, 0, 24, 24, 24]  # after the last step all synchronize
+
+
+def test_workers_take_neighbouring_parts_and_share_the_last_steps():
+    (first, *_), (second, *_) = run_ranks(2, epochs, 1, samples=29)
+    order = permutation(29, 0, 0)
+    assert first[0] == order[:12] + order[24:26]
+    assert second[0] == order[12:24] + order[26:]
+
+
+def interrupted(folder, load, stop):
+    model, optimizer, cursor = make(every=2)
+    seen = []
+    if load:
+        mh.load(folder, model=model, optimizer=optimizer, cursor=cursor)
+    for batch in cursor:
+        step(model, optimizer, cursor, batch)
+        seen += batch.tolist()[: cursor.samples]
+        if optimizer.steps == stop:
+            break
+    optimizer.synchronize()
+    mh.save(folder, model=model, optimizer=optimizer, cursor=cursor)
+    return seen, cursor.epoch
+
+
+def test_other_workers_go_on_in_the_middle_of_an_epoch(tmp_path):
+    found = run_ranks(3, interrupted, tmp_path, False, 3)  # in the middle of a block
+    found += run_ranks(1, interrupted, tmp_path, True, 8)
+    found += run_ranks(2, interrupted, tmp_path, True, None)
+    assert sorted(sample for seen, _ in found for sample in seen) == list(range(SAMPLES))
+    assert [epoch for _, epoch in found] == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_checkpoint_of_blocks_is_one_for_ranks_in_step(tmp_path):
+    def go_on():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        cursor = mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
+        mh.load(tmp_path, model=model, cursor=cursor)
+        return [sample for batch in cursor for sample in batch.tolist()]
+
+    seen = [sample for own, _ in run_ranks(3, interrupted, tmp_path, False, 3) for sample in own]
+    assert sorted(seen + go_on()) == list(range(SAMPLES))
+
+
+def inside_workers():
+    """Two workers of two ranks each: a worker's batch is divided between its ranks."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    inside = groups[rank // 2]
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1), process_group=inside)
+    optimizer = mh.Blocks(
+        torch.optim.SGD(model.parameters(), lr=0.001),
+        every=3,
+        process_group=across[rank % 2],
+        inner_group=inside,
+    )
+    cursor = mh.Cursor(torch.arange(SAMPLES), 6, optimizer=optimizer)
+    seen = []
+    for batch in cursor:
+        step(model, optimizer, cursor, batch)
+        seen += batch.tolist()[: cursor.samples]
+    return seen
+
+
+def test_workers_of_several_ranks_see_each_sample_once():
+    found = run_ranks(4, inside_workers)
+    assert sorted(sample for seen in found for sample in seen) == list(range(SAMPLES))
+    assert all(found)
+
+
+def test_one_worker_alone_is_in_step():
+    ((seen, positions, *_),) = run_ranks(1, epochs, 1, samples=40)
+    assert seen[0] == [sample for batch in global_batches(40, 4) for sample in batch]
+    assert positions == list(range(4, 44, 4))
+
+
+def test_workers_with_other_cursors_are_told():
+    def run():
+        model, optimizer, cursor = make(seed=dist.get_rank())
+        for batch in cursor:
+            step(model, optimizer, cursor, batch)
+
+    raises_on_ranks(2, RanksDisagree, run, match="another Cursor, or another position of it")
+
+
+def test_more_batches_than_steps_are_told():
+    def run():
+        model, optimizer, cursor = make(batch_size=2, every=2)
+        for index, batch in enumerate(cursor):
+            cursor.mean(model(batch[:, None].float()).sum()).backward()
+            if index % 3 == 2:
+                optimizer.step()
+
+    raises_on_ranks(2, RuntimeError, run, match="takes more than one batch for a step")
+
+
+def test_a_second_cursor_on_the_same_blocks_is_refused():
+    def run():
+        _, optimizer, _cursor = make()
+        mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
+
+    raises_on_ranks(2, ValueError, run, match="these blocks have a Cursor already")

@@ -1,0 +1,36 @@
+"""A step divided among ranks and passes: nothing twice, nothing left, and equal passes."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from manyhands.data._passes import divide_step
+from manyhands.data._spans import count
+
+pytestmark = pytest.mark.quick
+
+
+@hypothesis.given(st.integers(0, 60), st.integers(1, 8), st.none() | st.integers(1, 7))
+def test_ranks_and_passes_have_each_sample_once(samples, ranks, most):
+    step = ((100, 100 + samples // 3), (7, 7 + samples - samples // 3))
+    divided = [divide_step(step, rank, ranks, most) for rank in range(ranks)]
+    found = [p for own in divided for _, spans in own for a, b in spans for p in range(a, b)]
+    assert found == [p for a, b in step for p in range(a, b)]
+    assert len({len(own) for own in divided}) == 1, "ranks have different numbers of passes"
+    sizes = [each.samples for own in divided for each, _ in own]
+    assert sizes == [count(spans) for own in divided for _, spans in own]
+    assert max(sizes) <= (most or samples)
+    totals = [sum(each.samples for each, _ in own) for own in divided]
+    assert max(totals) - min(totals) <= 1
+    for own in divided:
+        for index, (each, _) in enumerate(own):
+            assert (each.index, each.last) == (index, index == len(own) - 1)
+            assert each.counts == tuple(other.samples for other, _ in own)
+            assert (each.step_samples, each.ranks) == (samples, ranks)
+            assert each.not_empty == sum(size > 0 for size in sizes)
+
+
+@hypothesis.given(st.integers(1, 60), st.integers(1, 8), st.none() | st.integers(1, 7))
+def test_a_step_is_uneven_on_some_pass_unless_all_are_equal(samples, ranks, most):
+    passes = [e for r in range(ranks) for e, _ in divide_step(((0, samples),), r, ranks, most)]
+    assert any(each.uneven for each in passes) == (len({e.samples for e in passes}) > 1)
