@@ -11,6 +11,8 @@ from manyhands.blocks._schedule import ByDrift, Every, Seconds
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
+from manyhands.engines._job import Job, start
+from manyhands.engines._stopping import stopping
 from manyhands.planning import Plan, plan
 from manyhands.probe import ProbeResult, probe_batch
 from manyhands.ramp import (
@@ -57,6 +59,7 @@ __all__ = [
     "Every",
     "Examples",
     "FullyShardedDataParallel",
+    "Job",
     "LEGWScale",
     "LinearScale",
     "LocalSGD",
@@ -91,6 +94,8 @@ __all__ = [
     "read_record",
     "remaining_epochs_until",
     "save",
+    "start",
+    "stopping",
     "wrap",
 ]
 

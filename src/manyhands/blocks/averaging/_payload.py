@@ -60,6 +60,7 @@ class Note:
     seconds: float = 0.0  # a step takes on this worker
     lr: float = 0.0
     length: float = 0.0  # steps of the next block; the first worker's number holds for all
+    stop: float = 0.0  # 1 if it was asked to stop (`_core/stop_notice.py`)
 
     @property
     def included(self) -> bool:
