@@ -39,6 +39,7 @@ from manyhands.engines._listening import listener
 from manyhands.engines._places import Place, find_place, find_worker_number
 
 RESTART = 75  # EX_TEMPFAIL: this process could not go on, and should be started again
+STOP_CODE_VARIABLE = "MANYHANDS_STOP_CODE"  # the exit code after a stop notice, if not 0
 OWN_NOTICE = 10.0  # seconds that a rank waits for its own agent's notice, after another rank's
 
 
@@ -261,8 +262,10 @@ class Job:
     def leave(self) -> NoReturn:
         """End this process, after a stop notice, as its engine expects.
 
-        The exit code is 0. Under torchrun it is 75 on a rank whose own agent has sent no notice:
-        another host leaves the run, and this one's agent starts its ranks again, without that host.
+        The exit code is 0, or that of the variable MANYHANDS_STOP_CODE: an engine that starts a
+        failed process again, and takes 0 for the end of the run, needs another one. Under torchrun
+        it is 75 on a rank whose own agent has sent no notice: another host leaves the run, and
+        this one's agent starts its ranks again, without that host.
         Under submitit the job is put into the queue again. Under Ray Train this waits for Ray,
         which ends the process at the deadline, and starts the run again on the other nodes.
         """
@@ -274,7 +277,9 @@ class Job:
             deadline = time.monotonic() + OWN_NOTICE
             while not stop_notice.received and time.monotonic() < deadline:
                 time.sleep(0.05)
-        code = 0 if stop_notice.received or self.engine != "torchrun" else RESTART
+        code = int(os.environ.get(STOP_CODE_VARIABLE) or 0)
+        if self.engine == "torchrun" and not stop_notice.received:
+            code = RESTART
         if dist.is_initialized():
             dist.destroy_process_group()
         listener.call_earlier_handler()
