@@ -77,11 +77,15 @@ def torchrun(*options):
 
 
 def losses(folder, name="losses"):
-    """The losses by step, of worker 0; a step that was taken twice is an error."""
-    lines = [json.loads(line) for line in (folder / f"{name}.0").read_text().splitlines()]
-    steps = [step for step, _ in lines]
-    assert steps == sorted(set(steps)), steps
-    return {step: float.fromhex(loss) for step, loss in lines}
+    """The losses by step, of all ranks that took it. A rank that took it twice is an error."""
+    by_step = {}
+    for path in folder.glob(f"{name}.*"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps = [step for step, _ in lines]
+        assert steps == sorted(set(steps)), (path.name, steps)
+        for step, loss in lines:
+            by_step.setdefault(step, []).append(float.fromhex(loss))
+    return {step: sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)}
 
 
 def test_a_sigterm_to_the_agent_costs_no_step(tmp_path):

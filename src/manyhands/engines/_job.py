@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from manyhands._core.stop_notice import stop_notice
@@ -102,13 +103,13 @@ def _make_process_group(place: Place, backend: str | None) -> None:
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if place.world_size == 1:  # needs no port, and nobody else can reach it
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
     atexit.register(_end_process_group, dist.group.WORLD)
 
 
-def _end_process_group(made: dist.ProcessGroup) -> None:
+def _end_process_group(made: object) -> None:
     # After an error the other ranks may hang in a collective: ending the group would wait for them.
     failed = getattr(sys, "last_value", None) is not None
     if not failed and dist.is_initialized() and dist.group.WORLD is made:
@@ -199,7 +200,7 @@ class Job:
         scheduler: HasState | Sequence[HasState] | None = None,
         step: int | None = None,
         keep: int | None = 2,
-        **values: object,
+        **values: Any,
     ) -> Path | None:
         """Save a checkpoint as `mh.save` does, where the engine wants it. Call it on every rank.
 
@@ -247,7 +248,7 @@ class Job:
         model: nn.Module | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scheduler: HasState | Sequence[HasState] | None = None,
-        **values: object,
+        **values: Any,
     ) -> dict[str, Any]:
         """Continue from the newest checkpoint, as `mh.load` does; return {} if there is none."""
         try:

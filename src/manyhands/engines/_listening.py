@@ -85,10 +85,9 @@ class Listener:
 
     def call_earlier_handler(self) -> None:
         """Call the handler that the received signal had before, if it is a function."""
-        number = getattr(signal, stop_notice.reason, None)
-        handler = self.earlier.get(number) if number is not None else None
-        if callable(handler) and handler is not signal.default_int_handler:
-            handler(number, None)
+        for number, handler in list(self.earlier.items()):
+            if signal.Signals(number).name == stop_notice.reason and callable(handler):
+                handler(number, None)
 
     def _after_fork(self) -> None:
         if self.earlier and _is_data_loading(sys._getframe()):

@@ -177,11 +177,9 @@ def _mpi(variables: Variables) -> Place | None:
                 "-i) ... (Hydra: -genv MASTER_ADDR ...)."
             )
         job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
-        place = _meeting(variables, "127.0.0.1", job)
-        return Place(
-            *("mpi", _number(variables, rank), everywhere),
-            *(_number(variables, local_rank, 0), here, *place),
-        )
+        own, local = _number(variables, rank), _number(variables, local_rank, 0)
+        meeting = _meeting(variables, "127.0.0.1", job)
+        return Place("mpi", own, everywhere, local, here, *meeting)
     return None
 
 
