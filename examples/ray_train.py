@@ -63,7 +63,7 @@ if __name__ == "__main__":
     parser.add_argument("--storage", default="~/ray_results", help="a folder that all nodes share")
     args = parser.parse_args()
 
-    ray.init(num_cpus=args.cpus, include_dashboard=False)
+    ray.init(num_cpus=args.cpus)
     least, most = args.workers
     trainer = TorchTrainer(
         train,

@@ -80,8 +80,8 @@ while step < args.steps:
         print(f"rank {job.rank} was asked to stop, and has saved step {step}", flush=True)
         job.leave()
 
-job.save(model=model, optimizer=optimizer, step=step)
 if args.blocks:
-    optimizer.finish()
+    optimizer.finish()  # a last sync round: all workers have the same parameters
+job.save(model=model, optimizer=optimizer, step=step)
 if job.worker == 0:
     print(f"loss {mse_loss(model(inputs), targets).item():.4f} after {step} steps", flush=True)

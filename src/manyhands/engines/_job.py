@@ -177,11 +177,16 @@ class Job:
 
     @property
     def workers(self) -> int:
-        """How many workers are expected: in the crew if there is one, and else all ranks."""
+        """How many workers are expected: in the crew if there is one, and else all ranks.
+
+        torchft's lighthouse does not say: it is MANYHANDS_WORKERS, and else the present members.
+        """
         crew = self.crew
         if crew is None:
             return self.world_size
-        return crew.expected if isinstance(crew, Crew) else max(1, crew.size)
+        if isinstance(crew, Crew):
+            return crew.expected
+        return int(os.environ.get("MANYHANDS_WORKERS") or max(1, crew.size))
 
     # -- checkpoints -----------------------------------------------------------------------------
 
