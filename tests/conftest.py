@@ -2,10 +2,13 @@
 
 import os
 import random
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from manyhands.engines._listening import listener
 
 # The same examples in every run, and as much time as a busy machine needs for one.
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
@@ -34,3 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def _seed() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A test that listens to stop notices must not leave this process deaf to SIGTERM."""
+    yield
+    listener.stop()

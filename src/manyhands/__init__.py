@@ -12,6 +12,8 @@ from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.data._cursor import Cursor
+from manyhands.engines._job import Job, start
+from manyhands.engines._stopping import stopping
 from manyhands.planning import Plan, plan
 from manyhands.probe import ProbeResult, probe_batch
 from manyhands.ramp import (
@@ -69,6 +71,7 @@ __all__ = [
     "Every",
     "Examples",
     "FullyShardedDataParallel",
+    "Job",
     "LEGWScale",
     "LinearScale",
     "LocalSGD",
@@ -103,6 +106,8 @@ __all__ = [
     "read_record",
     "remaining_epochs_until",
     "save",
+    "start",
+    "stopping",
     "wrap",
 ]
 

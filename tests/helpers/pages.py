@@ -166,13 +166,25 @@ def in_forks(
 
     Returns the exit code of the first that failed, or 0, and what all have printed.
     """
+    port = free_port()
+    told = [{}] if workers is None else [_told(rank, workers, port) for rank in range(workers)]
+    return in_told_forks(told, program, *arguments)
+
+
+def free_port() -> int:
+    """A port that nobody listens to at the moment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def in_told_forks(
+    variables: Sequence[dict[str, str]], program: str | Callable[[], None], *arguments: str
+) -> tuple[int, str]:
+    """Run a program as `in_forks` does, one process for each dict of environment variables."""
     with tempfile.TemporaryFile() as output:
         processes = set()
-        for rank in range(workers or 1):
-            told = {} if workers is None else _told(rank, workers, port)
+        for told in variables:
             pid = os.fork()
             if pid == 0:
                 _become(program, arguments, told, output.fileno())

@@ -10,6 +10,7 @@ flat.py           tensors as flat ranges of elements, and the norm of a tensor
 sharded.py        DTensors and sharded gradients: which part of a tensor is on this rank
 wrappers.py       optimizers around optimizers, and what a gradient scaler leaves on them
 modules.py        modules around a model, and the names in it
+stop_notice.py    whether this process was asked to stop
 state_parts.py    the layers of an optimizer, and their state in parts, for checkpoints
 trees.py          tensors in nested containers
 """

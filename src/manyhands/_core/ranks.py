@@ -81,7 +81,13 @@ class RankGroup:
         """
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
-        gather = partial(self.all_gather, device=device)
+        return self.with_cpu_group()
+
+    def with_cpu_group(self) -> RankGroup:
+        """Return the same ranks in a gloo group of our own, whatever carries their tensors."""
+        if self.size == 1:
+            return self
+        gather = partial(self.all_gather, device=self.any_device)
         lease = connect(self.ranks, self.rank, self._timeout, gather)
         return RankGroup(self.size, self.rank, lease.group, own_group=True, lease=lease)
 

@@ -183,6 +183,17 @@ class OptimizerWrapper(SharingOptimizer):
     def _after_sync(self, seconds: float) -> None:
         """Take note that blocks around this optimizer took so many seconds for a sync."""
 
+    def stop_agreed(self) -> bool | None:
+        """Whether the training is to stop here, as all ranks know from collectives of this layer.
+
+        None if this layer does not know what the other ranks were told.
+        """
+        return None
+
+    def may_stop_here(self) -> bool:
+        """Whether stopping after this step loses less than going on, as far as this rank knows."""
+        return True
+
     def state_parts(self) -> object:
         """Return what saves and loads the state that this layer adds (`state_parts.py`)."""
         return self

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
+from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
     OptimizerWrapper,
     ScalerSignals,
@@ -437,6 +438,9 @@ class Blocks(OptimizerWrapper):
         lose nothing, and its own steps since the last round are lost.
         """
         if isinstance(self._sync.members, ElasticMembers):
+            if stop_notice.received:  # the others may need longer than this worker has
+                crew = self._sync.members.crew
+                crew.patience = min(crew.patience, stop_notice.seconds_left / 2)
             with torch.no_grad():
                 # In this order: a member that has left holds no further round.
                 self._sync.close()
@@ -448,6 +452,28 @@ class Blocks(OptimizerWrapper):
     def _block_samples(self) -> BlockSamples | None:
         """What a `Cursor` needs to hand out this worker's samples; None without other workers."""
         return None if self.alone else BlockSamples(self._sync)
+
+    # -- stopping before the end ---------------------------------------------------------------
+
+    def stop_agreed(self) -> bool | None:
+        if self.alone:
+            inner = self._inner_optimizer
+            return inner.stop_agreed() if isinstance(inner, OptimizerWrapper) else None
+        if not self._in_crew:
+            return self._sync.stats.stop  # every worker's note has come to all workers
+        if self._inner_ranks.size > 1:
+            return None  # the processes of this worker ask each other
+        return stop_notice.received and self.may_stop_here()
+
+    def may_stop_here(self) -> bool:
+        """In a crew: between two blocks nothing is lost, and inside one this worker's steps are."""
+        if not self._in_crew or self._sync.between_blocks:
+            return True
+        return self._sync.seconds_to_merge() > stop_notice.seconds_left / 2
+
+    @property
+    def _in_crew(self) -> bool:
+        return isinstance(self._sync.members, ElasticMembers)
 
     # -- saving and loading --------------------------------------------------------------------
 

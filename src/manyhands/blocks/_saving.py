@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import TypedDict, cast
 
 import torch
@@ -281,7 +281,8 @@ def save_round(pending: Pending) -> SavedRound:
         "buffers": [mean.saved() for mean in pending.buffers],
         "state": [mean.saved() for mean in pending.state],
         "note": astuple(pending.note),
-        "notes": [astuple(note) for note in result.notes],
+        # A stop notice is about the processes that were saved, not about those that load.
+        "notes": [astuple(replace(note, stop=0.0)) for note in result.notes],
         "squares": [*result.squares, result.square_of_mean],
     }
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.stop_notice import stop_notice
 from manyhands.blocks._anchor import (
     Anchor,
     AnchorDifference,
@@ -213,6 +214,19 @@ class Sync:
         self.runner.clock.restart(self.state.steps, seconds, steps)
 
     @property
+    def between_blocks(self) -> bool:
+        """Whether no steps of this worker are missing in the anchor, but those of an overlap."""
+        into_block = self.state.steps - self.schedule.start
+        just_merged = not self.pending and into_block == self.schedule.overlap
+        return just_merged or not self.state.diverged
+
+    def seconds_to_merge(self) -> float:
+        """Return about how long it takes until this block's steps are in the anchor."""
+        step, schedule = self.state.steps, self.schedule
+        steps = max(0, schedule.start + schedule.length + schedule.overlap - step)
+        return steps * self.runner.clock.seconds_per_step(step)
+
+    @property
     def alone(self) -> bool:
         """Whether there is no other worker, and never will be."""
         return not self.members.elastic and self.members.workers.size == 1
@@ -260,15 +274,17 @@ class Sync:
         facts: list[object] = [frozen] if frozen else []
         if account.rules is not None:
             facts.append(account.checksum())
+        all_finite, stop = self.runner.agree_inside(finite, stop_notice.received, device)
         return Note(
             step=float(step),
-            status=float(self.runner.finite_on_all_ranks(finite, device)),
+            status=float(all_finite),
             options=fingerprint((checksum, *facts)) if facts else checksum,
             state_elements=float(sum(payload.length for payload in state)),
             seconds=self.runner.clock.seconds_per_step(step),
             lr=float(groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
             drawn=float(account.taken if ends_block else 0),
+            stop=float(stop),
         )
 
     def _merge(self) -> None:
@@ -333,6 +349,8 @@ class Sync:
         if result is None:
             self.stats.undone += 1
             self.regroup()
+        else:
+            self.stats.stop = any(note.stop for note in result.notes)
         return result
 
     def average_gradients(self, params: Sequence[Tensor]) -> bool:

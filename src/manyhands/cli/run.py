@@ -59,6 +59,10 @@ Processes = Annotated[
         "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of their own group.",
     ),
 ]
+Grace = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL, when the command is stopped."),
+]
 Restarts = Annotated[
     int, typer.Option(min=0, help="Restarts of a worker with an error, in an hour.")
 ]
@@ -76,6 +80,7 @@ def run(
     patience: Patience = 600.0,
     processes: Processes = 1,
     restarts: Restarts = 3,
+    grace: Grace = _launcher.STOP_GRACE,
 ) -> None:
     """Run a script in several workers, which may die and come back.
 
@@ -100,6 +105,7 @@ def run(
             expected=expected,
             processes=processes,
             restarts=restarts,
+            grace=grace,
             environment={"MANYHANDS_STALL": f"{stall:g}", "MANYHANDS_PATIENCE": f"{patience:g}"},
             serving=serving,
             # One host draws a secret of its own: nothing has to be set for a run on one machine.

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.state_parts import OptimizerLayers
+from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
     SHARED,
     LossScale,
@@ -472,8 +473,12 @@ class ScaledOptimizer(OptimizerWrapper):
             raise RuntimeError(tap.describe_excess())
         report = NO_REPORT if self._observer is None else self._observer.report()
         micro_batch = float(getattr(self.adp, "leading_dimension", None) or 0)
-        report = report._replace(micro_batch=micro_batch)
+        stop = float(stop_notice.received)
+        report = report._replace(micro_batch=micro_batch, stop=stop)
         tap.complete(checksum=self._checksum(), report=report)
+
+    def stop_agreed(self) -> bool:
+        return any(report.stop for report in self._tracker.reports)
 
     def _checksum(self) -> float:
         """Return a number that differs between ranks if their statistics or factors do."""

@@ -50,6 +50,7 @@ class RankReport(NamedTuple):
     seconds: float = 0.0  # that the step before took, or 0 if unknown (`ramp/_ramp.py`)
     timed_passes: float = 0.0  # backward passes of that step
     batches: float = 0.0  # micro-batches that it has ready for the next steps
+    stop: float = 0.0  # 1 if it was asked to stop (`_core/stop_notice.py`)
 
 
 NO_REPORT = RankReport()

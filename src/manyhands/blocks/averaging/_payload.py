@@ -61,6 +61,7 @@ class Note:
     lr: float = 0.0
     length: float = 0.0  # steps of the next block; the first worker's number holds for all
     drawn: float = 0.0  # samples of a `Cursor`, taken since the last round that was kept
+    stop: float = 0.0  # 1 if it was asked to stop (`_core/stop_notice.py`)
 
     @property
     def included(self) -> bool:

@@ -189,14 +189,15 @@ class RoundRunner:
         self._threaded = members.elastic or overlaps
         self._last: BackgroundSync | None = None
 
-    def finite_on_all_ranks(self, finite: bool, device: torch.device) -> bool:
-        """Return whether `finite` holds on all ranks of this worker.
+    def agree_inside(self, finite: bool, stop: bool, device: torch.device) -> tuple[bool, bool]:
+        """Return whether `finite` holds on all ranks of this worker, and `stop` on any of them.
 
         A worker is in the mean with all its slices, or with none.
         """
         if self._inner.size == 1:
-            return finite
-        return all(flag == 1.0 for (flag,) in self._inner.all_gather([float(finite)], device))
+            return finite, stop
+        flags = self._inner.all_gather([float(finite), float(stop)], device)
+        return all(flag == 1.0 for flag, _ in flags), any(flag == 1.0 for _, flag in flags)
 
     def start(
         self,
@@ -258,6 +259,7 @@ class RoundStats:
     undone: int = 0
     waited: float = 0.0  # seconds in which steps waited for sync rounds
     seconds: float = 0.0  # a step takes on the slowest worker
+    stop: bool = False  # whether a worker of the last round was asked to stop
 
     def record(self, result: RoundResult, numbers: Sequence[int]) -> None:
         """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
@@ -270,6 +272,7 @@ class RoundStats:
         self.left_out = [number for number, note in noted if note.status == NOT_FINITE]
         self.left_out_ever += len(self.left_out)
         self.seconds = max(note.seconds for note in notes)
+        self.stop = any(note.stop for note in notes)
 
 
 class StepClock:

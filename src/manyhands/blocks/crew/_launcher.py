@@ -55,7 +55,8 @@ from manyhands.errors import StoreLost
 
 STOPPED_LIMIT = 60.0  # seconds without a heartbeat after which a worker is killed
 EXPECTED_WAIT = 2.0  # seconds that the serving launcher has to publish how many are expected
-STOP_GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+STOP_GRACE = 30.0  # seconds from SIGTERM to SIGKILL: to end a step, and to save
+ERROR_GRACE = 5.0  # the same, when the run ends because of an error: nothing is to be saved
 ERROR_WINDOW = 3600.0  # seconds in which errors are counted against `restarts`
 SHORT_LIFE = 10.0  # seconds: a worker that lives no longer is restarted after a pause
 LONGEST_RESTART_PAUSE = 30.0  # seconds before a restart
@@ -90,6 +91,7 @@ class Launcher:
         expected: int | None = None,
         processes: int = 1,
         restarts: int = 3,
+        grace: float = STOP_GRACE,
         environment: Mapping[str, str] | None = None,
         serving: bool = True,
         secret: str | None = None,
@@ -98,6 +100,7 @@ class Launcher:
         self.workers = [LaunchedWorker(number) for number in numbers]
         self.processes = processes
         self.restarts = restarts
+        self.grace = grace
         self.serving = serving
         self.signer = Signer.from_environment(secret)
         client = StoreClient(store, 1.0, self.signer)
@@ -112,6 +115,7 @@ class Launcher:
             "PYTHONUNBUFFERED": "1",  # or a killed worker's last lines would be lost
             **os.environ,
             **(environment or {}),
+            "MANYHANDS_GRACE": f"{grace:g}",
             "MANYHANDS_STORE": store,
             "MANYHANDS_RUN": self.shared.roster.run,
             "MANYHANDS_WORKERS": self._agree_on_expected(client, expected),
@@ -296,7 +300,8 @@ class Launcher:
         for worker in running:
             self._signal(worker, signal.SIGTERM)
             self._signal(worker, signal.SIGCONT)  # a stopped process handles no other signal
-        until, asked = time.monotonic() + STOP_GRACE, self._stop_signal
+        grace = self.grace if self._stop_signal else min(self.grace, ERROR_GRACE)
+        until, asked = time.monotonic() + grace, self._stop_signal
         while time.monotonic() < until and asked == self._stop_signal:  # changed: asked again
             if all(p.poll() is not None for worker in running for p in worker.processes):
                 break

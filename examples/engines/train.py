@@ -1,0 +1,87 @@
+"""Train on whatever starts this script. No line of it names an engine.
+
+    python train.py                                        one rank
+    torchrun --standalone --nproc-per-node 4 train.py      so many
+    manyhands run --workers 1 --processes 4 train.py       the same
+    manyhands run --workers 4 train.py --blocks            a crew, whose workers come and go
+    srun --ntasks 4 python train.py                        tasks of a Slurm job
+
+The other files of this folder start it on Slurm, Kubernetes, Kubeflow, SkyPilot, Ray and systemd.
+
+Asked to stop (SIGTERM, a file, what the engine sends), it ends its step, saves, and leaves. Started
+again, on any number of ranks, it goes on from there: a step has the same samples, divided among
+the ranks that there are.
+"""
+
+import argparse
+import json
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import manyhands as mh
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--steps", type=int, default=60, help="steps to train for")
+parser.add_argument("--micro-batches", type=int, default=4, help="in a step, on all ranks together")
+parser.add_argument("--blocks", action="store_true", help="synchronize once in 10 steps only")
+parser.add_argument("--checkpoints", default="run", help="the folder to save to and to load from")
+parser.add_argument("--losses", type=Path, help="a file for the losses of this worker")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes longer")
+args = parser.parse_args()
+
+job = mh.start(checkpoints=args.checkpoints)
+torch.set_num_threads(1)
+torch.manual_seed(0)
+inputs = torch.randn(4096, 16)
+targets = torch.tanh(inputs @ torch.randn(16, 1)) + 0.1 * torch.randn(4096, 1)
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+
+if args.blocks:
+    passes, workers, module = 1, job.workers, model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = mh.DiLoCo(optimizer, every=10, crew=job.crew)
+else:
+    passes, workers = args.micro_batches // job.world_size, job.world_size
+    module = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=passes)
+
+step = job.load(model=model, optimizer=optimizer).get("step", 0)
+if args.blocks:
+    step = optimizer.steps  # a worker that joins late goes on from the others' count
+print(f"rank {job.rank} of {job.world_size} ({job.engine}) begins with step {step}", flush=True)
+
+while step < args.steps:
+    optimizer.zero_grad()
+    total = 0.0
+    for number in range(passes):
+        first = 16 * (step * passes * workers + job.worker * passes + number)
+        rows = torch.arange(first, first + 16) % len(inputs)
+        last = args.blocks or number == passes - 1
+        with nullcontext() if last else module.no_sync():
+            loss = mse_loss(module(inputs[rows]), targets[rows])
+            (loss / passes).backward()
+        total += loss.item() / passes
+    optimizer.step()
+    step += 1
+    if args.losses is not None:
+        with args.losses.with_suffix(f".{job.worker}").open("a") as file:
+            file.write(json.dumps([step, total.hex()]) + "\n")
+    if args.pause:
+        time.sleep(args.pause)
+    if mh.stopping(optimizer):
+        job.save(model=model, optimizer=optimizer, step=step)
+        print(f"rank {job.rank} was asked to stop, and has saved step {step}", flush=True)
+        job.leave()
+
+if args.blocks:
+    optimizer.finish()  # a last sync round: all workers have the same parameters
+job.save(model=model, optimizer=optimizer, step=step)
+if job.worker == 0:
+    print(f"loss {mse_loss(model(inputs), targets).item():.4f} after {step} steps", flush=True)

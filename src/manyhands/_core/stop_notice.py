@@ -1,0 +1,52 @@
+"""Whether this process was asked to stop: the one place where that is kept.
+
+Signals, a file and engines give the notice (`engines/_listening.py`). A notice reaches ranks at
+different moments, and some ranks never. So nobody acts on it alone: a scaling rule sends it along
+with each step's numbers, blocks send it with each sync round, and `mh.stopping` asks the other
+ranks where neither of them does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LOOK = 1.0  # seconds between two looks at what has to be asked
+
+
+class StopNotice:
+    """What this process has been told, and by whom."""
+
+    def __init__(self) -> None:
+        self.reason = ""  # such as "SIGTERM"; empty while nobody has asked this process to stop
+        self.grace = 30.0  # seconds from a notice until the process is killed
+        self.given_at = 0.0
+        self.sources: list[Callable[[], str]] = []  # each returns a reason, or nothing yet
+        self._looked_at = -LOOK
+
+    def give(self, reason: str) -> None:
+        """Note that this process was asked to stop. It may be called in a signal handler."""
+        if not self.reason:
+            self.reason, self.given_at = reason, time.monotonic()
+
+    @property
+    def received(self) -> bool:
+        """Whether this process was asked to stop. Other ranks may not know of it yet."""
+        if not self.reason and self.sources and time.monotonic() - self._looked_at >= LOOK:
+            self._looked_at = time.monotonic()
+            reason = next(filter(None, (source() for source in self.sources)), "")
+            if reason:
+                self.give(reason)
+        return bool(self.reason)
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds until this process may be killed."""
+        return max(0.0, self.given_at + self.grace - time.monotonic())
+
+    def clear(self) -> None:
+        """Forget the notice, for a process that trains again."""
+        self.reason, self._looked_at = "", -LOOK
+
+
+stop_notice = StopNotice()

@@ -1,0 +1,19 @@
+"""Engines: what starts a run's processes, tells them who they are, and asks them to stop.
+
+An engine is torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI, Kubeflow or torchft.
+A script names none of them:
+
+    job = mh.start()                          who am I? Meet the other ranks
+    job.load(model=model, optimizer=optimizer)
+    while training:
+        take_a_step()
+        if mh.stopping(optimizer):            asked to stop: the same answer on all ranks
+            job.save(model=model, optimizer=optimizer, step=step)
+            job.leave()                       ends as the engine expects
+
+    _places.py      who this process is, from the environment variables of each engine
+    _ray.py         the same from Ray Train, with its checkpoints and its notice
+    _listening.py   where a stop notice comes from: signals, a file, an engine
+    _stopping.py    do all ranks know of it? `mh.stopping`
+    _job.py         `mh.start` and `Job`: the engine as a script sees it
+"""

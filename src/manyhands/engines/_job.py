@@ -1,0 +1,292 @@
+"""`mh.start` and `Job`: the engine that started this process, as a script sees it.
+
+    job = mh.start()          detect the engine, set the variables, meet the other ranks
+    job.rank, job.world_size  who am I
+    job.crew                  the crew that the engine keeps; None if the ranks are fixed
+    job.load, job.save        the engine's place for checkpoints
+    job.leave                 end as the engine expects of a process that was asked to stop
+
+What differs between engines is in `_places.py` and `_ray.py`; this file has what they share.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+from manyhands._core.stop_notice import stop_notice
+from manyhands._core.wrappers import find_layer
+from manyhands.blocks._optimizer import Blocks
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._membership import CrewBase
+from manyhands.blocks.crew._torchft import TorchftCrew
+from manyhands.checkpoint import load as load_checkpoint
+from manyhands.checkpoint import save as save_checkpoint
+from manyhands.checkpoint._values import HasState
+from manyhands.engines import _ray
+from manyhands.engines._listening import listener
+from manyhands.engines._places import Place, find_place, find_worker_number
+
+RESTART = 75  # EX_TEMPFAIL: this process could not go on, and should be started again
+STOP_CODE_VARIABLE = "MANYHANDS_STOP_CODE"  # the exit code after a stop notice, if not 0
+OWN_NOTICE = 10.0  # seconds that a rank waits for its own agent's notice, after another rank's
+
+
+def start(
+    backend: str | None = None,
+    *,
+    checkpoints: str | os.PathLike[str] = "run",
+    process_group: bool = True,
+    stop_file: str | os.PathLike[str] | None = None,
+    signals: Sequence[int] | None = None,
+) -> Job:
+    """Join the other ranks of this run, whichever engine has started them, and return the job.
+
+    The engine is found by its environment variables: torchrun, `manyhands run`, Ray Train, Slurm,
+    submitit, mpirun, Kubeflow, torchft. Without any of them this process is a rank alone, so the
+    same script runs with `python train.py`. A process group that exists already is used.
+
+    >>> import torch, manyhands as mh
+    >>> job = mh.start()
+    >>> job.engine, job.rank, job.world_size
+    ('none', 0, 1)
+    >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> torch.distributed.destroy_process_group()
+
+    From here on this process listens to the engine's stop notice: see `stopping`.
+
+    Args:
+        backend: as for `torch.distributed.init_process_group`. By default gloo for the CPU, and
+            with GPUs nccl besides.
+        checkpoints: the folder for `Job.save` and `Job.load`. With Ray Train it is in Ray's
+            storage.
+        process_group: False only sets the variables that `init_process_group` reads (RANK,
+            WORLD_SIZE, MASTER_ADDR, ...), for a script that calls it by itself.
+        stop_file: a file whose appearance asks this process to stop. Without it, that of the
+            variable MANYHANDS_STOP_FILE.
+        signals: the signals that ask this process to stop. By default the engine's: SIGTERM, under
+            Slurm SIGUSR1 and under submitit SIGUSR2 too.
+    """
+    listener.start(signals, None if stop_file is None else os.fspath(stop_file))
+    if _ray.is_ray_worker():
+        place = Place("ray", *_ray.place_of_ray())
+        if _ray.notice_of_ray not in stop_notice.sources:
+            stop_notice.sources.append(_ray.notice_of_ray)
+    elif dist.is_initialized():
+        engine = find_place(os.environ).engine
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        place = Place(engine, rank, size, *local)
+    else:
+        place = find_place(os.environ)
+    if place.world_size > 1:
+        for name, value in place.variables().items():
+            os.environ.setdefault(name, value)  # torchrun's own values stay
+    if process_group and not dist.is_initialized():
+        _make_process_group(place, backend)
+    return Job(place, Path(checkpoints))
+
+
+def _make_process_group(place: Place, backend: str | None) -> None:
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if place.world_size == 1:  # needs no port, and nobody else can reach it
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
+    atexit.register(_end_process_group, dist.group.WORLD)
+
+
+def _end_process_group(made: object) -> None:
+    # After an error the other ranks may hang in a collective: ending the group would wait for them.
+    failed = getattr(sys, "last_value", None) is not None
+    if not failed and dist.is_initialized() and dist.group.WORLD is made:
+        dist.destroy_process_group()
+
+
+class Job:
+    """This process's part of a run, as its engine has started it. `start` returns it.
+
+    >>> import manyhands as mh
+    >>> job = mh.start(process_group=False)
+    >>> job.worker, job.workers, job.crew
+    (0, 1, None)
+    """
+
+    def __init__(self, place: Place, checkpoints: Path) -> None:
+        self._place = place
+        self._checkpoints = checkpoints
+
+    @property
+    def engine(self) -> str:
+        """What has started this process: "torchrun", "manyhands", "ray", "slurm", "submitit",
+        "mpi", "torchft", "variables" (somebody has set RANK and WORLD_SIZE), or "none"."""
+        return self._place.engine
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those that train one model together."""
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train one model together."""
+        return self._place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among the processes of this host: the number of its GPU."""
+        return self._place.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many processes of the run are on this host."""
+        return self._place.local_world_size
+
+    @cached_property
+    def crew(self) -> CrewBase | None:
+        """The crew that this worker belongs to, for blocks; None if its ranks are fixed.
+
+        A `Crew` if there is a store (`manyhands run`, MANYHANDS_STORE), and a `TorchftCrew` if
+        there is torchft's lighthouse (TORCHFT_LIGHTHOUSE).
+        """
+        number = find_worker_number(os.environ)
+        if os.environ.get("MANYHANDS_STORE"):
+            inner = dist.group.WORLD if self.world_size > 1 else None
+            return Crew(number=number, inner_group=inner)
+        if os.environ.get("TORCHFT_LIGHTHOUSE"):
+            return TorchftCrew(number=number)
+        return None
+
+    @property
+    def worker(self) -> int:
+        """This worker's number: in the crew if there is one, and else its rank."""
+        return self.rank if self.crew is None else self.crew.number
+
+    @property
+    def workers(self) -> int:
+        """How many workers are expected: in the crew if there is one, and else all ranks.
+
+        torchft's lighthouse does not say: it is MANYHANDS_WORKERS, and else the present members.
+        """
+        crew = self.crew
+        if crew is None:
+            return self.world_size
+        if isinstance(crew, Crew):
+            return crew.expected
+        return int(os.environ.get("MANYHANDS_WORKERS") or max(1, crew.size))
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where checkpoints are saved. With Ray Train it is in Ray's storage."""
+        if self.engine == "ray" and not self._checkpoints.is_absolute():
+            return _ray.folder_in_storage(str(self._checkpoints))
+        return self._checkpoints
+
+    def save(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: HasState | Sequence[HasState] | None = None,
+        step: int | None = None,
+        keep: int | None = 2,
+        **values: Any,
+    ) -> Path | None:
+        """Save a checkpoint as `mh.save` does, where the engine wants it. Call it on every rank.
+
+        >>> import torch, manyhands as mh
+        >>> job = mh.start(process_group=False)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> job.save(model=model, step=3).name
+        '000001-step-3'
+        >>> job.load(model=model)
+        {'step': 3}
+
+        Blocks are synchronized first; a crew's worker that was asked to stop leaves its crew. In a
+        crew, the worker with the lowest number saves, and the others return None: all have the
+        same anchor. With Ray Train the checkpoint is reported to Ray as it lies in Ray's storage;
+        Ray deletes old ones, not `keep`.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        is_first = self.crew is None or self.crew.rank == 0  # asked before it leaves the crew
+        for each in optimizers:
+            blocks = find_layer(each, Blocks)
+            if blocks is not None and self.crew is None:
+                blocks.synchronize()
+            elif blocks is not None and stop_notice.received:
+                blocks.finish()
+        if not is_first:
+            return None
+        ray = self.engine == "ray"
+        saving = save_checkpoint(
+            self.folder,
+            model=model,
+            optimizer=optimizers,
+            scheduler=scheduler,
+            step=step,
+            keep=None if ray else keep,
+            **values,
+        )
+        if ray:
+            numbers = {k: v for k, v in values.items() if isinstance(v, int | float)}
+            _ray.report(saving.path, {"step": step, **numbers})
+        return saving.path
+
+    def load(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: HasState | Sequence[HasState] | None = None,
+        **values: Any,
+    ) -> dict[str, Any]:
+        """Continue from the newest checkpoint, as `mh.load` does; return {} if there is none."""
+        try:
+            return load_checkpoint(
+                self.folder, model=model, optimizer=optimizer, scheduler=scheduler, **values
+            )
+        except FileNotFoundError:
+            return {}
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def leave(self) -> NoReturn:
+        """End this process, after a stop notice, as its engine expects.
+
+        The exit code is 0, or that of the variable MANYHANDS_STOP_CODE: an engine that starts a
+        failed process again, and takes 0 for the end of the run, needs another one. Under torchrun
+        it is 75 on a rank whose own agent has sent no notice: another host leaves the run, and
+        this one's agent starts its ranks again, without that host.
+        Under submitit the job is put into the queue again. Under Ray Train this waits for Ray,
+        which ends the process at the deadline, and starts the run again on the other nodes.
+        """
+        if self.engine == "ray":
+            _ray.wait_for_the_end()
+        if self.engine == "torchrun" and self.world_size > 1:
+            # Agents signal their ranks one after the other. A rank that ends with 0 before its
+            # agent does so has finished the training, as the agent sees it.
+            deadline = time.monotonic() + OWN_NOTICE
+            while not stop_notice.received and time.monotonic() < deadline:
+                time.sleep(0.05)
+        code = int(os.environ.get(STOP_CODE_VARIABLE) or 0)
+        if self.engine == "torchrun" and not stop_notice.received:
+            code = RESTART
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        listener.call_earlier_handler()
+        sys.exit(code)

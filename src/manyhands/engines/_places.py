@@ -1,0 +1,224 @@
+"""Who is this process? What each engine says in environment variables, as one `Place`.
+
+    place = find_place(os.environ)
+
+`ENGINES` lists a function for each engine, in the order in which they are asked: an engine that
+starts another one's processes (Slurm starts torchrun, which starts ranks) comes after it. Each
+function takes a mapping and returns a `Place`, or None if the engine did not start this process.
+Nothing here reads the environment itself, opens a connection or changes anything.
+
+A new engine is one function, and one entry in `ENGINES`.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+FIRST_PORT, PORTS = 20_000, 12_000  # ports for rank 0, below those that Linux gives to clients
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place among the ranks that train one model together."""
+
+    engine: str = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # among the processes of this host: selects the GPU
+    local_world_size: int = 1
+    address: str = ""  # the host of rank 0, where ranks meet; empty: a rank alone
+    port: int = 0
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that torch and libraries around it read."""
+        values: dict[str, object] = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+        }
+        if self.address:
+            values |= {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        return {name: str(value) for name, value in values.items()}
+
+
+def find_place(variables: Variables) -> Place:
+    """Return the place of this process; a rank alone if no engine has started it."""
+    for engine in ENGINES:
+        place = engine(variables)
+        if place is not None:
+            _check(place)
+            return place
+    return Place()
+
+
+def _check(place: Place) -> None:
+    if not 0 <= place.rank < place.world_size:
+        raise ValueError(
+            f"{place.engine} says that this process is rank {place.rank} of {place.world_size}. "
+            "Ranks are counted from 0, and there are fewer than world_size of them: see the "
+            "variables that the engine sets."
+        )
+
+
+# -- the engines -----------------------------------------------------------------------------------
+
+
+def _torch_variables(variables: Variables) -> Place | None:
+    """torchrun, `manyhands run --processes`, Kubeflow's PyTorchJob, accelerate launch."""
+    if not {"RANK", "WORLD_SIZE"} <= variables.keys():
+        return None
+    if "TORCHELASTIC_RUN_ID" in variables:
+        engine = "torchrun"
+    elif "MANYHANDS_RUN" in variables:
+        engine = "manyhands"
+    else:
+        engine = "variables"
+    size = _number(variables, "WORLD_SIZE")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if missing and size > 1:
+        raise ValueError(
+            f"RANK and WORLD_SIZE={size} are set, and {' and '.join(missing)} not: ranks cannot "
+            "find each other without the address and a free port of rank 0's host. Set them to the "
+            "same on all ranks, or start the script with torchrun."
+        )
+    return Place(
+        engine,
+        _number(variables, "RANK"),
+        size,
+        _number(variables, "LOCAL_RANK", 0),
+        _number(variables, "LOCAL_WORLD_SIZE", 1),
+        variables.get("MASTER_ADDR", ""),
+        _number(variables, "MASTER_PORT", 0),
+    )
+
+
+def _crew_worker(variables: Variables) -> Place | None:
+    """A worker of one process, in a crew that a store or torchft's lighthouse keeps."""
+    if variables.get("MANYHANDS_STORE"):
+        return Place("manyhands")
+    return Place("torchft") if variables.get("TORCHFT_LIGHTHOUSE") else None
+
+
+def _submitit_local(variables: Variables) -> Place | None:
+    """submitit's executor for one machine. (Its Slurm executor is `_slurm`.)"""
+    if variables.get("SUBMITIT_EXECUTOR") != "local":
+        return None
+    size = _number(variables, "SUBMITIT_LOCAL_NTASKS", 1)
+    return Place(
+        "submitit",
+        _number(variables, "SUBMITIT_LOCAL_GLOBALID", 0),
+        size,
+        _number(variables, "SUBMITIT_LOCAL_LOCALID", 0),
+        size,
+        *_meeting(variables, "127.0.0.1", variables.get("SUBMITIT_LOCAL_JOB_ID", "")),
+    )
+
+
+def _slurm(variables: Variables) -> Place | None:
+    """A task of `srun`. A batch script has no step: what it starts by itself is a rank alone."""
+    if not {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= variables.keys():
+        return None
+    step = variables.get("SLURM_STEP_ID", "0")
+    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
+    return Place(
+        "slurm",
+        _number(variables, "SLURM_PROCID"),
+        _number(variables, "SLURM_STEP_NUM_TASKS"),
+        _number(variables, "SLURM_LOCALID", 0),
+        _tasks_here(variables),
+        *_meeting(variables, first_host(hosts), f"{variables.get('SLURM_JOB_ID')}.{step}"),
+    )
+
+
+def _tasks_here(variables: Variables) -> int:
+    """Return how many tasks a step has on this node, as in "SLURM_STEP_TASKS_PER_NODE=4(x2),1"."""
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    counts: list[int] = []
+    for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(repeated or 1)
+    node = _number(variables, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else 1
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list as Slurm writes it.
+
+    >>> first_host("node[007-009,12],login1"), first_host("a1,b[1-2]"), first_host("rack1-[3]-x")
+    ('node007', 'a1', 'rack1-3-x')
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _mpi(variables: Variables) -> Place | None:
+    """Open MPI's mpirun, and Hydra's (MPICH, Intel MPI)."""
+    for rank, size, local_rank, local_size in (
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
+        if not {rank, size} <= variables.keys():
+            continue
+        here, everywhere = _number(variables, local_size, 1), _number(variables, size)
+        if not variables.get("MASTER_ADDR") and here < everywhere:
+            raise ValueError(
+                f"mpirun has started {everywhere} ranks on several hosts, and does not say where "
+                "rank 0 is. Pass MASTER_ADDR, the host of rank 0: mpirun -x MASTER_ADDR=$(hostname "
+                "-i) ... (Hydra: -genv MASTER_ADDR ...)."
+            )
+        job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
+        own, local = _number(variables, rank), _number(variables, local_rank, 0)
+        meeting = _meeting(variables, "127.0.0.1", job)
+        return Place("mpi", own, everywhere, local, here, *meeting)
+    return None
+
+
+ENGINES: list[Callable[[Variables], Place | None]] = [
+    _torch_variables,
+    _crew_worker,
+    _submitit_local,
+    _slurm,
+    _mpi,
+]
+
+
+def find_worker_number(variables: Variables) -> int | None:
+    """Return this worker's number in a crew, if an engine says it."""
+    # JOB_COMPLETION_INDEX is that of a pod of Kubernetes's Indexed Job.
+    for name in ("MANYHANDS_WORKER", "JOB_COMPLETION_INDEX"):
+        if variables.get(name):
+            return _number(variables, name)
+    return None
+
+
+# -- parsing ---------------------------------------------------------------------------------------
+
+
+def _meeting(variables: Variables, host: str, job: str) -> tuple[str, int]:
+    """Return the address where ranks meet: as set by the user, or worked out alike on all ranks."""
+    # The port follows from the job, so that two jobs of one host hardly ever choose the same.
+    port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+    return variables.get("MASTER_ADDR") or host, _number(variables, "MASTER_PORT", port)
+
+
+def _number(variables: Variables, name: str, default: int | None = None) -> int:
+    text = variables.get(name)
+    if not text and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError as error:
+        raise ValueError(
+            f"the environment variable {name} has to be a whole number, got {text!r}. The engine "
+            "that starts this process sets it."
+        ) from error

@@ -1,0 +1,89 @@
+"""Ray Train as an engine: its ranks, its storage, its checkpoints, its notice.
+
+Ray makes the process group before it calls the training function, so `mh.start` finds it there.
+
+    checkpoints   `mh.save` writes into Ray's storage, and the result is reported to Ray as it lies
+                  there: no second copy. Ray deletes old ones (`CheckpointConfig(num_to_keep=2)`)
+    the notice    Ray marks each worker when a node is drained
+    leaving       Ray counts a training function that returns as the end of the run, and one that
+                  raises as a failure. So a worker that has saved waits: Ray ends it at the drain's
+                  deadline, and starts the run again on the nodes that are left
+
+Ray is never imported here first: if it trains in this process, it is there already.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from manyhands._core.stop_notice import stop_notice
+
+
+def is_ray_worker() -> bool:
+    """Return whether this process runs a training function of Ray Train."""
+    return _context() is not None
+
+
+def _context() -> Any:
+    """Return Ray's own record of this worker; None outside of Ray Train."""
+    module = sys.modules.get("ray.train.v2._internal.execution.context")
+    return None if module is None else module._train_context
+
+
+def place_of_ray() -> tuple[int, int, int, int]:
+    """Return this worker's rank, the number of workers, and the same on this node."""
+    import ray.train
+
+    context = ray.train.get_context()
+    return (
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+    )
+
+
+def notice_of_ray() -> str:
+    """Return why Ray asks this worker to stop; empty if it does not."""
+    # Not `ray.train.get_preemption_info`, which is a barrier: ranks agree on their own.
+    info = _context().preemption_context.preemption_info
+    if info is None:
+        return ""
+    if info.deadline_ms is not None:
+        stop_notice.grace = max(0.0, info.deadline_ms / 1000 - time.time())
+    return "Ray drains a node"
+
+
+def folder_in_storage(name: str) -> Path:
+    """Return a folder of this run in Ray's storage, which all workers share."""
+    import pyarrow.fs
+    import ray.train
+
+    storage = ray.train.get_context().get_storage()
+    if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+        raise ValueError(
+            f"mh.save writes into a folder that all workers share, and Ray's storage is "
+            f"{storage.storage_filesystem.type_name}. Give RunConfig(storage_path=...) a folder of "
+            "a shared file system (NFS, Lustre, a mounted bucket)."
+        )
+    return Path(storage.experiment_fs_path, name)
+
+
+def report(path: Path, metrics: dict[str, Any]) -> None:
+    """Tell Ray of a checkpoint that lies in its storage. Call it on every worker."""
+    import ray.train
+    from ray.train.v2.api.report_config import CheckpointUploadMode
+
+    checkpoint = ray.train.Checkpoint.from_directory(str(path))
+    ray.train.report(
+        metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
+    )
+
+
+def wait_for_the_end() -> NoReturn:
+    """Wait until Ray ends this process."""
+    while True:
+        time.sleep(1.0)

@@ -1,0 +1,77 @@
+"""submitit's local executor: two tasks that are ranks of one run, stopped and queued again."""
+
+import json
+import pathlib
+import signal
+import sys
+import time
+
+import pytest
+
+submitit = pytest.importorskip("submitit", reason="submitit is missing: pip install submitit")
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "engines" / "train.py"
+
+
+class Train:
+    """What a task does; `checkpoint` is called by submitit before it queues the job again."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __call__(self):
+        import runpy
+
+        sys.argv = ["train.py", *map(str, self.arguments)]
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        return "done"
+
+    def checkpoint(self):
+        return submitit.helpers.DelayedSubmission(self)
+
+
+@pytest.fixture
+def executor(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made = submitit.LocalExecutor(folder=tmp_path / "log")
+    made.update_parameters(tasks_per_node=2, timeout_min=10, signal_delay_s=5)
+    return made
+
+
+def losses(folder, name):
+    lines = (folder / f"{name}.0").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_two_tasks_train_and_go_on_after_a_preemption(executor, tmp_path):
+    options = ["--steps", 60, "--checkpoints", tmp_path / "run", "--losses", tmp_path / "stopped"]
+    job = executor.submit(Train(*options, "--pause", 0.2))
+    until = time.monotonic() + 120
+    while not (tmp_path / "stopped.0").exists():
+        assert time.monotonic() < until, job.stderr()
+        time.sleep(0.1)
+    for pid in tasks_of(job):  # submitit's own preemption signal, as Slurm sends it to each task
+        pid.send_signal(signal.SIGUSR2)
+    job._process.wait(60)
+    said = "".join(path.read_text() for path in (tmp_path / "log").glob("*.out"))
+    assert said.count("was asked to stop, and has saved step") == 2, said
+    logs = "".join(path.read_text() for path in (tmp_path / "log").glob("*.err"))
+    assert "Caught signal SIGUSR2" in said + logs  # its handler was called, after the save
+    taken = losses(tmp_path, "stopped")
+    assert [step for step, _ in taken] == list(range(1, len(taken) + 1))
+    assert len(taken) < 60
+
+    again = executor.submit(Train(*options))
+    assert again.results() == ["done", "done"]
+    whole = tmp_path / "whole"
+    options = ["--steps", 60, "--checkpoints", tmp_path / "other", "--losses", whole]
+    assert executor.submit(Train(*options)).results() == ["done", "done"]
+    assert losses(tmp_path, "stopped") == losses(tmp_path, "whole")  # bit for bit
+
+
+def tasks_of(job):
+    psutil = pytest.importorskip("psutil", reason="psutil is missing: pip install psutil")
+    return psutil.Process(job._process.pid).children()
