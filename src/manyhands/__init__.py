@@ -22,7 +22,7 @@ from manyhands.ramp import (
     largest_micro_batch,
     remaining_epochs_until,
 )
-from manyhands.record import Record, Run, read_record
+from manyhands.record import Record, Run, StepTiming, read_record
 from manyhands.scaling._accumulation import Accumulation
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
 from manyhands.scaling._examples import Coverage
@@ -91,6 +91,7 @@ __all__ = [
     "ShardedGradScaler",
     "SlowMo",
     "SqrtScale",
+    "StepTiming",
     "TorchftCrew",
     "TrainingState",
     "WeightedMean",

@@ -22,6 +22,20 @@ def build_model():
 def tokens():
     return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100))
 
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.logits = nn.Embedding(100, 64), nn.Linear(64, 100)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.logits(self.words(input_ids))
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+def with_loss():
+    return WithLoss()
+
 ready = Model(nn.Linear(4, 4))
 number = 3
 """
@@ -75,6 +89,23 @@ def test_optimizers_options_and_inputs_are_taken(manyhands):
     assert plain.output != result.output
 
 
+def test_inputs_by_name_types_rules_and_blocks_are_taken(manyhands):
+    model = ("planned_here:with_loss", "--workers", 2)
+    ids = ("--input", "input_ids=8x16:int64")
+    plain, loss = (words(manyhands(*model, *ids, *more))
+                   for more in ((), ("--input", "labels=8x16:int64")))  # fmt: skip
+    assert "activations" in plain and plain != loss
+    half = words(manyhands(*model, *ids, "--dtype", "bfloat16"))
+    cast = words(manyhands(*model, *ids, "--autocast", "bfloat16"))
+    assert len({plain, half, cast}) == 3
+    more = manyhands(
+        *model, *ids, "--rule", "adamscale", "--blocks", "diloco", "--speed", "1GFLOPS"
+    )
+    assert more.exit_code == 0
+    for said in ("AdamScale", "anchor, momentum", "DiLoCo,", "A pass has", "once in 100 steps"):
+        assert said in words(more), said
+
+
 def test_a_class_and_a_module_do_as_well(manyhands):
     assert manyhands("planned_here:Model").exit_code == 0
     assert "20 parameters" in manyhands("planned_here:ready", "--workers", 1).output
@@ -111,6 +142,12 @@ def test_the_exit_code_says_that_nothing_fits(manyhands):
         (["planned_here:tokens", "--pass-seconds", "1"], "give line as well"),
         (["planned_here:tokens", "--input", "8*16"], "takes a shape"),
         (["planned_here:tokens", "--input", "8x16:ints"], "takes a shape"),
+        (["planned_here:tokens", "--input", "8x16", "--input", "a=8"], "needs a name for each"),
+        (["planned_here:tokens", "--input", "a=8", "--input", "a=8"], "needs a name for each"),
+        (["planned_here:tokens", "--dtype", "float17"], "--dtype takes a type of torch"),
+        (["planned_here:tokens", "--autocast", "int64"], "autocast must be a torch.dtype"),
+        (["planned_here:tokens", "--rule", "Ada"], "rule must be one of"),
+        (["planned_here:tokens", "--speed", "1TB"], 'such as "30TFLOP/s"'),
         (["planned_here:tokens", "--input", "8x16"], "forward pass could not be run"),
     ],
 )

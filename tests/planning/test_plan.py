@@ -32,7 +32,7 @@ from manyhands.planning._costs import (
     costs,
     ddp_buckets,
 )
-from manyhands.planning._model import OptimizerStateSizes, saved_bytes, wrap_params
+from manyhands.planning._model import OptimizerStateSizes, forward_costs, wrap_params
 from manyhands.planning._table import format_bytes, parse_bytes
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._slice_optimizer import ELEMENTWISE
@@ -318,6 +318,185 @@ def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, build):
     assert row.sent == pytest.approx(sum(rank[4] for rank in ranks) / workers, rel=0.01)
 
 
+# -- rules and blocks --------------------------------------------------------------------------
+
+
+def held_with_a_rule(way, rule, options):
+    """What the rule holds on top on this rank, and what a step sends and how often."""
+    model = deep()
+    module, optimizer = wrapped(way, model, torch.optim.AdamW, options)
+    if rule is not None:
+        optimizer = rule(optimizer)
+    for _ in range(3):
+        with Collectives() as seen:
+            optimizer.zero_grad()
+            module(torch.randn(2, 256)).sum().backward()
+            optimizer.step()
+    replica = getattr(getattr(optimizer, "_tap", None), "norms", None)
+    replica = getattr(replica, "_replica", None)
+    memory = [] if replica is None else list(replica._memory.values())
+    return held(memory), seen.sent
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_adamscale_holds_and_sends_on_top_is_planned(way):
+    found = mh.plan(deep, "adamw", 2, backend="gloo", bucket_size=2**18, rule="AdamScale")
+    (row,) = (row for row in found.rows if row.name == way)
+    (plain,) = (r for r in mh.plan(deep, "adamw", 2, backend="gloo", bucket_size=2**18).rows
+                if r.name == way)  # fmt: skip
+    ranks = run_ranks(2, held_with_a_rule, way, mh.AdamScale, {"lr": 1e-3})
+    without = run_ranks(2, held_with_a_rule, way, None, {"lr": 1e-3})
+    assert {memory for memory, _ in ranks} == {row.scaling}
+    assert row.total - plain.total == row.scaling
+    more = sum(a - b for (_, a), (_, b) in zip(ranks, without, strict=True)) / 2
+    # the step's own statistics are some hundred bytes more
+    assert row.sent - plain.sent == pytest.approx(more, abs=2000)
+    lines = {cells[0]: cells[1:] for cells in found.cells}
+    assert lines["AdamScale"] == [format_bytes(each.scaling) for each in found.rows]
+
+
+def fully_sharded_with_adamscale(code):
+    names = {"torch": torch, "mh": mh, "model": even(), "lr": 1e-3}
+    exec(code, names)
+    model, optimizer = names["model"], mh.AdamScale(names["optimizer"])
+    for _ in range(3):
+        model(torch.randint(500, (4,))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return held(optimizer._tap.norms._replica._memory.values())
+
+
+def test_what_adamscale_holds_of_sharded_parameters_is_planned():
+    row = mh.plan(even, "adamw", 2, backend="gloo", rule="adamscale", fused=True).rows[3]
+    assert set(run_ranks(2, fully_sharded_with_adamscale, row.code)) == {row.scaling}
+
+
+def blocks_held(method):
+    """Bytes of a worker at rest and at most in a block, and what its sync round sends."""
+    with Held() as everything:
+        torch.manual_seed(dist.get_rank())
+        model, inputs = deep(), torch.randn(2, 256)
+        optimizer = getattr(mh, method)(torch.optim.AdamW(model.parameters(), fused=True), every=2,
+                                        shared_memory=False)  # fmt: skip
+        for _ in range(2):
+            for _ in range(2):
+                everything.most = 0
+                with Collectives() as seen:
+                    model(inputs).square().sum().backward()
+                    optimizer.step()
+                most = everything.most  # of the round's step
+                optimizer.zero_grad()
+        rest = settled(everything)
+    return rest, most, seen.sent
+
+
+@pytest.mark.parametrize("method", ["DiLoCo", "LocalSGD"])
+def test_what_a_worker_holds_and_sends_in_blocks_is_planned(method):
+    found = mh.plan(deep, "adamw", 2, backend="gloo", blocks=method, fused=True)
+    row = found.rows[4]
+    assert row.name == f"{method}, every={row.every}"
+    ranks = run_ranks(2, blocks_held, method)
+    rest, most, sent = (max(rank[i] for rank in ranks) for i in range(3))
+    at_rest = row.parameters + row.optimizer + row.blocks
+    assert at_rest == pytest.approx(rest, rel=0.01)
+    assert row.total == pytest.approx(most, rel=0.05)
+    assert row.sent * row.every == pytest.approx(sent, rel=0.02)
+    assert found.cheapest.name == "DDP"  # blocks are the user's choice
+    assert f"once in {row.every} steps" in str(found)
+
+
+def test_blocks_and_rules_of_existing_optimizers_are_found():
+    model = deep()
+    adam = torch.optim.AdamW(model.parameters())
+    found = mh.plan(model, mh.LocalSGD(mh.AdamScale(adam), every=7), 4)
+    assert found.rule == "AdamScale"
+    assert found.rows[4].name == "LocalSGD, every=7"
+    assert "optimizer = mh.LocalSGD(optimizer)" in found.rows[4].code
+    assert found.rows[2].scaling > 0 == found.rows[0].scaling
+    made = mh.plan(model, mh.Blocks(adam, outer=mh.Outer(), every=3), 4).rows[4]
+    assert (made.name, made.blocks) == ("Blocks, every=3", 4 * found.elements)
+
+
+def test_the_lines_to_paste_for_blocks_run():
+    (row,) = mh.plan(deep, "sgd", 2, blocks="slowmo", momentum=0.9).rows[4:]
+    names = {"torch": torch, "mh": mh, "model": deep(), "lr": 0.1}
+    exec(row.code, names)
+    assert isinstance(names["optimizer"], mh.SlowMo)
+
+
+# -- types, inputs by name, and time -------------------------------------------------------------
+
+
+def test_the_type_of_the_parameters_may_be_given():
+    single, half = (mh.plan(deep, "adamw", 4, dtype=t).rows for t in (None, torch.bfloat16))
+    assert [2 * row.parameters for row in half] == [row.parameters for row in single]
+    model = deep()
+    with pytest.raises(ValueError, match=r"model.to\(torch.bfloat16\)"):
+        mh.plan(model, dtype=torch.bfloat16)
+
+
+def test_activations_under_autocast_are_those_of_a_real_run():
+    model, input = deep(), torch.randn(64, 256)
+    storages = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    noting = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
+    with noting, torch.autocast("cpu", dtype=torch.bfloat16):
+        model(input)
+    measured = sum(s.nbytes() for key, s in storages.items() if key not in known)
+    planned = mh.plan(deep, input=input, autocast=torch.bfloat16).rows[0].activations
+    assert planned == measured
+    assert planned != mh.plan(deep, input=input).rows[0].activations
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.logits = nn.Embedding(500, 32), nn.Linear(32, 500)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.logits(self.words(input_ids))
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_with_labels_the_loss_is_counted():
+    ids = torch.empty(4, 16, dtype=torch.int64, device="meta")
+    without = mh.plan(WithLoss, input={"input_ids": ids}).rows[0].activations
+    with_loss = mh.plan(WithLoss, input={"input_ids": ids, "labels": ids}).rows[0].activations
+    # the logarithms of the probabilities, and cross_entropy's one number of all weights
+    assert with_loss - without == pytest.approx(4 * 4 * 16 * 500, abs=1000)
+
+
+def test_the_time_of_a_pass_is_its_operations_over_the_speed():
+    input = torch.empty(8, 256, device="meta")
+    found = mh.plan(deep, "sgd", 4, input=input, speed="1GFLOP/s", line="100Mbit")
+    operations = 3 * 24 * 2 * 8 * 256 * 256
+    assert found.compute.operations == operations
+    assert found.pass_seconds == operations / 1e9
+    lines = {cells[0]: cells[1:] for cells in found.cells}
+    assert lines["a step, about"] == [
+        _line.format_seconds(operations / 1e9 + row.sent * 8 / 1e8) for row in found.rows
+    ]
+    assert found.compute.note in str(found)
+
+
+def test_the_operations_are_those_of_a_real_forward_and_backward():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, input = even(), torch.randint(500, (16,))
+    with FlopCounterMode(display=False) as counter:
+        model(input).sum().backward()
+    found = mh.plan(even, input=input, speed=1e9).compute.operations
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
 # -- arithmetic --------------------------------------------------------------------------------
 
 weights = st.lists(
@@ -478,8 +657,7 @@ def test_an_optimizer_may_be_given_in_many_ways():
         adam,
         made,
         [made],
-        mh.AdamScale(adam(model.parameters())),
-        mh.LocalSGD(adam(model.parameters())),
+        mh.AdaScale(adam(model.parameters())),
         mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-2, amsgrad=True),
     ):
         assert costs(mh.plan(model, way, 4)) == [(r.total, r.sent, r.collectives) for r in rows]
@@ -569,7 +747,7 @@ def test_a_huge_model_on_many_workers_takes_seconds():
 
 
 def test_activations_of_one_layer_are_its_input():
-    assert saved_bytes(nn.Linear(4, 8), torch.empty(2, 4, device="meta")) == 2 * 4 * 4
+    assert forward_costs(nn.Linear(4, 8), torch.empty(2, 4, device="meta")).saved_bytes == 2 * 4 * 4
 
 
 def really_saved(model, *inputs):
@@ -593,12 +771,12 @@ def transformer():
 def test_activations_without_memory_are_those_of_a_real_run(build, input):
     model = build()
     before = [t.clone() for t in model.state_dict().values()]
-    measured = saved_bytes(model, input)
+    measured = forward_costs(model, input).saved_bytes
     for now, then in zip(model.state_dict().values(), before, strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0)  # not even BatchNorm's averages
     assert measured == really_saved(model, input)
     with torch.device("meta"):
-        assert saved_bytes(build(), input.to("meta")) == measured
+        assert forward_costs(build(), input.to("meta")).saved_bytes == measured
     found = mh.plan(build, input=(input,))
     assert {row.activations for row in found.rows} == {measured}
     assert [row.total - measured for row in found.rows] == [r.total for r in mh.plan(build).rows]
@@ -614,10 +792,10 @@ def test_checkpointing_and_autocast_are_heard():
             return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
 
     x = torch.empty(16, 8, requires_grad=True)
-    assert saved_bytes(Checkpointed(), {"x": x}) == 16 * 8 * 4
-    full = saved_bytes(Checkpointed().body, x)
+    assert forward_costs(Checkpointed(), {"x": x}).saved_bytes == 16 * 8 * 4
+    full = forward_costs(Checkpointed().body, x).saved_bytes
     with torch.autocast("cpu", torch.bfloat16):
-        assert saved_bytes(Checkpointed().body, x) < full
+        assert forward_costs(Checkpointed().body, x).saved_bytes < full
 
 
 # -- what is chosen ----------------------------------------------------------------------------
@@ -844,6 +1022,15 @@ def test_sizes_are_written_with_three_digits(size):
         ({"line": "1Gbit", "pass_seconds": 0.0}, ValueError, "above 0, got 0.0"),
         ({"line": "1Gbit", "pass_seconds": "1s"}, TypeError, "a number of seconds, got '1s'"),
         ({"pass_seconds": 1.0}, ValueError, "give line as well"),
+        ({"speed": "1TFLOP/s"}, ValueError, "give input as well"),
+        ({"speed": "fast", "input": torch.empty(INPUT)}, ValueError, "operations a second, such"),
+        ({"speed": 0, "input": torch.empty(INPUT)}, ValueError, "more than 0 operations"),
+        ({"speed": True, "input": torch.empty(INPUT)}, TypeError, "operations a second, or"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype"),
+        ({"autocast": torch.int64}, TypeError, "autocast must be a torch.dtype"),
+        ({"rule": "AdaScala"}, ValueError, "rule must be one of AdaScale, AdamScale"),
+        ({"rule": "AdamScale", "optimizer": "sgd"}, ValueError, "Plan AdaScale for SGD"),
+        ({"blocks": "Diloko"}, ValueError, "blocks must be one of DiLoCo"),
         ({"model": 3}, TypeError, "torch.nn.Module or a function"),
         ({"model": lambda: 3}, TypeError, "must return a torch.nn.Module, got int"),
         ({"model": lambda: nn.ReLU()}, ValueError, "no parameter"),

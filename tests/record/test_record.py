@@ -60,7 +60,7 @@ def test_a_line_has_the_optimizers_values_and_the_users(tmp_path):
             optimizer.step()
             record.step(loss=loss, correct=torch.tensor(7))
 
-    header, first, second = raw_lines(path)
+    header, first, second, end = raw_lines(path)
     assert header["manyhands"]["version"] == 1
     assert header["manyhands"]["name"] == "AdaScale ×32"
     assert header["manyhands"]["workers"] == 1
@@ -69,6 +69,10 @@ def test_a_line_has_the_optimizers_values_and_the_users(tmp_path):
     assert second["correct"] == 7
     assert isinstance(second["correct"], int)
     assert 0 <= first["time"] <= second["time"] < 60
+    ended = end["manyhands"].pop("ended")
+    assert ended >= header["manyhands"]["date"]
+    assert end["manyhands"].pop("error") is None
+    assert end["manyhands"] == {**header["manyhands"], "step": 2}
 
 
 def test_without_an_optimizer_the_record_counts_its_calls(tmp_path):
@@ -259,6 +263,75 @@ class Writer:
 
     def add_scalar(self, tag, value, step):
         self.got.append((tag, value, step))
+
+
+class Logger:
+    """What a run of Weights & Biases is to a record."""
+
+    def __init__(self):
+        self.got = []
+
+    def log(self, data, step):
+        self.got.append((step, data))
+
+
+def test_a_run_of_weights_and_biases_gets_all_numbers_of_a_step_at_once(tmp_path):
+    logger, optimizer = Logger(), Optimizer()
+    with Record(tmp_path / "a.jsonl", optimizer, writer=logger) as record:
+        for loss in (2.0, 1.0):
+            optimizer.step()
+            record.step(loss=loss)
+    assert [step for step, _ in logger.got] == [1, 2]
+    data = logger.got[1][1]
+    assert data.items() >= {"manyhands/loss": 1.0, "manyhands/lr/1": 0.01}.items()
+    assert data.keys().isdisjoint({"manyhands/step", "manyhands/noise_scale/1"})
+
+
+def test_a_writer_without_a_method_is_refused(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"add_scalar.* or log\(dict, step=step\).* list has neither"
+    ):
+        Record(tmp_path / "a.jsonl", writer=[])
+
+
+def test_weights_and_biases_offline_keep_what_they_got(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is missing: pip install wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(project="manyhands", mode="offline", dir=tmp_path)
+    with Record(tmp_path / "a.jsonl", Optimizer(), writer=run) as record:
+        record.step(loss=0.5)
+    summary = {key: run.summary[key] for key in ("manyhands/loss", "manyhands/lr/0")}
+    run.finish()
+    assert summary == {"manyhands/loss": 0.5, "manyhands/lr/0": 0.1}
+
+
+def test_options_for_readers_are_in_the_header(tmp_path):
+    config = {"lr": 0.1, "path": tmp_path, "sizes": (1, 2), "nested": {"on": True, "no": None}}
+    with Record(tmp_path / "a.jsonl", Optimizer(), batch_size=8, until=1e3, config=config):
+        pass
+    header = read_record(tmp_path / "a.jsonl").header
+    assert (header["batch_size"], header["until"], header["every"]) == (8, 1000.0, 1)
+    plain = {"path": str(tmp_path), "sizes": [1, 2], "nested": {"on": True, "no": None}}
+    assert header["config"] == {"lr": 0.1, **plain}
+    assert header["sources"] == ["Optimizer"]
+    assert header["process"]["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("option", ["batch_size", "until"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "8"])
+def test_options_for_readers_are_above_0(tmp_path, option, value):
+    with pytest.raises(ValueError, match=f"{option} must be a number above 0, got"):
+        Record(tmp_path / "a.jsonl", **{option: value})
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_an_error_that_ends_a_run_is_in_its_record_and_is_raised(tmp_path):
+    with pytest.raises(RuntimeError, match="out of memory"), Record(tmp_path / "a.jsonl") as record:
+        record.step(loss=1.0)
+        raise RuntimeError("out of memory")
+    run = read_record(tmp_path / "a.jsonl")
+    assert run.header["error"] == "RuntimeError: out of memory"
+    assert len(run.lines) == 1
 
 
 def test_a_writer_gets_every_number_under_its_group(tmp_path):

@@ -27,10 +27,10 @@ class Optimizer:
             "step": self.steps,
             "progress": self.steps * self.gain,
             "scale": 4.0,
-            "gain": self.gain,
-            "lr": [0.1 / (1 + group) for group in range(self.groups)],
+            "gain": self.gain + self.steps,
+            "lr": [0.1 * self.steps / (1 + group) for group in range(self.groups)],
             "factor": [self.gain] * self.groups,
-            "noise_scale": [None if self.steps < 3 else 8.0] * self.groups,
+            "noise_scale": [None if self.steps < 3 else 8.0 * self.steps] * self.groups,
             "skipped": 3,
             "nonfinite": 0,
             "bytes": 1000 * self.steps,
@@ -43,9 +43,13 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.tags, self.cells, self.titles, self.data = [], [[]], [], None
+        self.tags, self.cells, self.titles, self.data, self.texts = [], [[]], [], None, []
         self.feed(path.read_text(encoding="utf-8"))
         self.figures = dict(zip(self.titles, self.data["figures"], strict=True))
+        heads = [cells[0] for cells in self.cells if cells]
+        start = heads.index("always the same") if "always the same" in heads else len(heads)
+        rows = [cells for cells in self.cells if cells][start + 1 :]
+        self.constants = {title: values for title, *values in rows}
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
@@ -55,6 +59,7 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if not data.strip():
             return
+        self.texts.append(data)
         tag, attributes = self.tags[-1]
         if attributes.get("id") == "data":
             self.data = json.loads(data)
@@ -79,7 +84,7 @@ def adascale(tmp_path):
 def plain(tmp_path):
     with Record(tmp_path / "plain.jsonl", name="plain") as record:
         for step in range(10):
-            record.step(loss=2.0, **({"accuracy": 0.5} if step == 9 else {}))
+            record.step(loss=2.0 - step / 10, **({"accuracy": 0.5} if step == 9 else {}))
     return read_record(tmp_path / "plain.jsonl")
 
 
@@ -88,14 +93,17 @@ def test_runs_with_different_keys_stand_in_the_same_figures(tmp_path, adascale, 
     assert path == tmp_path / "new" / "page.html"
     page = Page(path)
     assert page.titles == [
-        "loss", "accuracy", "Gain", "Noise scale", "Learning rate", "Scale", "Bytes"
+        "loss", "accuracy", "Gain", "Noise scale", "Learning rate", "Throughput", "Bytes"
     ]  # fmt: skip
     assert [name for name, _ in page.curves("loss")] == ["AdaScale", "plain"]
     assert page.curves("accuracy") == [("plain", [0.5])]
-    assert page.curves("Gain") == [("AdaScale", [2.0] * 5)]
-    assert page.curves("Noise scale") == [("AdaScale", [8.0] * 4)]
-    lr = [("AdaScale", [0.2] * 5), ("AdaScale, small batch", [0.1] * 5)]
-    assert page.curves("Learning rate") == lr
+    assert page.curves("Gain") == [("AdaScale", [4.0, 5.0, 6.0, 7.0, 8.0])]
+    assert page.curves("Noise scale") == [("AdaScale", [24.0, 32.0, 40.0, 48.0])]
+    (applied, rates), (small, schedule) = page.curves("Learning rate")
+    assert (applied, small) == ("AdaScale", "AdaScale, small batch")
+    assert rates == [2.0 * rate for rate in schedule]
+    assert [len(rates) for _, rates in page.curves("Throughput")] == [4, 9]
+    assert page.constants == {"Scale": ["4", "–"]}
 
 
 def test_a_run_has_one_colour_in_all_figures(tmp_path, adascale, plain):
@@ -128,12 +136,14 @@ def test_the_table_sums_up_each_run(tmp_path, adascale, plain):
     page = Page(write_report([adascale, plain], tmp_path / "page.html"))
     head, first, second = page.cells[1:4]
     assert head == [
-        "run", "steps", "progress", "time", "average gain", "skipped", "not finite",
-        "last loss", "last accuracy",
+        "run", "steps", "progress", "time", "steps/s", "average gain", "skipped", "not finite",
+        "last loss", "lowest loss", "last accuracy", "highest accuracy",
     ]  # fmt: skip
-    del first[3], second[3]
-    assert first == ["AdaScale", "6", "12", "2", "3", "0", "0.2", "–"]
-    assert second == ["plain", "10", "–", "–", "–", "–", "2", "0.5"]
+    for row in (first, second):
+        assert float(row[4].replace(",", "")) > 0
+        del row[3:5]
+    assert first == ["AdaScale", "6", "12", "6", "3", "0", "0.2", "0.2 at 6", "–", "–"]
+    assert second == ["plain", "10", *"––––", "1.1", "1.1 at 10", "0.5", "0.5 at 10"]
 
 
 def test_the_page_fetches_nothing(tmp_path, adascale):
@@ -170,7 +180,7 @@ def test_names_are_text_and_not_html(tmp_path):
 def test_runs_without_a_step_are_no_obstacle(tmp_path, plain):
     Record(tmp_path / "empty.jsonl", Optimizer()).close()
     page = Page(write_report([tmp_path / "empty.jsonl", plain], tmp_path / "page.html"))
-    assert page.cells[2] == ["empty", *"–––––––", "–"]
+    assert page.cells[2] == ["empty", *"–––––––", *"––––"]
     assert [name for name, _ in page.curves("loss")] == ["plain"]
     page = write_report(tmp_path / "empty.jsonl", tmp_path / "page.html")
     assert "no steps yet" in page.read_text(encoding="utf-8")
@@ -198,11 +208,15 @@ def test_a_long_run_is_thinned_out_and_smoothed(tmp_path):
         for step in range(20_000):
             record.step(loss=1e6 if step == 12_345 else 0.5 + step % 2)
     page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html"))
-    (_, faint), (_, mean) = page.curves("loss")
+    traces = page.figures["loss"]["data"]
+    assert [trace["meta"]["window"] for trace in traces] == [0.0, 0.005, 0.02, 0.1]
+    faint, little, mean, strong = (trace["y"] for trace in traces)
     assert 1000 < len(faint) < 3100
     assert max(faint) == 1e6
-    assert mean[100] == pytest.approx(1.0, abs=0.01)
-    assert page.figures["loss"]["data"][0]["opacity"] < 1
+    for smooth in (little, mean, strong):
+        assert smooth[20] == pytest.approx(1.0, abs=0.01)
+        assert 300 < len(smooth) < 800
+    assert traces[0]["opacity"] < 1
 
 
 def test_a_spike_is_cut_off_said_and_still_on_the_page(tmp_path):
@@ -258,7 +272,55 @@ def test_values_that_are_not_finite_are_gaps_and_said_in_the_table(tmp_path):
             record.step(loss=loss)
     page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html"))
     assert page.curves("loss") == [("a", [1.0, None, 0.5, None])]
-    assert page.cells[2][-1] == "nan"
+    assert page.cells[2][-2:] == ["nan", "0.5 at 3"]
+
+
+def test_a_users_value_over_decades_begins_on_a_log_scale(tmp_path):
+    with Record(tmp_path / "a.jsonl") as record:
+        for step in range(200):
+            record.step(loss=2.0 * 0.95**step, near=1.0 + step / 100, below=0.5 - step)
+    path = write_report(tmp_path / "a.jsonl", tmp_path / "page.html")
+    page = Page(path)
+    kinds = {title: page.figures[title]["layout"]["yaxis"].get("type") for title in page.titles}
+    assert (kinds["loss"], kinds["near"], kinds["below"]) == ("log", None, None)
+    text = path.read_text(encoding="utf-8")
+    assert text.count('<label class="log">') == len(page.titles)  # each figure has a switch
+
+
+def test_samples_are_an_axis_and_their_rate_a_column(tmp_path, plain):
+    with Record(tmp_path / "a.jsonl", Optimizer(), batch_size=16) as record:
+        for step in range(5):
+            record.step(loss=1.0 / (1 + step))
+            time.sleep(0.001)
+    page = Page(write_report([tmp_path / "a.jsonl", plain], tmp_path / "page.html"))
+    first, second = (trace["meta"]["x"] for trace in page.figures["loss"]["data"])
+    # a step has four small batches of 16; the first line is that of step 2
+    assert first["samples"] == [128, 192, 256, 320, 384]
+    assert second["samples"] == [None] * 10
+    assert list(page.data["axes"]) == ["progress", "step", "time", "samples"]
+    assert page.cells[1][4] == "per second"
+    assert page.cells[2][4].endswith(" samples") and page.cells[3][4].endswith(" steps")
+    page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html"))
+    assert page.cells[1][4] == "samples/s"
+    assert page.data["axes"]["samples"] == "Samples"
+
+
+def test_the_configuration_is_shown_as_text(tmp_path):
+    config = {"lr": 0.1, "model": "<b>tiny", "path": tmp_path, "layers": [1, {"x": None}]}
+    with Record(tmp_path / "a.jsonl", Optimizer(), config=config, batch_size=8) as record:
+        record.step(loss=1.0)
+    page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html"))
+    assert {"lr", "0.1", "<b>tiny", str(tmp_path), "batch_size", "8.0"} <= set(page.texts)
+    assert "[1, {'x': None}]" in page.texts
+    assert not any(tag == "b" for tag, _ in page.tags)
+
+
+@pytest.mark.parametrize("key", ["config", "sources", "batch_size", "workers", "date"])
+def test_any_header_makes_a_page(tmp_path, key):
+    for value in ODD:
+        header = {"manyhands": {**FIRST["manyhands"], key: value}}
+        lines = [{**LINE, "step": step, "loss": 1.0 * step} for step in range(3)]
+        Page(write_report(write_lines(tmp_path / "a", header, *lines), tmp_path / "page.html"))
 
 
 def test_no_run_at_all_is_refused(tmp_path):
@@ -293,7 +355,9 @@ def test_what_should_be_a_number_and_is_a_word_is_nowhere_on_the_page(tmp_path):
 
 
 def test_progress_that_is_a_word_is_a_gap_and_not_a_place(tmp_path):
-    lines = [{**LINE, "step": step, "progress": [1.5, "x"][step % 2]} for step in range(4)]
+    lines = [
+        {**LINE, "step": step, "loss": step, "progress": [1.5, "x"][step % 2]} for step in range(4)
+    ]
     page = Page(write_report(write_lines(tmp_path / "a", FIRST, *lines), tmp_path / "page.html"))
     (trace,) = page.figures["loss"]["data"]
     assert trace["meta"]["x"]["progress"] == [1.5, None, 1.5, None]
@@ -391,11 +455,9 @@ def test_a_ramp_has_its_figures(tmp_path):
             record.step(loss=1.0)
     page = Page(write_report([tmp_path / "ramp.jsonl"], tmp_path / "page.html"))
     assert page.titles == [
-        *("loss", "Gain", "Noise scale", "Learning rate", "Scale"),
-        *("Efficiency", "Time of a step", "Bytes"),
+        *("Gain", "Noise scale", "Learning rate", "Time of a step", "Throughput", "Bytes"),
     ]
-    assert page.curves("Scale")[1] == ("Ramp, target", [64.0] * 3)
-    assert page.curves("Efficiency") == [("Ramp", [0.9] * 3)]
+    assert page.constants == {"loss": ["1"], "Scale": ["4, 64 (dotted)"], "Efficiency": ["0.9"]}
     assert page.curves("Time of a step") == [
         ("Ramp", [6.5, 7.5, 8.5]), ("Ramp, predicted", [6.0, 7.0, 8.0])
     ]  # fmt: skip

@@ -256,6 +256,11 @@ class Blocks(OptimizerWrapper):
         return self._sync.state.rounds
 
     @property
+    def outer(self) -> Outer:
+        """The outer step, from the workers' mean to the next anchor."""
+        return self._sync.anchor.outer
+
+    @property
     def left_out(self) -> list[int]:
         """Workers that were left out of the last mean, because not all their values were finite.
 
@@ -271,6 +276,7 @@ class Blocks(OptimizerWrapper):
             **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
             "step": sync.state.steps,
             "workers": stats.workers or sync.members.workers.size,  # in the last round
+            "members": " ".join(map(str, stats.members)),
             "rounds": sync.state.rounds,
             "every": sync.schedule.length,
             "distance": stats.drift.distance,

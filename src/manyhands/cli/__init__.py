@@ -5,6 +5,7 @@
     run.py          start the workers of a crew
     demo.py         train a small network at two batch sizes, and compare
     report.py       records to a page with figures
+    watch.py        running jobs, on a live page or in the terminal
     checkpoint.py   show what a checkpoint holds, and convert it to plain files
     _terminal.py    errors, and text of a stranger's file, on a terminal
 
@@ -27,6 +28,7 @@ COMMANDS = [
     "probe",
     "report",
     "run",
+    "watch",
 ]
 
 

@@ -37,10 +37,23 @@ def plan(
     input: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SHAPE[:DTYPE]",
-            help="One worker's input, such as 8x3x224x224 or 8x128:int64, to measure activations; "
-            "repeat for each argument of forward().",
+            metavar="[NAME=]SHAPE[:DTYPE]",
+            help="One worker's input, such as 8x3x224x224 or labels=8x128:int64, to measure "
+            "activations; repeat for each argument of forward().",
         ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Type of the parameters, as bfloat16.")
+    ] = None,
+    autocast: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="Type to which autocast casts in the forward pass."),
+    ] = None,
+    rule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A scaling rule, such as AdamScale.")
+    ] = None,
+    blocks: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A method of blocks, such as DiLoCo.")
     ] = None,
     backend: Annotated[
         str, typer.Option(metavar="nccl|gloo", help="Communication backend.")
@@ -57,6 +70,13 @@ def plan(
             metavar="SECONDS", help="Time of one pass on one worker, to compare with the line's."
         ),
     ] = None,
+    speed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="What a worker computes in a second, such as 30TFLOP/s: gives the time of a pass.",
+        ),
+    ] = None,
 ) -> None:
     """Compare ways to train a model on several workers: bytes held, bytes sent, what fits.
 
@@ -68,7 +88,7 @@ def plan(
     builder = import_object("plan", model)
     options = dict(map(_parse_option, optimizer_option or []))
     try:
-        inputs = None if input is None else tuple(map(_parse_input, input))
+        inputs = None if input is None else _parse_inputs(input)
         found = make_plan(
             builder,
             optimizer,
@@ -78,6 +98,11 @@ def plan(
             backend=backend,
             line=line,
             pass_seconds=pass_seconds,
+            speed=speed,
+            dtype=None if dtype is None else _parse_dtype("--dtype", dtype),
+            autocast=None if autocast is None else _parse_dtype("--autocast", autocast),
+            rule=rule,
+            blocks=blocks,
             **options,
         )
     except (TypeError, ValueError) as error:
@@ -95,6 +120,28 @@ def _parse_option(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):
         return name, value  # a bare word is text
+
+
+def _parse_dtype(option: str, name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        stop("plan", f"{option} takes a type of torch, such as bfloat16, got {name!r}.")
+    return dtype
+
+
+def _parse_inputs(texts: list[str]) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
+    """Return the arguments of forward() in their order, or by their names."""
+    pairs = [text.rpartition("=") for text in texts]
+    names = [name for name, equals, _ in pairs if equals]
+    if not names:
+        return tuple(_parse_input(text) for text in texts)
+    if len(set(names)) < len(texts) or not all(name.isidentifier() for name in names):
+        stop(
+            "plan",
+            "--input with names needs a name for each argument of forward(), such as "
+            f"--input input_ids=8x128:int64 --input labels=8x128:int64, got {', '.join(texts)}.",
+        )
+    return {name: _parse_input(shape) for name, _, shape in pairs}
 
 
 def _parse_input(text: str) -> torch.Tensor:

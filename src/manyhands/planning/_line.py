@@ -89,6 +89,64 @@ def format_seconds(seconds: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:#.2g} {unit}"
 
 
+def parse_speed(speed: float | str) -> float:
+    """Return floating-point operations a second.
+
+    >>> parse_speed("30TFLOP/s"), parse_speed("500 gflops"), parse_speed(1e9)
+    (30000000000000.0, 500000000000.0, 1000000000.0)
+    """
+    if isinstance(speed, str):
+        match = re.fullmatch(
+            r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)flop(?:/?s)\s*", speed, re.IGNORECASE
+        )
+        if match is None:
+            raise ValueError(
+                'a speed is given in operations a second, such as "30TFLOP/s" or "500GFLOPS", '
+                f"got {speed!r}."
+            )
+        speed = float(match[1]) * RATE_UNITS[match[2].lower()]
+    if isinstance(speed, bool) or not isinstance(speed, int | float):
+        raise TypeError(
+            f'a speed is operations a second, or a text such as "30TFLOP/s": {speed!r}.'
+        )
+    if not (math.isfinite(speed) and speed > 0):
+        raise ValueError(f"a speed must be more than 0 operations a second, got {speed!r}.")
+    return float(speed)
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """What one worker computes in a pass: floating-point operations, and how many it does a second.
+
+    The backward pass is counted as twice the forward pass: the gradients of inputs and of weights.
+    """
+
+    forward_operations: int
+    speed: float
+
+    @property
+    def operations(self) -> int:
+        """Of one forward and backward pass."""
+        return 3 * self.forward_operations
+
+    @property
+    def seconds(self) -> float:
+        """How long a pass takes at this speed.
+
+        >>> PassPlan(forward_operations=10**12, speed=3e13).seconds
+        0.1
+        """
+        return self.operations / self.speed
+
+    @property
+    def note(self) -> str:
+        """Return the sentence that says what was computed."""
+        return (
+            f"A pass has {self.operations:,.3g} operations (matrix products, convolutions and "
+            f"attention), at {self.speed:,.3g} a second {format_seconds(self.seconds)}."
+        )
+
+
 @dataclass(frozen=True)
 class LinePlan:
     """A line between the workers: bits a second, and the seconds of one pass, if known."""

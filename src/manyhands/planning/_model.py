@@ -14,15 +14,16 @@ once. Parameters and buffers do not count here, as they are counted anyway.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands._core.ranks import SENT_ALONE
 from manyhands.planning._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
@@ -247,12 +248,44 @@ def _describe_state(tensor: Tensor, shape: Sequence[int]) -> StateTensor:
     return StateTensor(constant, tuple(dims), tensor.element_size())
 
 
+def replicated_entries(optimizers: Sequence[PlannedOptimizer]) -> int:
+    """Return how many tensors like the parameters AdamScale needs whole, or raise."""
+    (one, *others) = optimizers
+    if others:
+        raise ValueError(
+            "AdamScale wraps one optimizer, and the model has several. Leave out rule=, or plan "
+            "the parts of the model by themselves."
+        )
+    if not issubclass(one.kind, Adam | RMSprop):
+        raise ValueError(
+            f"AdamScale works with Adam, AdamW and RMSprop, got {one.kind.__name__}. "
+            "Plan AdaScale for SGD."
+        )
+    centered = any({**one.arguments, **options}.get("centered") for options, _ in one.groups)
+    return 2 if centered else 1
+
+
 # -- activations -------------------------------------------------------------------------------
 
 
-def saved_bytes(model: nn.Module, input: object) -> int:
-    """Return the bytes that live between forward and backward, for one worker's `input`."""
+class ForwardCosts(NamedTuple):
+    """What a forward pass keeps for the backward pass, and what it computes."""
+
+    saved_bytes: int
+    operations: int  # floating-point, of matrix products, convolutions and attention
+
+
+def forward_costs(
+    model: nn.Module, input: object, autocast: torch.dtype | None = None
+) -> ForwardCosts:
+    """Return the costs of a forward pass with one worker's `input`."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
+    from torch.utils.flop_counter import FlopCounterMode
+
+    under_autocast: AbstractContextManager[object] = (
+        nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+    )
+    counter = FlopCounterMode(display=False)
 
     args, kwargs = _forward_arguments(input)
     # The storages themselves are kept, or a freed one's address could be counted for another.
@@ -271,7 +304,8 @@ def saved_bytes(model: nn.Module, input: object) -> int:
         }
         of_model = {tensor.untyped_storage()._cdata for tensor in state.values()}
         try:
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+            with counter, noting, under_autocast:
                 torch.func.functional_call(
                     model,
                     state,
@@ -284,7 +318,8 @@ def saved_bytes(model: nn.Module, input: object) -> int:
                 "The forward must not read values out of tensors, and the model's tensors must be "
                 "parameters or buffers. Without an input, activations are not counted."
             ) from error
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
+    saved = sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
+    return ForwardCosts(saved, counter.get_total_flops())
 
 
 def _forward_arguments(input: object) -> tuple[tuple[object, ...], dict[str, object]]:

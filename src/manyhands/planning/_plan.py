@@ -7,8 +7,8 @@ there is one, and the lines of code to paste (`_table.py`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -21,12 +21,27 @@ from torch.optim import Optimizer
 
 from manyhands._core.state_parts import ShardedOptimizer, options_of
 from manyhands._core.wrappers import unwrap
-from manyhands.planning._costs import Cost, ModelSizes, costs
-from manyhands.planning._line import LinePlan, parse_pass_seconds, parse_rate
-from manyhands.planning._model import PlannedOptimizer, measure, saved_bytes, wrap_params
+from manyhands.blocks._optimizer import Blocks
+from manyhands.blocks._outer import Average, BlockMomentum, SlowMomentum
+from manyhands.planning._costs import Cost, ModelSizes, blocks_cost, costs
+from manyhands.planning._line import (
+    LinePlan,
+    PassPlan,
+    parse_pass_seconds,
+    parse_rate,
+    parse_speed,
+)
+from manyhands.planning._model import (
+    PlannedOptimizer,
+    forward_costs,
+    measure,
+    replicated_entries,
+    wrap_params,
+)
 from manyhands.planning._table import (
     Plan,
     Row,
+    blocks_code,
     explain_layouts,
     explain_wraps,
     most_sharded,
@@ -34,6 +49,8 @@ from manyhands.planning._table import (
     parse_bytes,
     wrap_code,
 )
+from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 from manyhands.sharding.fsdp._optimizer_guard import NEED_WHOLE
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 
@@ -53,6 +70,11 @@ def plan(
     bucket_size: int | None = None,
     line: float | str | None = None,
     pass_seconds: float | None = None,
+    speed: float | str | None = None,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    rule: str | type | None = None,
+    blocks: str | type | None = None,
     **options: Any,
 ) -> Plan:
     """Compare the ways to train a model on N workers: bytes held, bytes sent, and which way fits.
@@ -87,6 +109,15 @@ def plan(
             "50Mbit" or "10Gbit/s". Then the plan says what a step takes on it, and whether to
             train at the small batch, with `Ramp`, or in blocks.
         pass_seconds: how long one pass takes on one worker, forward and backward, if it is known.
+        speed: the operations that a worker does in a second, such as "30TFLOP/s": with an `input`
+            the plan computes how long a pass takes. What a model reaches is often a third to a half
+            of what a GPU is sold with.
+        dtype: the type of the parameters, such as `torch.bfloat16`, of a model that is built here.
+        autocast: the type to which `torch.autocast` casts in the forward pass, for activations.
+        rule: the scaling rule, such as "AdamScale", whose memory is counted then. That of an
+            existing optimizer is found.
+        blocks: a method of blocks, such as "DiLoCo": its costs are one more row. That of an
+            existing optimizer is found.
         **options: options of the optimizer, such as momentum.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
@@ -97,20 +128,35 @@ def plan(
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}.")
     budget = None if memory is None else parse_bytes(memory)
     line_plan = _parse_line(line, pass_seconds)
-    module = _build_module(model)
+    if speed is not None and (input is None or pass_seconds is not None):
+        raise ValueError(
+            "speed says how long the operations of a pass take: give input as well, and leave "
+            "pass_seconds out."
+        )
+    _check_dtypes(dtype=dtype, autocast=autocast)
+    module = _build_module(model, dtype)
     optimizers = _parse_optimizers(optimizer, options, module)
+    rule_name = _find_name(rule, RULES, "rule") or _find_layer_name(optimizer, ScalingRuleBase)
+    method = _find_method(blocks, optimizer)
+    replicas = replicated_entries(optimizers) if rule_name == "AdamScale" else 0
     elements = sum(param.numel() for param in module.parameters())
     # A wrap of a 50th keeps the whole tensors of a backward pass small beside the shards.
     wrap_size = _round_down(min(LARGEST_WRAP, max(1, elements // 50)))
     sizes = measure(module, optimizers, wrap_size)
-    activations = None if input is None else saved_bytes(module, input)
-    names, codes = names_and_code(
-        optimizers, isinstance(optimizer, list | tuple), bucket_size, wrap_code(module, wrap_size)
-    )
+    activations = operations = None
+    if input is not None:
+        activations, operations = forward_costs(module, input, autocast)
+    compute = None
+    if speed is not None and operations is not None:
+        compute = PassPlan(operations, parse_speed(speed))
+        if line_plan is not None:
+            line_plan = replace(line_plan, pass_seconds=compute.seconds)
+    several = isinstance(optimizer, list | tuple)
+    names, codes = names_and_code(optimizers, several, bucket_size, wrap_code(module, wrap_size))
     obstacles = (None, None, None, _fsdp_obstacle(optimizers, module, wrap_size))
 
     def rows(count: int) -> tuple[Row, ...]:
-        found = costs(sizes, count, bucket_size, backend == "gloo")
+        found = costs(sizes, count, bucket_size, backend == "gloo", replicas)
         return tuple(
             # On one worker FSDP shards nothing, and so has no obstacle.
             _row(name, cost, sizes, activations, budget, obstacle if count > 1 else None, code)
@@ -119,6 +165,12 @@ def plan(
 
     here = rows(workers)
     fits = budget is None or any(row.available and row.fits for row in here)
+    if method is not None:
+        cost = blocks_cost(sizes, workers, method.every, method.memories)
+        code = blocks_code(optimizers, several, method.name)
+        name = f"{method.name}, every={method.every}"
+        row = _row(name, cost, sizes, activations, budget, None, code)
+        here = (*here, replace(row, every=method.every))
     return Plan(
         rows=here,
         optimizer=" and ".join(dict.fromkeys(one.kind.__name__ for one in optimizers)),
@@ -129,7 +181,67 @@ def plan(
         memory=budget,
         enough=None if fits or budget is None else _fewest_workers(rows, workers, budget),
         line=line_plan,
+        rule=rule_name,
+        compute=compute,
     )
+
+
+@dataclass(frozen=True)
+class BlockMethod:
+    """A method of blocks: its name, the steps of a block, and the tensors of its outer step."""
+
+    name: str
+    every: int
+    memories: int
+
+
+RULES = {kind.__name__: kind for kind in (AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale)}
+METHODS = {
+    "DiLoCo": BlockMethod("DiLoCo", 100, BlockMomentum.memories),
+    "SlowMo": BlockMethod("SlowMo", 16, SlowMomentum.memories),
+    "LocalSGD": BlockMethod("LocalSGD", 16, Average.memories),
+    "BMUF": BlockMethod("BMUF", 50, BlockMomentum.memories),
+}
+
+
+def _find_name(wanted: str | type | None, known: Iterable[str], what: str) -> str | None:
+    """Return the name as it is written in `known`, or raise."""
+    if wanted is None:
+        return None
+    name = wanted.__name__ if isinstance(wanted, type) else wanted
+    by_lower = {each.lower(): each for each in known}
+    if not isinstance(name, str) or name.lower() not in by_lower:
+        raise ValueError(f"{what} must be one of {', '.join(by_lower.values())}, got {name!r}.")
+    return by_lower[name.lower()]
+
+
+def _layers(optimizer: object) -> list[Optimizer]:
+    return unwrap(optimizer, every_layer=True) if isinstance(optimizer, Optimizer) else []
+
+
+def _find_layer_name(optimizer: object, kind: type) -> str | None:
+    names = [type(layer).__name__ for layer in _layers(optimizer) if isinstance(layer, kind)]
+    return names[0] if names else None
+
+
+def _find_method(wanted: str | type | None, optimizer: object) -> BlockMethod | None:
+    """Return the method of blocks that was named, or that the existing optimizer has."""
+    if (name := _find_name(wanted, METHODS, "blocks")) is not None:
+        return METHODS[name]
+    for layer in _layers(optimizer):
+        if isinstance(layer, Blocks):
+            every = int(layer.snapshot()["every"])
+            return BlockMethod(type(layer).__name__, every, layer.outer.memories)
+    return None
+
+
+def _check_dtypes(**dtypes: object) -> None:
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"{name} must be a torch.dtype of floating-point numbers, such as torch.bfloat16, "
+                f"got {dtype!r}."
+            )
 
 
 def _parse_line(line: float | str | None, pass_seconds: float | None) -> LinePlan | None:
@@ -166,6 +278,8 @@ def _row(
         fits=None,
         obstacle=obstacle,
         code=code,
+        scaling=cost.replicas,
+        blocks=cost.blocks,
     )
     return row if budget is None else replace(row, fits=row.total <= budget)
 
@@ -225,12 +339,19 @@ def _round_down(number: int) -> int:
 # -- the model and the optimizers that were given ------------------------------------------------
 
 
-def _build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+def _build_module(
+    model: nn.Module | Callable[[], nn.Module], dtype: torch.dtype | None
+) -> nn.Module:
     """Return the bare module, without a wrapper of DDP's or of ours around it.
 
     A function is called on the meta device. If it fails there, because it reads values out of
     tensors, it is called again for a real module.
     """
+    if isinstance(model, nn.Module) and dtype is not None:
+        raise ValueError(
+            "dtype= is for a model that plan() builds, and this one exists: convert it yourself, "
+            f"model.to({dtype}), or give a function that builds it."
+        )
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(
@@ -245,7 +366,7 @@ def _build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
         if not isinstance(made, nn.Module):
             name = getattr(model, "__name__", "the function")
             raise TypeError(f"{name}() must return a torch.nn.Module, got {type(made).__name__}.")
-        model = made
+        model = made if dtype is None else made.to(dtype)
     while isinstance(model, DistributedDataParallel | ShardedDataParallel):
         model = model.module
     for name, param in model.named_parameters():

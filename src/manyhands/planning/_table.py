@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from manyhands.planning._costs import ModelSizes
-from manyhands.planning._line import LinePlan, format_rate, format_seconds
+from manyhands.planning._line import LinePlan, PassPlan, format_rate, format_seconds
 from manyhands.planning._model import PlannedOptimizer, pick_by_size
 
 FSDP_NAME = "FullyShardedDataParallel"
@@ -31,6 +31,10 @@ class Row:
     that is held on top, while gradients are made and sent. `sent`, the mean over the workers, and
     `collectives` count one step. `activations` is None if no input was given, `fits` is None if no
     memory was given. `obstacle` says why the model cannot be trained in this way.
+
+    `scaling` is what a scaling rule holds on top, `blocks` the anchor and the outer step's
+    memories. A row of blocks has `every` above 1: what it sends is that of a sync round, divided by
+    the steps of a block.
     """
 
     name: str
@@ -45,6 +49,9 @@ class Row:
     fits: bool | None
     obstacle: str | None
     code: str
+    scaling: int = 0
+    blocks: int = 0
+    every: int = 1
 
     @property
     def available(self) -> bool:
@@ -54,7 +61,7 @@ class Row:
     @property
     def total(self) -> int:
         """The sum of all bytes that are counted, for one worker."""
-        held = self.parameters + self.gradients + self.optimizer
+        held = self.parameters + self.gradients + self.optimizer + self.scaling + self.blocks
         return held + self.in_flight + self.buffers + (self.activations or 0)
 
 
@@ -80,12 +87,18 @@ class Plan:
     memory: int | None
     enough: int | None = None
     line: LinePlan | None = None
+    rule: str | None = None
+    compute: PassPlan | None = None
 
     @property
     def cheapest(self) -> Row | None:
-        """The way that fits and sends the fewest bytes; of equal ones the simplest."""
+        """The way that fits and sends the fewest bytes; of equal ones the simplest.
+
+        Blocks send less than any other way. They train otherwise, so the choice is yours.
+        """
         # Rows are ordered from the simplest to the most sharded, and min() returns the first.
-        fitting = [row for row in self.rows if row.available and row.fits is not False]
+        together = [row for row in self.rows if row.every == 1]
+        fitting = [row for row in together if row.available and row.fits is not False]
         return min(fitting, key=lambda row: row.sent, default=None)
 
     @property
@@ -104,6 +117,10 @@ class Plan:
             ("optimizer state", lambda row: format_bytes(row.optimizer)),
             ("in flight", lambda row: format_bytes(row.in_flight)),
         ]
+        if self.rule is not None:
+            lines.append((self.rule, lambda row: format_bytes(row.scaling)))
+        if any(row.blocks for row in self.rows):
+            lines.append(("anchor, momentum", lambda row: format_bytes(row.blocks)))
         if first.buffers:
             lines.append(("module buffers", lambda row: format_bytes(row.buffers)))
         if first.activations is not None:
@@ -116,6 +133,9 @@ class Plan:
         if (line := self.line) is not None:
             label = f"on {format_rate(line.rate)}"
             lines.append((label, lambda row: format_seconds(line.seconds(row.sent))))
+            if (seconds := self.pass_seconds) is not None:
+                label = "a step, about"  # without overlap, and without delays
+                lines.append((label, lambda r: format_seconds(seconds + line.seconds(r.sent))))
         if self.memory is not None:
             lines.append((f"fits {format_bytes(self.memory)}", self._fits_cell))
         return [
@@ -133,8 +153,29 @@ class Plan:
         notes = [self.layout, self.wraps]
         if self.rows[0].activations is None:
             notes.append("Activations are not counted: no input was given.")
+        if self.compute is not None:
+            notes.append(self.compute.note)
+        if self.rule is not None and self.workers == 1:
+            notes.append(
+                f"{self.rule} on one worker: with one pass a step and a scale above 1 it compares "
+                "consecutive gradients, and holds two more copies of the gradient."
+            )
+        for row in self.rows:
+            if row.every > 1:
+                sent = format_bytes(row.sent * row.every)
+                notes.append(
+                    f"{row.name}: a sync round sends {sent}, once in {row.every:,} steps. The "
+                    "gradients are not averaged, so the model is not wrapped in DDP."
+                )
         notes += [f"{row.name} cannot be used: {row.obstacle}" for row in self.rows if row.obstacle]
         return notes
+
+    @property
+    def pass_seconds(self) -> float | None:
+        """The seconds of one pass, as given or as computed; None if unknown."""
+        if self.line is not None and self.line.pass_seconds is not None:
+            return self.line.pass_seconds
+        return None if self.compute is None else self.compute.seconds
 
     @property
     def verdict(self) -> str:
@@ -144,7 +185,7 @@ class Plan:
             fits = "" if self.memory is None else f" that fits {format_bytes(self.memory)}"
             return f"The cheapest{fits}: {best.name}"
         assert self.memory is not None
-        least = most_sharded(self.rows)
+        least = most_sharded([row for row in self.rows if row.every == 1])
         text = f"Nothing fits. {least.name} is {format_bytes(least.total - self.memory)} over, and "
         if self.enough is not None:
             text += f"would fit on {self.enough:,} workers."
@@ -236,6 +277,17 @@ def _fsdp_code(optimizers: Sequence[PlannedOptimizer], several: bool, wrap_code:
         "params = dict(model.named_parameters())\n"
         f"{made}"
     )
+
+
+def blocks_code(optimizers: Sequence[PlannedOptimizer], several: bool, method: str) -> str:
+    """Return the lines to paste for blocks: they go around the plain optimizer."""
+    if not optimizers[0].exists:
+        one = optimizers[0]
+        made = f"{_class_text(one)}(model.parameters(){_options_text(one)})"
+        return f"optimizer = mh.{method}({made})"
+    if several:
+        return f"optimizers = [mh.{method}(one) for one in optimizers]"
+    return f"optimizer = mh.{method}(optimizer)"
 
 
 def wrap_code(model: nn.Module, wrap_size: int) -> str:

@@ -1,6 +1,8 @@
 """Write a run's values, one line for each step, and read them back as one run.
 
+    _timing.py   a source of values: what the time of a step goes into
     _record.py   sources, numbers and tensors → lines of a file, without waiting for a GPU
+    _process.py  which process writes, and whether it still runs
     _run.py      a file, perhaps of several starts → one run
 
 A record is a text file of JSON lines. A header says what the file is; each further line is one
@@ -14,7 +16,8 @@ Three rules keep a file whole and let a run be resumed:
 
 - A line is one write to a descriptor opened for appending, so a crash leaves complete lines. At
   most the last one is cut off; readers ignore it, and a resumed run removes it.
-- Opening an existing record writes another header. The lines after it go on from there.
+- Opening an existing record writes another header. The lines after it go on from there. Closing it
+  writes the header once more, with the date of the end and the error, if there was one.
 - A line supersedes the earlier lines of its own and of later steps: a run that reached step 100
   and was resumed from step 90 reads as one run, with one line for each step.
 
@@ -24,5 +27,6 @@ in the file, and floats again when it is read.
 
 from manyhands.record._record import Record, Source
 from manyhands.record._run import Run, read_record
+from manyhands.record._timing import StepTiming
 
-__all__ = ["Record", "Run", "Source", "read_record"]
+__all__ = ["Record", "Run", "Source", "StepTiming", "read_record"]

@@ -1,6 +1,7 @@
 """Writing a record: one line for each step, by one rank, without waiting for a GPU.
 
-The file is only ever appended to, one whole line in one call.
+The file is only ever appended to, one whole line in one call. `close()` appends the header once
+more, with the date of the end, so that a reader of a growing file knows that nothing will follow.
 
 A user may record numbers, and tensors of one element on any device. A tensor on a GPU is copied
 without a synchronization; its line waits in a queue until the copy is there.
@@ -14,15 +15,16 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Literal, Protocol, SupportsFloat
+from typing import Any, Literal, Protocol, SupportsFloat
 
 import torch
 
 from manyhands._core.ranks import RankGroup
+from manyhands.record._process import this_process
 from manyhands.record._run import (
     FORMAT_VERSION,
     HEADER,
@@ -36,6 +38,7 @@ from manyhands.record._run import (
 
 _OUR_KEYS = ("step", "time", HEADER)
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_LONGEST_TEXT = 4000  # characters of a source's description, or of an error, in a header
 _MOST_WAITING = 4  # lines that may wait for a GPU's numbers; with more, we wait for the GPU
 
 
@@ -54,6 +57,13 @@ class ValueWriter(Protocol):
 
     def add_scalar(self, tag: str, value: SupportsFloat, step: int, /) -> object:
         """Take one value of one step."""
+
+
+class DictWriter(Protocol):
+    """A run of Weights & Biases (`wandb.init()`), or any object with this method."""
+
+    def log(self, data: dict[str, Any], step: int, /) -> object:
+        """Take all values of one step."""
 
 
 class Record:
@@ -76,8 +86,14 @@ class Record:
     end with `close()` or use `with`. Without a source that has a "step", the record counts its
     calls, and continues from the last line of the file.
 
-    `writer` also receives every value, as `writer.add_scalar("manyhands/gain", value, step)`. It
-    may be TensorBoard's `SummaryWriter`, or any object with that method. Close it yourself.
+    `writer` also receives every value: TensorBoard's `SummaryWriter` by
+    `writer.add_scalar("manyhands/gain", value, step)`, a run of Weights & Biases by
+    `writer.log({"manyhands/gain": value, ...}, step=step)`. Any object with one of the two methods
+    will do. Close it yourself.
+
+    Three more options are for those who read: `batch_size`, the samples of a small batch, gives
+    figures against samples, and samples a second; `until`, the progress (or the step, without a
+    scaling rule) at which training ends, gives the time left; `config` is shown beside the curves.
     """
 
     def __init__(
@@ -85,40 +101,52 @@ class Record:
         path: str | os.PathLike[str],
         *sources: Source,
         name: str | None = None,
-        writer: ValueWriter | None = None,
+        writer: ValueWriter | DictWriter | None = None,
         every: int = 1,
         rank: int = 0,
         mode: Literal["continue", "new", "overwrite"] = "continue",
+        batch_size: float | None = None,
+        until: float | None = None,
+        config: Mapping[str, object] | None = None,
     ) -> None:
         self.path = Path(path)
         self.name = self.path.stem if name is None else name
         ranks = RankGroup.of()
         _check_options(every, rank, mode, writer, ranks)
+        _check_positive(batch_size=batch_size, until=until)
         keys = _collect_keys(sources)
 
         self._sources = sources
-        self._writer = writer
+        self._send = None if writer is None else _sender(writer)
         self._every = every
         self._reserved = frozenset(keys).union(_OUR_KEYS)
         self._calls = 0
         self._steps_before = 0  # in the file, from earlier starts
+        self._last_step = 0  # that was written
         self._file: int | None = None
+        self._header: Header | None = None
         self._closed = False
         self._waiting: deque[Line] = deque()
         if ranks.rank == rank:
             self._file, last = open_record(self.path, mode)
-            self._steps_before = last["step"] if last else 0
-            header: Header = {
+            self._steps_before = self._last_step = last["step"] if last else 0
+            self._header = {
                 "version": FORMAT_VERSION,
                 "name": self.name,
-                "date": datetime.now().astimezone().isoformat("T", "seconds"),
+                "date": _now(),
                 "step": self._steps_before,
                 "resumed": last is not None,
                 "workers": ranks.size,
                 "torch": torch.__version__,
                 "keys": keys,
+                "every": every,
+                "batch_size": batch_size,
+                "until": until,
+                "config": {} if config is None else to_plain_json(config),
+                "sources": [_describe_source(source) for source in sources],
+                "process": this_process(),
             }
-            append_line(self._file, self.path, {HEADER: header})
+            append_line(self._file, self.path, {HEADER: self._header})
         self._start = time.monotonic()
 
     def step(self, **values: SupportsFloat) -> None:
@@ -140,18 +168,32 @@ class Record:
         self._write(most_waiting=_MOST_WAITING)
 
     def close(self) -> None:
-        """Write all waiting lines and close the file. A second call does nothing."""
+        """Write all waiting lines, and that the run ended. A second call does nothing."""
+        self._close(error=None)
+
+    def _close(self, error: str | None) -> None:
         self._closed = True
-        if self._file is not None:
+        if self._file is None:
+            return
+        assert self._header is not None
+        try:
             self._write(most_waiting=0)
+            ending: Header = {
+                **self._header,
+                "step": self._last_step,
+                "ended": _now(),
+                "error": error,
+            }
+            append_line(self._file, self.path, {HEADER: ending})
+        finally:
             os.close(self._file)
             self._file = None
 
     def __enter__(self) -> Record:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: object, *_: object) -> None:
+        self._close(None if kind is None else _describe_error(kind, error))
 
     def _check(self, values: Mapping[str, object]) -> None:
         """Check the values on every rank, so that a mistake raises on all of them."""
@@ -186,14 +228,61 @@ class Record:
             for key in pending:
                 line[key] = line[key].number()
             append_line(self._file, self.path, self._waiting.popleft())
-            if self._writer is not None:
-                _send_scalars(self._writer, line)
+            self._last_step = line["step"]
+            if self._send is not None:
+                self._send(line)
 
 
-def _send_scalars(writer: ValueWriter, line: Line) -> None:
+def _now() -> str:
+    return datetime.now().astimezone().isoformat("T", "seconds")
+
+
+def _describe_source(source: Source) -> str:
+    """Return what the source says of itself, such as a rule with its options."""
+    kind = type(source)
+    text = kind.__name__ if kind.__repr__ is object.__repr__ else repr(source)
+    return text[:_LONGEST_TEXT]
+
+
+def _describe_error(kind: type[BaseException], error: object) -> str | None:
+    """Return the error that ends a run, or None if the script ended the run itself."""
+    if kind is SystemExit and getattr(error, "code", None) in (None, 0):
+        return None
+    return f"{kind.__name__}: {error}"[:_LONGEST_TEXT].removesuffix(": ")
+
+
+# -- another writer --------------------------------------------------------------------------------
+
+
+def _sender(writer: object) -> Callable[[Line], None]:
+    """Return the function that gives a line's numbers to TensorBoard, or to Weights & Biases."""
+
+    def send_each(line: Line) -> None:
+        for tag, value in _scalars(line):
+            writer.add_scalar(tag, value, line["step"])  # type: ignore[attr-defined]
+
+    def send_together(line: Line) -> None:
+        writer.log(dict(_scalars(line)), step=line["step"])  # type: ignore[attr-defined]
+
+    return send_each if hasattr(writer, "add_scalar") else send_together
+
+
+def _scalars(line: Line) -> Iterable[tuple[str, Any]]:
     for key, value in to_columns(line):
         if key not in _OUR_KEYS and isinstance(value, Real):
-            writer.add_scalar(f"manyhands/{key}", value, line["step"])
+            yield f"manyhands/{key}", value
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def _check_positive(**options: object) -> None:
+    for name, value in options.items():
+        if value is None:
+            continue
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:  # type: ignore[operator]
+            raise ValueError(f"{name} must be a number above 0, got {value!r}. It may be left out.")
 
 
 def _check_options(every: int, rank: int, mode: str, writer: object, ranks: RankGroup) -> None:
@@ -209,10 +298,11 @@ def _check_options(every: int, rank: int, mode: str, writer: object, ranks: Rank
         )
     if mode not in ("continue", "new", "overwrite"):
         raise ValueError(f'mode must be "continue", "new" or "overwrite", got {mode!r}.')
-    if writer is not None and not hasattr(writer, "add_scalar"):
+    if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
         raise TypeError(
-            "writer needs a method add_scalar(tag, value, step), like TensorBoard's SummaryWriter; "
-            f"{type(writer).__name__} has none."
+            "writer needs a method add_scalar(tag, value, step), like TensorBoard's SummaryWriter, "
+            "or log(dict, step=step), like a run of Weights & Biases; "
+            f"{type(writer).__name__} has neither."
         )
 
 
@@ -278,6 +368,16 @@ def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
     return f"{value!r:.50} of type {type(value).__name__}"
+
+
+def to_plain_json(value: object) -> Any:
+    """Return numbers, texts, lists and dicts as they are, and the text of anything else."""
+    if isinstance(value, Mapping):
+        return {str(key): to_plain_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain_json(entry) for entry in value]
+    plain = value is None or type(value) in (bool, int, float, str)
+    return value if plain else str(value)[:_LONGEST_TEXT]
 
 
 # -- the file --------------------------------------------------------------------------------------

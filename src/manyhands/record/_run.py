@@ -22,9 +22,7 @@ HEADER = "manyhands"
 Line = dict[str, Any]  # plain JSON
 
 
-class Header(TypedDict):
-    """The first line of each start."""
-
+class _CheckedHeader(TypedDict):
     version: int
     name: str
     date: str
@@ -33,6 +31,22 @@ class Header(TypedDict):
     workers: int
     torch: str
     keys: list[str]  # of the sources
+
+
+class Header(_CheckedHeader, total=False):
+    """The first line of each start, and the last line of a run that was closed.
+
+    What is below may be missing, and a stranger's file may have anything there.
+    """
+
+    every: int  # steps from one line to the next
+    batch_size: float | None  # samples of a small batch
+    until: float | None  # progress at which training ends
+    config: dict[str, Any]  # the user's
+    sources: list[str]  # what they say of themselves
+    process: dict[str, Any]  # the writing rank's, to know whether it still runs
+    ended: str  # the date
+    error: str | None  # the exception that ended it
 
 
 _LARGEST = 2**53  # limit for a step and its seconds: floats are exact for whole numbers up to here

@@ -9,5 +9,6 @@ network and can be sent by mail. Only `write_report` needs plotly, and only when
 """
 
 from manyhands.report._page import write_report
+from manyhands.report._panels import describe_column
 
-__all__ = ["write_report"]
+__all__ = ["describe_column", "write_report"]

@@ -17,13 +17,25 @@ from string import Template
 from typing import Any
 
 from manyhands.record import Run, read_record
-from manyhands.report._panels import Panel, axes, numbers, panels
+from manyhands.report._panels import (
+    WINDOW,
+    WINDOWS,
+    Panel,
+    axes,
+    batch_size,
+    numbers,
+    panels,
+    samples,
+)
 
 # Most colour-blind readers can tell these apart, on white and on black.
 _COLOURS = ("#3d85c6", "#e07b00", "#1f9e77", "#c2569b", "#7d6bd6", "#b8960c", "#d1495b", "#2aa5bd")
-_AXES = {"progress": "progress", "step": "steps", "time": "time"}
+_AXES = {"progress": "progress", "step": "steps", "samples": "samples", "time": "time"}
 _HEIGHTS = {"best": "best fit", "all": "all values", "log": "log scale"}
+_SMOOTHING = {**{str(window): name for name, window in WINDOWS.items()}, "0.0": "off"}
 _NO_VALUE = "–"
+# parts of the names of values of which the highest is best; of all others it is the lowest
+_HIGHER = ("acc", "score", "reward", "auc", "f1", "bleu", "precision", "recall", "psnr", "return")
 
 RunOrPath = Run | str | os.PathLike[str]
 
@@ -46,7 +58,8 @@ def write_report(
 
     A long curve is thinned out to about 2,000 points, in which a single spike stays visible. Each
     figure begins with the vertical scale on which its curves can be told apart, also if one of
-    them diverges; on the page, the reader can choose all values or a log scale.
+    them diverges; on the page, the reader can choose all values, a log scale, the smoothing, and
+    what the curves stand against. A value that never changes is a row of a table.
     """
     several = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
     if not several:
@@ -67,7 +80,9 @@ def _page(runs: list[Run], title: str) -> str:
         raise ImportError(
             'a report is drawn with plotly, which is not installed: pip install "manyhands[cli]"'
         ) from error
-    shown = panels(runs, labels := _labels(runs))
+    found = panels(runs, labels := _labels(runs))
+    shown = [panel for panel in found if not panel.constant]
+    smoothed = any(curve.window for panel in shown for curve in panel.curves)
     data = {
         "figures": [json.loads(_figure(panel).to_json(engine="json")) for panel in shown],
         "axes": axes(runs),
@@ -76,12 +91,16 @@ def _page(runs: list[Run], title: str) -> str:
     return Template((here / "page.html").read_text("utf-8")).substitute(
         title=html.escape(title),
         style=(here / "page.css").read_text("utf-8"),
-        switch=_switch("axis", "Curves against", {name: _AXES[name] for name in data["axes"]})
+        switch=_switch("axis", "Curves against", {n: _AXES[n] for n in _AXES if n in data["axes"]})
         + _switch("height", "Heights", _HEIGHTS)
+        + _switch("smoothing", "Smoothing", _SMOOTHING, str(WINDOW)) * smoothed
         if shown
         else "",
         table=_summary_table(runs, labels),
-        figures="\n".join(map(_figure_element, shown)) or "<p>These runs have no steps yet.</p>",
+        figures="\n".join(map(_figure_element, shown))
+        + "<p>These runs have no steps yet.</p>" * (not found),
+        constants=_constant_table([panel for panel in found if panel.constant], runs, labels),
+        configuration=_configuration(runs, labels),
         plotly=get_plotlyjs(),
         # Only "<" could end the script element early, and JSON has another way to write it.
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
@@ -110,13 +129,13 @@ def _figure(panel: Panel) -> Any:
     for curve in panel.curves:
         figure.add_scatter(
             name=html.escape(curve.label),  # plotly reads names as HTML
-            meta={"run": curve.run, "x": curve.x},
+            meta={"run": curve.run, "x": curve.x, "window": curve.window},
             y=curve.y,
             mode="lines+markers" if len(curve.y) <= 40 else "lines",
             line={"color": _colour(curve.run), "dash": curve.dash, "width": 1.8},
             marker={"size": 5},
-            opacity=0.25 if curve.faint else 1.0,
-            **{"hoverinfo": "skip"} if curve.faint else {"hovertemplate": "%{y:.5g}"},
+            opacity=0.25 if curve.window == 0.0 else 1.0,
+            hovertemplate="%{y:.5g}",
         )
     return figure
 
@@ -142,17 +161,21 @@ def _figure_element(panel: Panel) -> str:
     """Return the element in which the script draws a figure."""
     meaning = f"<figcaption>{html.escape(panel.meaning)}</figcaption>" if panel.meaning else ""
     title = html.escape(panel.title)
+    positive = any(y > 0 for curve in panel.curves for y in curve.y)
+    log = '<label class="log"><input type="checkbox">log scale</label>' * positive
     return (
-        f'<figure><h2>{title}</h2>{meaning}<div class="plot" aria-label="{title}"></div></figure>'
+        f"<figure>{log}<h2>{title}</h2>{meaning}"
+        f'<div class="plot" aria-label="{title}"></div></figure>'
     )
 
 
-def _switch(name: str, legend: str, choices: dict[str, str]) -> str:
-    """Return radio buttons, the first of which is chosen."""
+def _switch(name: str, legend: str, choices: dict[str, str], chosen: str | None = None) -> str:
+    """Return radio buttons; if none is named, the first is chosen."""
+    chosen = next(iter(choices)) if chosen is None else chosen
     buttons = "".join(
-        f'<label><input type="radio" name="{name}" value="{value}"{" checked" * (not index)}>'
+        f'<label><input type="radio" name="{name}" value="{value}"{" checked" * (value == chosen)}>'
         f"<span>{text}</span></label>"
-        for index, (value, text) in enumerate(choices.items())
+        for value, text in choices.items()
     )
     return f'<fieldset class="switch"><legend>{legend}</legend>{buttons}</fieldset>'
 
@@ -170,26 +193,112 @@ def _summary_table(runs: list[Run], labels: list[str]) -> str:
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
 
+def _constant_table(shown: Sequence[Panel], runs: list[Run], labels: list[str]) -> str:
+    """Return a table of the values that never change: a row for each, a column for each run."""
+    if not shown:
+        return ""
+    head = "".join(f'<th scope="col">{html.escape(label)}</th>' for label in labels)
+    rows = []
+    for panel in shown:
+        cells = []
+        for number in range(len(runs)):
+            own = dict.fromkeys(
+                _format_cell(curve.y[0]) + " (dotted)" * (curve.dash == "dot")
+                for curve in panel.curves
+                if curve.run == number
+            )
+            cells.append(f"<td>{html.escape(', '.join(own)) or _NO_VALUE}</td>")
+        rows.append(
+            f'<tr><th scope="row">{html.escape(panel.title)}'
+            f"<small>{html.escape(panel.meaning)}</small></th>{''.join(cells)}</tr>"
+        )
+    return (
+        '<section class="table constant"><table><thead><tr><th scope="col">always the same</th>'
+        f"{head}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></section>"
+    )
+
+
+def _configuration(runs: list[Run], labels: list[str]) -> str:
+    """Return what the records say of the runs' options, folded away."""
+    parts = []
+    for run, label in zip(runs, labels, strict=True):
+        facts: dict[str, object] = {
+            "date": run.header.get("date"),
+            "torch": run.header.get("torch"),
+        }
+        facts |= {"workers": run.header.get("workers"), "batch_size": batch_size(run)}
+        config, sources = run.header.get("config"), run.header.get("sources")
+        facts |= config if isinstance(config, dict) else {}
+        rows = "".join(
+            f'<tr><th scope="row">{html.escape(str(name))}</th>'
+            f"<td>{html.escape(str(value))}</td></tr>"
+            for name, value in facts.items()
+            if value is not None
+        )
+        texts = [str(source) for source in sources] if isinstance(sources, list) else []
+        pres = "".join(f"<pre>{html.escape(text)}</pre>" for text in texts)
+        parts.append(f"<div><h3>{html.escape(label)}</h3><table>{rows}</table>{pres}</div>")
+    return f"<details><summary>Configuration</summary><div>{''.join(parts)}</div></details>"
+
+
 # -- the table: one row for each run -----------------------------------------------------------
 
 
 def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return the headings, and for each run one cell for each heading."""
     own = list(dict.fromkeys(key for run in runs for key in run.own))
-    headings = ["steps", "progress", "time", "average gain", "skipped", "not finite"]
+    sized = [batch_size(run) is not None for run in runs]
+    rate = "samples/s" if all(sized) else "per second" if any(sized) else "steps/s"
+    headings = ["steps", "progress", "time", rate, "average gain", "skipped", "not finite"]
     rows = [
         [
             _format_cell(_last_value(run, "step")),
             _format_cell(_last_value(run, "progress")),
             _format_duration(_last_value(run, "time")),
+            _format_rate(run, "" if all(sized) or not any(sized) else " steps"),
             _format_cell(_mean(run, "gain")),
             _format_cell(_last_value(run, "skipped")),
             _format_cell(_last_value(run, "nonfinite")),
-            *(_format_cell(_last_value(run, key)) for key in own),
+            *(
+                cell
+                for key in own
+                for cell in (_format_cell(_last_value(run, key)), _best(run, key))
+            ),
         ]
         for run in runs
     ]
-    return headings + [f"last {key}" for key in own], rows
+    named = [name for key in own for name in (f"last {key}", f"{_best_word(key)} {key}")]
+    return headings + named, rows
+
+
+def _best_word(key: str) -> str:
+    return "highest" if any(part in key.lower() for part in _HIGHER) else "lowest"
+
+
+def _best(run: Run, key: str) -> str:
+    """Return the best value, and the step that had it."""
+    if key not in run.columns:
+        return _NO_VALUE
+    pairs = zip(numbers(run, key), (line["step"] for line in run.lines), strict=True)
+    known = [(value, step) for value, step in pairs if value is not None and math.isfinite(value)]
+    if not known:
+        return _NO_VALUE
+    choose = max if _best_word(key) == "highest" else min
+    value, step = choose(known, key=lambda pair: pair[0])
+    return f"{_format_cell(value)} at {step:,}"
+
+
+def _format_rate(run: Run, unit: str) -> str:
+    """Return samples a second, from the first line to the last; steps, if the batch is unknown."""
+    if len(run.lines) < 2:
+        return _NO_VALUE
+    done: Sequence[Any] = samples(run)
+    if batch_size(run) is None:
+        done = [line["step"] for line in run.lines]
+    else:
+        unit = " samples" * bool(unit)
+    seconds = run.lines[-1]["time"] - run.lines[0]["time"]
+    return _format_cell((done[-1] - done[0]) / seconds) + unit if seconds > 0 else _NO_VALUE
 
 
 def _numbers_of(run: Run, column: str) -> list[float]:

@@ -1,7 +1,8 @@
 """Which figures a page has, which curves are in each, and on which scale. No drawing here.
 
 First come the user's own values, then the values that every reader of a page wants, in the order
-of `_WELL_KNOWN`, then the values of other sources. A figure that would be empty is left out.
+of `_WELL_KNOWN`, then the values of other sources. A figure that would be empty is left out, and
+one in which nothing changes is a row of a table instead (`constant`).
 
 A long or uneven curve is drawn as a reader can take it in:
 
@@ -17,27 +18,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from itertools import count, pairwise, takewhile
 from statistics import median_low
 
 from manyhands.record import Run
 
 _DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
 _LONG = 200  # a curve of more values is also drawn as its running mean
-_WINDOW = 0.02  # of the run, for the running mean
+WINDOWS = {"0.5 %": 0.005, "2 %": 0.02, "10 %": 0.1}  # of the run, for the running mean
+WINDOW = 0.02  # that a page begins with
+_FEWER = 4  # a running mean needs so many times fewer points
+_CHUNKS = 200  # in each of which the throughput is measured
 _WIDE = 100.0  # highest over lowest value from which a well-known figure has a log scale
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line in a figure; `x` has one list for each axis the reader can choose."""
+    """One line in a figure; `x` has one list for each axis the reader can choose.
+
+    `window` is that of a running mean, 0 for the values that it smooths, and None for a curve that
+    is always drawn.
+    """
 
     run: int
     label: str
     dash: str
     x: dict[str, list[float | None]]
     y: list[float]
-    faint: bool = False
+    window: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,14 @@ class Panel:
     range: tuple[float, float] | None = None
     curves: tuple[Curve, ...] = ()
 
+    @property
+    def constant(self) -> bool:
+        """Whether no curve of several values changes."""
+        several = all(len(curve.y) > 1 for curve in self.curves)
+        return several and all(set(curve.y) == {curve.y[0]} for curve in self.curves)
 
+
+THROUGHPUT = "throughput"  # a column that is computed
 _WELL_KNOWN = (
     Panel(
         "gain",
@@ -100,12 +115,101 @@ _WELL_KNOWN = (
         "On the slowest rank. Dotted: as Ramp's fit predicts it.",
         logarithmic=True,
     ),
+    Panel(
+        THROUGHPUT,
+        "Throughput",
+        "a second",
+        "Samples a second; steps a second for a run whose record has no batch_size.",
+    ),
+    Panel(
+        "workers",
+        "Workers",
+        "workers",
+        "How many took part. With blocks: in the last sync round.",
+    ),
+    Panel("rounds", "Sync rounds", "rounds", "How many sync rounds of blocks there were so far."),
+    Panel(
+        "every",
+        "Length of a block",
+        "steps",
+        "The local steps between two sync rounds.",
+    ),
+    Panel(
+        "distance",
+        "Distance of a block",
+        "length of the vector",
+        "How far the workers' mean moved from the anchor in the last block.",
+    ),
+    Panel(
+        "spread",
+        "Spread of the workers",
+        "length of the vector",
+        "How far the workers were from their mean at the end of the last block. Much more than the "
+        "distance: the blocks are long for these learning rates.",
+    ),
+    Panel(
+        "cosine",
+        "Agreement of the workers",
+        "cosine",
+        "1: all workers moved the same way in the last block. 0: their ways were unrelated, and "
+        "their mean is little more than one worker's work.",
+    ),
+    Panel(
+        "waited",
+        "Waiting for sync rounds",
+        "seconds",
+        "How long the steps of this worker have waited for sync rounds, in all.",
+    ),
+    Panel(
+        "undone",
+        "Undone rounds",
+        "rounds",
+        "Sync rounds that were repeated because a worker was lost in them.",
+    ),
+    Panel(
+        "left_out",
+        "Left out of a mean",
+        "workers",
+        "How often a worker's numbers were not finite, and were left out of a round's mean.",
+    ),
+    Panel(
+        "simple_noise_scale",
+        "Simple noise scale",
+        "samples",
+        "NoiseScale's estimate: the batch whose mean gradient has as much signal as noise.",
+        logarithmic=True,
+    ),
+    Panel(
+        "loading_seconds",
+        "Time for loading",
+        "seconds",
+        "The wait for batches, since the last line.",
+    ),
+    Panel(
+        "compute_seconds",
+        "Time for passes",
+        "seconds",
+        "Forward and backward passes, since the last line.",
+    ),
+    Panel(
+        "sync_seconds",
+        "Time for other ranks",
+        "seconds",
+        "From the end of the passes to the optimizer's step, since the last line.",
+    ),
+    Panel(
+        "update_seconds",
+        "Time for the optimizer",
+        "seconds",
+        "The optimizer's step, since the last line.",
+    ),
 )
 # drawn dotted in the figure of another value, and what the curve is called there
 _DOTTED = {"scale": ("target_scale", "target"), "step_seconds": ("predicted_seconds", "predicted")}
-_NOT_DRAWN = {"step", "time", "progress", "factor", "sqr", "var", "workers", "passes"}
+_NOT_DRAWN = {"step", "time", "progress", "factor", "sqr", "var", "passes", "members"}
 _NOT_DRAWN |= {"skipped", "nonfinite"}  # the table has them
 _NOT_DRAWN |= {"batch_scale", "batch_passes", "batch_reason", "fixed_seconds", "pass_seconds"}
+_NOT_DRAWN |= {"simple_noise_scale_error"}
 _NOT_DRAWN |= {column for column, _ in _DOTTED.values()}
 
 
@@ -116,9 +220,21 @@ def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) 
     others = dict.fromkeys(key for run in runs for key in run.header["keys"] if key not in drawn)
     wanted = [_own_panel(key, runs) for key in own]
     wanted += _WELL_KNOWN
-    wanted += [Panel(key, key.replace("_", " ").capitalize(), key) for key in others]
+    wanted += [_unknown_panel(key) for key in others]
     filled = [_with_curves(panel, runs, labels, most_points) for panel in wanted]
     return [panel for panel in filled if panel.curves]
+
+
+def describe_column(key: str, *, own: bool) -> dict[str, object]:
+    """Return how a live page shows a column: its title and meaning, and its place among all."""
+    known = {panel.key: (order, panel) for order, panel in enumerate(_WELL_KNOWN)}
+    order, panel = known.get(key, (len(known), _unknown_panel(key)))
+    if own:
+        order, panel = 0, Panel(key, key, key)
+    drawn = own or key not in _NOT_DRAWN.union({"rounds_seconds", "rounds", "waited"})
+    meaning = panel.meaning.partition(" Dotted: ")[0]  # a live page draws one curve
+    meaning = "The rate of the small batch, as your schedule sets it." if key == "lr" else meaning
+    return {"title": panel.title, "meaning": meaning, "own": own, "order": order, "drawn": drawn}
 
 
 def axes(runs: Sequence[Run]) -> dict[str, str]:
@@ -128,7 +244,60 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
     if not all(with_progress):
         progress += " (plain steps for a run without it)"
     names = {"step": "Optimizer steps", "time": "Seconds since the start"}
+    with_samples = [batch_size(run) is not None for run in runs if run.lines]
+    if any(with_samples):
+        names["samples"] = "Samples" + " (a run without batch_size is not drawn)" * (
+            not all(with_samples)
+        )
     return {"progress": progress, **names} if any(with_progress) else names
+
+
+def batch_size(run: Run) -> float | None:
+    """Return the samples of a small batch, if the record says so; a stranger may say anything."""
+    return _positive(run.header.get("batch_size"))
+
+
+def _positive(value: object) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**53
+    return float(value) if known else None  # type: ignore[arg-type]
+
+
+def samples(run: Run) -> list[float | None]:
+    """Return how many samples were seen up to each line: None without a batch size.
+
+    A step has `scale` small batches; without a scale it has one of each worker.
+    """
+    size = batch_size(run)
+    if size is None:
+        return [None] * len(run.lines)
+    workers = _positive(run.header.get("workers")) or 1.0
+    scales = numbers(run, "scale") if "scale" in run.columns else [None] * len(run.lines)
+    seen, before = 0.0, 0
+    found: list[float | None] = []
+    for line, scale in zip(run.lines, scales, strict=True):
+        known = scale is not None and math.isfinite(scale)
+        seen += (line["step"] - before) * size * (scale if known else workers)
+        before = line["step"]
+        found.append(seen)
+    return found
+
+
+def throughput(run: Run) -> tuple[list[int], list[float]]:
+    """Return the rate in equal chunks of the run, and the index of each chunk's last line."""
+    if len(run.lines) < 2:
+        return [], []
+    done, times = samples(run), numbers(run, "time")
+    if done[0] is None:
+        done = numbers(run, "step")
+    last = len(run.lines) - 1
+    edges = sorted({last * edge // _CHUNKS for edge in range(_CHUNKS + 1)})
+    indices, rates = [], []
+    for start, end in pairwise(edges):
+        seconds = times[end] - times[start]  # type: ignore[operator]
+        if seconds > 0:
+            indices.append(end)
+            rates.append((done[end] - done[start]) / seconds)  # type: ignore[operator]
+    return indices, rates
 
 
 def numbers(run: Run, column: str) -> list[float | None]:
@@ -150,8 +319,12 @@ def _to_number(value: object) -> float | None:
 
 def _own_panel(key: str, runs: Sequence[Run]) -> Panel:
     is_long = any(_is_long(numbers(run, key)) for run in runs if key in run.columns)
-    meaning = f"Faint: all values. Full colour: the mean over {_WINDOW:.0%} of the run."
+    meaning = "Faint: all values. Full colour: their running mean, as the smoothing above says."
     return Panel(key, key, key, meaning if is_long else "")
+
+
+def _unknown_panel(key: str) -> Panel:
+    return Panel(key, key.replace("_", " ").capitalize(), key)
 
 
 def _is_long(values: list[float | None]) -> bool:
@@ -165,15 +338,17 @@ def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], most:
         if run.lines
         for curve in _curves(panel.key, index, run, label, most)
     )
-    curves = tuple(sorted(curves, key=lambda curve: not curve.faint))  # faint ones underneath
+    curves = tuple(sorted(curves, key=lambda curve: curve.window != 0))  # faint ones underneath
     meaning = panel.meaning
     if any(curve.dash not in ("solid", "dot") for curve in curves):
         meaning += " Dashes: further parameter groups."
     heights = [y for curve in curves for y in curve.y if math.isfinite(y)]
     logarithmic, shown = choose_scale([curve.y for curve in curves])
-    if panel.logarithmic:
-        wide = bool(heights) and min(heights) > 0 and max(heights) > _WIDE * min(heights)
-        logarithmic, shown = (True, None) if wide else (logarithmic, shown)
+    own = panel.key in {key for run in runs for key in run.own}
+    if (panel.logarithmic or own) and heights and min(heights) > 0:
+        # a value of the user's may have a single odd one; ours begin on a log scale for any
+        low, high = _trim(sorted(heights)) if own else (min(heights), max(heights))
+        logarithmic, shown = (True, None) if high > _WIDE * low else (logarithmic, shown)
     if shown is not None:
         meaning += (
             f" Cut off: values from {min(heights):.4g} to {max(heights):.4g}; "
@@ -188,20 +363,25 @@ def _curves(key: str, index: int, run: Run, label: str, most: int) -> Iterator[C
     """Yield all curves of one run in the figure of `key`."""
 
     def draw(
-        groups: list[list[float | None]], label: str, dash: str = "", faint: bool = False
+        groups: list[list[float | None]], label: str, dash: str = "", window: float | None = None
     ) -> Iterator[Curve]:
         for number, values in enumerate(groups):
-            if kept := thin(values, most):
+            if kept := thin(values, most // _FEWER if window else most):
                 yield Curve(
                     run=index,
                     label=label if len(groups) == 1 else f"{label}, group {number}",
                     dash=dash or _DASHES[number % len(_DASHES)],
                     x={axis: [x[at] for at in kept] for axis, x in positions.items()},
                     y=[values[at] for at in kept],  # type: ignore[misc]
-                    faint=faint,
+                    window=window,
                 )
 
     positions = _positions(run)
+    if key == THROUGHPUT and key not in run.columns:
+        known = dict(zip(*throughput(run), strict=True))
+        if known:
+            yield from draw([[known.get(at) for at in range(len(run.lines))]], label)
+        return
     groups = [numbers(run, column) for column in _group_columns(run, key)]
     factors = [numbers(run, column) for column in _group_columns(run, "factor")]
     if key == "lr" and factors:
@@ -210,8 +390,9 @@ def _curves(key: str, index: int, run: Run, label: str, most: int) -> Iterator[C
         yield from draw(_distinct(applied), label)
         yield from draw(_distinct(groups), f"{label}, small batch", dash="dot")
     elif key in run.own and any(_is_long(group) for group in groups):
-        yield from draw(groups, label, faint=True)
-        yield from draw([running_mean(group, _WINDOW) for group in groups], label)
+        yield from draw(groups, label, window=0.0)
+        for window in WINDOWS.values():
+            yield from draw([running_mean(each, window) for each in groups], label, window=window)
     else:
         yield from draw(_distinct(groups), label)
         column, name = _DOTTED.get(key, ("", ""))
@@ -238,6 +419,7 @@ def _positions(run: Run) -> dict[str, list[float | None]]:
         "progress": steps if progress is None else progress,
         "step": steps,
         "time": numbers(run, "time"),
+        "samples": samples(run),
     }
 
 

@@ -3,7 +3,9 @@ const plots = [...document.querySelectorAll(".plot")];
 const switches = [...document.querySelectorAll(".switch input")];
 const boxes = [...document.querySelectorAll("table [type=checkbox]")];
 
-const chosen = (name) => switches.find((input) => input.name === name && input.checked).value;
+const logs = plots.map((plot) => plot.parentElement.querySelector(".log input"));
+
+const chosen = (name) => switches.find((input) => input.name === name && input.checked)?.value;
 
 // A figure's own scale ("best") has a range only if a few values would flatten all others.
 function heights(yaxis, choice) {
@@ -13,16 +15,28 @@ function heights(yaxis, choice) {
   return { ...rest, ...(choice === "log" ? log : { type: "linear" }), autorange: true };
 }
 
+// Of a curve and its running means, the reader has chosen one; the curve itself is faint under it.
+function smoothed(trace, window) {
+  const own = trace.meta.window;
+  if (own === null || own === undefined || window === undefined) return trace;
+  const faint = own === 0 && window > 0;
+  if (own !== 0 && own !== window) return null;
+  return { ...trace, opacity: faint ? 0.25 : 1, ...(faint ? { hoverinfo: "skip", hovertemplate: null } : {}) };
+}
+
 function draw() {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   const axis = chosen("axis");
   const height = chosen("height");
+  const smoothing = chosen("smoothing");
+  const window = smoothing === undefined ? undefined : Number(smoothing);
   const hidden = new Set(boxes.filter((box) => !box.checked).map((box) => Number(box.value)));
   const line = { gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false };
 
   figures.forEach(({ data, layout }, index) => {
-    const traces = data.map((trace) => ({
+    const shown = data.map((trace) => smoothed(trace, window)).filter(Boolean);
+    const traces = shown.map((trace) => ({
       ...trace, x: trace.meta.x[axis], visible: !hidden.has(trace.meta.run),
     }));
     Plotly.react(plots[index], traces, {
@@ -33,7 +47,7 @@ function draw() {
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line") },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--quiet"), activecolor: colour("--ink") },
       xaxis: { ...layout.xaxis, ...line, title: { text: axes[axis] } },
-      yaxis: { ...heights(layout.yaxis, height), ...line },
+      yaxis: { ...heights(layout.yaxis, logs[index]?.checked ? "log" : height), ...line },
     }, {
       responsive: true, displaylogo: false,
       modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
@@ -43,6 +57,6 @@ function draw() {
 
 if (figures.length) {
   draw();
-  [...switches, ...boxes].forEach((input) => input.addEventListener("change", draw));
+  [...switches, ...boxes, ...logs.filter(Boolean)].forEach((input) => input.addEventListener("change", draw));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 }

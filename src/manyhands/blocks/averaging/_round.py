@@ -254,6 +254,7 @@ class RoundStats:
 
     drift: Drift = field(default_factory=Drift)
     workers: int = 0  # in the last round
+    members: tuple[int, ...] = ()  # their numbers
     left_out: list[int] = field(default_factory=list)  # of the last round: not finite
     left_out_ever: int = 0
     undone: int = 0
@@ -268,6 +269,7 @@ class RoundStats:
         self.workers = len(notes)
         if len(numbers) != len(notes):  # a round that was restored from a checkpoint
             numbers = range(len(notes))
+        self.members = tuple(numbers)
         noted = zip(numbers, notes, strict=True)
         self.left_out = [number for number, note in noted if note.status == NOT_FINITE]
         self.left_out_ever += len(self.left_out)

@@ -1,0 +1,477 @@
+"""One job, as its record shows it: what state it is in, how fast it is, what has happened.
+
+States
+    waiting    there is no file yet, or it has no whole line
+    running    it writes
+    silent     no line for much longer than usual; its process runs, or cannot be seen from here
+    died       its process is gone, and the record was not closed
+    failed     the record was closed by an exception
+    ended      the record was closed
+    damaged    the file is no record, or cannot be read
+
+A run's speed is that of its last minute, or of its last ten lines if they took longer. The time
+left is what is missing of the progress (or of the steps, if there is no progress) at that speed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from manyhands.record._process import is_alive
+from manyhands.record._run import HEADER, Header, Line
+from manyhands.record._timing import KINDS
+from manyhands.watch._buckets import MOST, Bucket, Buckets
+from manyhands.watch._growing import GrowingRecord
+
+State = Literal["waiting", "running", "silent", "died", "failed", "ended", "damaged"]
+
+SILENT_FROM = 30.0  # seconds without a line, and
+SILENT_TIMES = 10.0  # times the usual time from line to line
+RECENT = 60.0  # seconds of the run, for its speed
+RECENT_LINES = 10
+RATE_BUCKETS = 5  # over which the curve of the speed is measured
+MARKS = 600  # that are kept for the speed
+EVENTS = 100  # that are kept
+COUNTED = {  # columns that only grow, and what it means when they do
+    "undone": "{} undone: a worker was lost in the sync round",
+    "left_out": "{} left out of a mean: its numbers were not finite",
+    "nonfinite": "{} with a gradient that was not finite",
+    "skipped": "{} skipped by the gradient scaler",
+}
+COUNTED_UNIT = {"undone": "round", "left_out": "worker", "nonfinite": "step", "skipped": "step"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a reader should notice."""
+
+    step: int
+    seconds: float  # of the run
+    kind: str  # start, workers, fault, back
+    text: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a run was at one line."""
+
+    seconds: float
+    step: float
+    progress: float | None
+    samples: float | None
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What a reader wants to know of a job, in plain values; None is unknown."""
+
+    name: str
+    path: str
+    state: State
+    text: str
+    age: float | None  # seconds since the record grew
+    behind: float  # the fraction of the file that is still to be read
+    step: int = 0
+    seconds: float = 0.0
+    progress: float | None = None
+    until: float | None = None
+    left: float | None = None  # seconds
+    latest: dict[str, float] = field(default_factory=dict)  # the last line's numbers, by column
+    own: tuple[str, ...] = ()  # the columns of the user's values
+    batch: float | None = None  # samples of a step, or small batches if their size is unknown
+    batch_unit: str = "small batches"
+    steps_per_second: float | None = None
+    samples_per_second: float | None = None
+    workers: int | None = None
+    members: str = ""
+    rounds: int | None = None
+    faults: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of a step, by what they are for
+    starts: int = 0
+    date: str = ""
+    process: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    events: tuple[Event, ...] = ()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is expected of the job."""
+        return self.state in ("ended", "failed", "died", "damaged")
+
+
+class Job:
+    """A record that is followed."""
+
+    def __init__(self, path: Path, most: int = MOST) -> None:
+        self.path = path
+        self.version = 0  # grows with every change
+        self._most = most
+        self._file = GrowingRecord(path)
+        self._problem: str | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._header: Header | None = None
+        self._starts = 0
+        self._buckets = Buckets(self._most)
+        self._marks: deque[Mark] = deque(maxlen=MARKS)
+        self._gaps: deque[float] = deque(maxlen=50)  # seconds from line to line
+        self._events: deque[Event] = deque(maxlen=EVENTS)
+        self._last: Line | None = None
+        self._latest: dict[str, float] = {}
+        self._own: dict[str, None] = {}
+        self._earlier = 0.0  # seconds of the starts before this one
+        self._samples = 0.0
+        self._new_start = False
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def read(self, seconds: float = 0.2) -> None:
+        """Take in what was added to the record, for about so many seconds at most."""
+        restarts, size = self._file.restarts, self._file.size
+        try:
+            lines = self._file.read(seconds)
+        except (OSError, ValueError) as error:
+            self.version += str(error) != self._problem
+            self._problem = str(error)
+            return
+        if self._problem is not None or self._file.restarts != restarts:
+            self._problem = None
+            if self._file.restarts != restarts:
+                self._begin()
+        for line in lines:
+            self._take(line)
+        self.version += bool(lines) or size != self._file.size
+
+    def _take(self, line: Line) -> None:
+        if HEADER in line:
+            self._take_header(line[HEADER])
+            return
+        step = line["step"]
+        before = self._last
+        if before is not None and step <= before["step"]:
+            self._go_back(step, before)
+        if self._new_start:
+            # as `read_record` does: the time goes on from the last line that was kept
+            self._earlier, self._new_start = self._position().get("time", 0.0), False
+        seconds = float(line["time"]) + self._earlier
+        latest = dict(_numbers(line))
+        self._notice(line, latest, seconds)
+        size = self._small_batch
+        previous = self._position()
+        steps = step - previous.get("step", 0.0)
+        self._samples = previous.get("samples", 0.0) + steps * self._scale(latest) * (size or 0.0)
+        position = {"step": float(step), "time": seconds}
+        if "progress" in latest:
+            position["progress"] = latest["progress"]
+        if size is not None:
+            position["samples"] = self._samples
+        if previous:
+            self._gaps.append(seconds - previous["time"])
+        self._add_derived(latest)
+        drawn = {k: v for k, v in latest.items() if k not in ("step", "time") and math.isfinite(v)}
+        self._buckets.add(step, position, drawn)
+        self._own.update(dict.fromkeys(key for key in line if self._is_own(key)))
+        self._latest, self._last = latest, line
+        if not self._marks or seconds - self._marks[-1].seconds >= RECENT / MARKS * 2:
+            self._marks.append(self._mark(position))
+
+    def _take_header(self, header: Header) -> None:
+        self._header = header
+        if "ended" in header:
+            return
+        self._starts += 1
+        self._new_start = True
+        self._marks.clear()
+        if self._starts > 1:
+            step, seconds = header["step"], self._position().get("time", 0.0)
+            self._events.append(Event(step, seconds, "start", f"started again after step {step}"))
+
+    def _go_back(self, step: int, before: Line) -> None:
+        self._buckets.go_back(step)
+        self._marks.clear()
+        self._latest = {}
+        seconds = self._position().get("time", 0.0)
+        text = f"went back from step {before['step']} to step {step}"
+        self._events.append(Event(step, seconds, "back", text))
+
+    def _notice(self, line: Line, latest: Mapping[str, float], seconds: float) -> None:
+        """Note what has happened since the line before."""
+        before, step = self._latest, line["step"]
+
+        def note(kind: str, text: str) -> None:
+            self._events.append(Event(step, seconds, kind, text))
+
+        if not before:
+            return
+        for key, text in COUNTED.items():
+            more = latest.get(key, 0.0) - before.get(key, 0.0)
+            if math.isfinite(more) and more > 0:
+                unit = COUNTED_UNIT[key]
+                note("fault", text.format(f"{more:.0f} {unit}{'s' * (more != 1)}"))
+        now, then = latest.get("workers"), before.get("workers")
+        if now is not None and then is not None and now != then:
+            members = line.get("members")
+            names = f" ({members})" if isinstance(members, str) and members else ""
+            note("workers", f"workers: {then:.0f} → {now:.0f}{names}")
+        for key in self._own:
+            value = latest.get(key, 0.0)
+            if not math.isfinite(value) and math.isfinite(before.get(key, 0.0)):
+                note("fault", f"{key} is {value}")
+
+    def _add_derived(self, latest: dict[str, float]) -> None:
+        gain, scale = latest.get("gain"), latest.get("scale")
+        if "efficiency" not in latest and gain is not None and scale:
+            latest["efficiency"] = gain / scale
+        waited = latest.get("waited")
+        if waited is not None:
+            latest["rounds_seconds"] = max(0.0, waited - self._latest.get("waited", 0.0))
+
+    def _is_own(self, key: str) -> bool:
+        return key not in ("step", "time") and key not in self._keys
+
+    # -- what is known -------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> list[str]:
+        return [] if self._header is None else self._header["keys"]
+
+    @property
+    def _small_batch(self) -> float | None:
+        """The samples of a small batch, if the record says so."""
+        return None if self._header is None else _positive(self._header.get("batch_size"))
+
+    def _scale(self, latest: Mapping[str, float]) -> float:
+        """Return the small batches of a step."""
+        scale = latest.get("scale", latest.get("batch_scale"))
+        if scale is None or not math.isfinite(scale):
+            header: Mapping[str, Any] = self._header or {}
+            return _positive(header.get("workers")) or 1.0
+        return scale
+
+    def _position(self) -> dict[str, float]:
+        return self._buckets.buckets[-1].position if self._buckets.buckets else {}
+
+    def _mark(self, position: Mapping[str, float]) -> Mark:
+        return Mark(
+            position["time"], position["step"], position.get("progress"), position.get("samples")
+        )
+
+    def _speed(self) -> tuple[Mark, Mark] | None:
+        """Return the run a while ago and now; their difference is its speed."""
+        if not (position := self._position()):
+            return None
+        now = self._mark(position)
+        marks = list(self._marks)
+        recent = [mark for mark in marks if now.seconds - mark.seconds <= RECENT]
+        then = min([*recent, *marks[-RECENT_LINES:]], key=lambda mark: mark.seconds, default=now)
+        return (then, now) if now.seconds > then.seconds else None
+
+    def state(self, now: float | None = None) -> JobState:
+        """Return what is known now, which is `time.time()`."""
+        now = time.time() if now is None else now
+        file = self._file
+        age = None if file.changed is None else max(0.0, now - file.changed)
+        state, text = self._find_state(age)
+        header: Mapping[str, Any] = self._header or {}
+        latest, position = self._latest, self._position()
+        speed = self._speed()
+        until = _positive(header.get("until"))
+        scale = self._scale(latest) if latest else None
+        size = self._small_batch
+        workers = latest.get("workers", _positive(header.get("workers")))
+        members = (self._last or {}).get("members")
+        process = header.get("process")
+        config, sources = header.get("config"), header.get("sources")
+        return JobState(
+            name=header.get("name", self.path.stem),
+            path=str(self.path),
+            state=state,
+            text=text,
+            age=age,
+            behind=file.behind / file.size if file.size else 0.0,
+            step=0 if self._last is None else self._last["step"],
+            seconds=position.get("time", 0.0),
+            progress=latest.get("progress"),
+            until=until,
+            left=None if until is None or speed is None else _time_left(*speed, until),
+            latest=dict(latest),
+            own=tuple(self._own),
+            batch=scale if scale is None or size is None else scale * size,
+            batch_unit="small batches" if size is None else "samples",
+            steps_per_second=None if speed is None else _rate(*speed, "step"),
+            samples_per_second=None if speed is None else _rate(*speed, "samples"),
+            workers=None if workers is None or not math.isfinite(workers) else int(workers),
+            members=members if isinstance(members, str) else "",
+            rounds=_whole(latest.get("rounds")),
+            faults={key: count for key in COUNTED if (count := _whole(latest.get(key)))},
+            parts=self._parts(),
+            starts=self._starts,
+            date=str(header.get("date", "")),
+            process=_name_process(process),
+            config=config if isinstance(config, dict) else {},
+            sources=tuple(map(str, sources)) if isinstance(sources, list) else (),
+            events=tuple(self._events),
+        )
+
+    def _find_state(self, age: float | None) -> tuple[State, str]:
+        if self._problem is not None:
+            return "damaged", self._problem
+        header = self._header
+        if age is None or header is None:
+            return "waiting", "there is no record yet"
+        if "ended" in header:
+            error = header.get("error")
+            if isinstance(error, str):
+                return "failed", f"ended by {error}"
+            return "ended", f"ended {header['ended']}"
+        if self._file.behind:
+            return "running", "reading the record"
+        alive = is_alive(header.get("process"))
+        if alive is False:
+            return "died", "its process is gone, and the record was not closed"
+        usual = median(self._gaps) if self._gaps else 0.0
+        if age > max(SILENT_FROM, SILENT_TIMES * usual):
+            known = "its process runs" if alive else "its process cannot be seen from here"
+            usually = f"; usual are {usual:.3g} s" if self._gaps else ""
+            return "silent", f"no line for {age:.0f} s{usually}; {known}"
+        return "running", ""
+
+    def _parts(self) -> dict[str, float]:
+        """Return what a step's seconds went into, in about the last tenth of the run's figures."""
+        buckets = self._buckets.buckets
+        recent = buckets[-max(10, len(buckets) // 10) - 1 :]
+        if len(recent) < 2:
+            return {}
+        steps = recent[-1].position["step"] - recent[0].position["step"]
+        totals: dict[str, float] = {}
+        for first, second in pairwise(recent):
+            for part, seconds in _bucket_parts(first, second).items():
+                totals[part] = totals.get(part, 0.0) + seconds
+        if set(totals) == {"other"}:
+            totals = self._fitted_parts(totals["other"], steps)
+        return {part: seconds / steps for part, seconds in totals.items()} if steps > 0 else {}
+
+    def _fitted_parts(self, total: float, steps: float) -> dict[str, float]:
+        """Return the parts by the fit of `Ramp`, if there is one and nothing was measured."""
+        latest = self._latest
+        each, passes, fixed = (
+            latest.get(key, math.nan) for key in ("pass_seconds", "passes", "fixed_seconds")
+        )
+        if not math.isfinite(each * passes + fixed):
+            return {}
+        parts = {"passes": each * passes * steps, "fixed": fixed * steps}
+        return {**parts, "other": max(0.0, total - sum(parts.values()))}
+
+    # -- curves --------------------------------------------------------------------------------
+
+    def curves(self) -> dict[str, Any]:
+        """Return the run's course: positions by axis, and values by column, in lists."""
+        buckets = self._buckets.buckets
+        axes = dict.fromkeys(key for bucket in buckets for key in bucket.position)
+        columns = dict.fromkeys(key for bucket in buckets for key in bucket.values)
+        spreads = {key: [bucket.values.get(key) for bucket in buckets] for key in columns}
+        return {
+            "x": {axis: [bucket.position.get(axis) for bucket in buckets] for axis in axes},
+            "mean": {k: [s and s.mean for s in spread] for k, spread in spreads.items()},
+            "low": {k: [s and s.low for s in spread] for k, spread in spreads.items()},
+            "high": {k: [s and s.high for s in spread] for k, spread in spreads.items()},
+            "own": list(self._own),
+            "rate": [
+                _bucket_rate(buckets[max(0, end - RATE_BUCKETS)], buckets[end])
+                for end in range(len(buckets))
+            ],
+            "parts": [{}, *(_parts_each_step(*pair) for pair in pairwise(buckets))],
+        }
+
+
+# -- plain arithmetic -----------------------------------------------------------------------------
+
+
+def _numbers(line: Line) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a line; of a list (one value per parameter group) the first one."""
+    for key, value in line.items():
+        if isinstance(value, list):
+            value = next((one for one in value if one is not None), None)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                yield key, float(value)
+            except OverflowError:  # a whole number beyond all floats, in a stranger's file
+                yield key, math.copysign(math.inf, value > 0 or -1)
+
+
+def _positive(value: object) -> float | None:
+    """Return a finite number above 0, or None: a stranger's header may have anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < 2**53 else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None or not math.isfinite(value) else int(value)
+
+
+def _name_process(process: object) -> str:
+    if not isinstance(process, dict):
+        return ""
+    return f"{process.get('host', '?')}, process {process.get('pid', '?')}"
+
+
+def _rate(then: Mark, now: Mark, what: str) -> float | None:
+    """Return by how much something grew in a second."""
+    before, after = getattr(then, what), getattr(now, what)
+    if before is None or after is None:
+        return None
+    return (after - before) / (now.seconds - then.seconds)
+
+
+def _time_left(then: Mark, now: Mark, until: float) -> float | None:
+    """Return the seconds until the run's progress is `until`, at its speed.
+
+    >>> then, now = Mark(0.0, 0, 0.0, None), Mark(10.0, 5, 20.0, None)
+    >>> _time_left(then, now, until=100.0)
+    40.0
+    """
+    what = "step" if now.progress is None else "progress"
+    rate, at = _rate(then, now, what), getattr(now, what)
+    if rate is None or not (math.isfinite(rate) and rate > 0):
+        return None
+    return max(0.0, (until - at) / rate)
+
+
+def _bucket_rate(first: Bucket, second: Bucket) -> float | None:
+    """Return samples (or steps, without them) a second between the ends of two buckets."""
+    before, after = first.position, second.position
+    seconds = after["time"] - before["time"]
+    what = "samples" if "samples" in after and "samples" in before else "step"
+    return (after[what] - before[what]) / seconds if seconds > 0 else None
+
+
+def _bucket_parts(first: Bucket, second: Bucket) -> dict[str, float]:
+    """Return what the seconds of the second bucket went into; the rest is "other"."""
+    total = max(0.0, second.position["time"] - first.position["time"])
+    parts = {}
+    for kind in (*KINDS, "rounds"):
+        if (spread := second.values.get(f"{kind}_seconds")) is not None:
+            parts[kind] = spread.total
+    # Blocks hold a sync round after the optimizer's step, or in it, depending on who times it.
+    excess = sum(parts.values()) - total
+    if "rounds" in parts and "update" in parts and excess > 0:
+        parts["update"] = max(0.0, parts["update"] - excess)
+    return {**parts, "other": max(0.0, total - sum(parts.values()))}
+
+
+def _parts_each_step(first: Bucket, second: Bucket) -> dict[str, float]:
+    steps = second.position["step"] - first.position["step"]
+    if steps <= 0:
+        return {}
+    return {part: seconds / steps for part, seconds in _bucket_parts(first, second).items()}

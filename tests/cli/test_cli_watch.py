@@ -1,0 +1,142 @@
+"""`manyhands watch`, as it is called from a shell."""
+
+import doctest
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from manyhands.record import Record
+
+
+@pytest.fixture
+def manyhands(tmp_path, monkeypatch):
+    for package in ("typer", "rich"):
+        pytest.importorskip(package, reason=f'{package} is missing: pip install "manyhands[cli]"')
+    from typer.testing import CliRunner
+
+    from manyhands.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *arguments: CliRunner().invoke(app(), ["watch", *map(str, arguments)])
+
+
+class Training:
+    step, workers = 0, 4
+
+    def snapshot(self):
+        return {
+            "step": self.step,
+            "progress": 2.5 * self.step,
+            "scale": 4.0,
+            "gain": 2.5,
+            "workers": self.workers,
+            "members": "0 1 2 3",
+            "rounds": self.step // 5,
+            "undone": 0,
+        }
+
+
+def train(path, steps=20, **options):
+    training = Training()
+    with Record(path, training, batch_size=8, until=100, **options) as record:
+        for step in range(steps):
+            training.step = step + 1
+            training.workers = 4 if step < 10 else 3
+            record.step(loss=1.0 / (1 + step))
+            time.sleep(0.002)
+
+
+def test_once_shows_the_jobs_and_ends(manyhands, tmp_path):
+    train("a.jsonl")
+    train("b.jsonl", 8, name="b \x1b[31mred")
+    result = manyhands(tmp_path, "later.jsonl", "--once")
+    assert result.exit_code == 0
+    said = result.output
+    for words in ("a  ended", r"b \x1b[31mred  ended", "later  waiting  there is no record yet"):
+        assert words in said, words
+    assert "50% of 100" in said and "20% of 100" in said
+    for words in ("loss 0.05", "step 20", "progress 50", "gain 2.5", "efficiency 62%", "rounds 4"):
+        assert words in said, words
+    assert "batch 32 samples" in said and "workers 3 0 1 2 3" in said
+    assert "workers: 4 → 3" in said
+    assert re.search(r"samples/s [\d,]+", said)
+
+
+def test_once_tells_a_script_that_a_job_failed(manyhands):
+    with pytest.raises(RuntimeError), Record("a.jsonl") as record:
+        record.step(loss=1.0)
+        raise RuntimeError("out of memory")
+    result = manyhands("a.jsonl", "--once")
+    assert result.exit_code == 1
+    assert "failed  ended by RuntimeError: out of memory" in result.output
+
+
+def test_an_empty_folder_has_no_record_yet(manyhands, tmp_path):
+    assert "There is no record yet." in manyhands(tmp_path, "--once").output
+
+
+def test_a_port_that_is_taken_is_said(manyhands):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = manyhands("a.jsonl", "--port", taken.getsockname()[1])
+    assert result.exit_code == 2
+    assert "Leave --port out for a free one." in result.stderr
+
+
+def start(tmp_path, *arguments):
+    code = "from manyhands.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "watch", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "120", "TERM": "xterm", "FORCE_COLOR": "1"},
+    )
+
+
+def test_the_page_is_served_until_it_is_interrupted(tmp_path):
+    pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
+    train(tmp_path / "a.jsonl")
+    with start(tmp_path, "a.jsonl", "--port", "0") as command:
+        said = command.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+/", said)[0]
+        with urllib.request.urlopen(url + "jobs", timeout=60) as answer:
+            (job,) = json.load(answer)["jobs"]
+        assert (job["name"], job["step"], job["state"]) == ("a", 20, "ended")
+        command.send_signal(signal.SIGINT)
+        assert "the jobs go on" in command.stdout.read()
+    assert command.returncode == 0
+
+
+def test_the_terminal_shows_a_job_while_it_trains(tmp_path):
+    pytest.importorskip("rich", reason='rich is missing: pip install "manyhands[cli]"')
+    train(tmp_path / "a.jsonl", 5)
+    with start(tmp_path, "a.jsonl", "--terminal") as command:
+        shown = ""
+        while "step 5" not in shown:
+            shown += command.stdout.readline()
+        train(tmp_path / "a.jsonl", 30)
+        while "step 30" not in shown:
+            line = command.stdout.readline()
+            assert line, shown
+            shown += line
+        command.send_signal(signal.SIGINT)
+        command.stdout.read()
+    assert command.returncode == 0
+
+
+def test_examples_run():
+    from manyhands.cli import watch
+
+    assert doctest.testmod(watch).failed == 0
