@@ -238,3 +238,42 @@ def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
         workers.finish()
         workers.one_state_after_each_round()
         assert workers.events(0, "done")[-1]["workers"] == 2
+
+
+# -- each worker takes steps of its own ------------------------------------------------------------
+
+
+def start_unequal(workers, steps, make=mh.LocalSGD, **options):
+    """Start workers at paces of 1, 2 and 3."""
+    options = {"every": mh.Seconds(0.12, own_steps=True, least=2), **options}
+    for number in range(3):
+        workers.start([number], steps, options, make=make, pause=0.005 * (number + 1))
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_unequal_workers_agree_after_each_round_and_leave_after_the_same_one(
+    store, tmp_path, overlap
+):
+    with BlockWorkers(store, tmp_path, expected=3, stall=5.0) as workers:
+        start_unequal(workers, 100, make=mh.DiLoCo, overlap=overlap)
+        workers.finish()
+        states = workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(3)]
+        assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
+        assert {e["undone"] for e in done} == {0} and len(states) > 4
+        assert {e["workers"] for e in done} == {3}
+
+
+def test_unequal_workers_that_are_killed_and_come_back_never_differ(store, tmp_path):
+    with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
+        start_unequal(workers, 500, make=mh.DiLoCo)
+        options = {"every": mh.Seconds(0.12, own_steps=True, least=2)}
+        for victim in (2, 0, 1):
+            workers.wait_for_rounds(victim, 3)
+            workers.present(3)
+            workers.kill(victim, report=victim > 0)
+            workers.start([victim], 500, options, make=mh.DiLoCo, pause=0.005 * (victim + 1))
+        workers.finish()
+        workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(3)]
+        assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
