@@ -284,7 +284,8 @@ class Seconds(Every):
     def share(self, seconds: Sequence[float]) -> list[int]:
         """Return each worker's number of steps in a block, from the seconds of its steps.
 
-        >>> Seconds(6, own_steps=True).share([1.0, 2.0, 4.0])
+        >>> import manyhands as mh
+        >>> mh.Seconds(6, own_steps=True).share([1.0, 2.0, 4.0])
         [6, 3, 2]
         """
         return [max(self.least, math.floor(self.seconds / each + 0.5)) for each in seconds]
