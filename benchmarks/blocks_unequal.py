@@ -1,11 +1,12 @@
 """Workers of different speed: how much of their summed speed is used, and what does it cost?
 
     python benchmarks/blocks_unequal.py --data FOLDER    # mnist.npz, tinyshakespeare.txt.xz; writes
+    python benchmarks/blocks_unequal.py --data FOLDER --faults   # only these, 20 minutes; writes
     python benchmarks/blocks_unequal.py --data FOLDER --quick    # a smoke test, writes nothing
     python benchmarks/blocks_unequal.py --draw           # the page from the results so far
 
 8 workers at speeds from 1 to 4 train in blocks of a stated time, and each takes steps of its own
-(`Seconds(..., own_steps=True)`). Two kinds of runs:
+(`Seconds(..., own_steps=True)`). Three kinds of runs:
 
 speed    a worker sleeps until a step has taken as long as its speed says, so that 2 cores suffice.
          Steps that count, over the time from the first round to the last, against what all workers
@@ -14,8 +15,12 @@ loss     nobody sleeps: blocks see a clock that each step advances by the time o
          loss on held-out data after as many samples as with equal steps, and as one worker with the
          batch of all eight (synchronous training); also with equal weights instead of the steps'
 
+faults   a crew (`faults/worker.py`, `manyhands run --patience auto --quorum ...`): 8 workers for 5
+         minutes with a kill or a stop every 15 s, and 16 for 10 minutes with kills, stops and cut
+         lines in turn, every 19 s
+
 Each finished run is one line in results/blocks-unequal.jsonl, and the same command goes on where it
-was interrupted. `python benchmarks/blocks_faults.py --unequal` has the run with faults.
+was interrupted.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -31,14 +37,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import peers
 
 peers.this_checkout()
+os.environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).resolve().parent)  # for faults.worker
 
 import json_lines  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from blocks.learning import TASKS, Task, loss_of, lr_at  # noqa: E402
+from faults import harm, tally  # noqa: E402
 
 import manyhands as mh  # noqa: E402
 from manyhands.blocks.averaging import _round  # noqa: E402
@@ -76,6 +86,40 @@ PLANS = {
     "Shakespeare": Plan(replace(TASKS["Shakespeare"], batch=2), pace=0.8, seconds=10.24),
 }
 OUTER: dict[str, Any] = {"lr": 1.0, "momentum": 0.5}
+
+
+CREW = harm.Plan(
+    workers=8,
+    steps=0,
+    every=20,
+    batch=8,
+    pace=0.4,
+    lr=4e-3,
+    stall=2.0,
+    asleep=10.0,
+    fastest=4.0,
+    seconds=3.0,
+    quorum=5,
+    patience="auto",
+)
+EIGHT, SIXTEEN = "8 workers, a fault every 15 s", "16 workers, kills, stops and cut lines"
+
+
+def crews(minutes: float) -> dict[str, harm.Plan]:
+    """Return the runs of crews, by name, without and with faults; the first are so long."""
+    eight = replace(CREW, steps=_steps(CREW, minutes))
+    sixteen = replace(CREW, workers=16, pace=0.8, seconds=6.0, quorum=9, apart=4)
+    sixteen = replace(sixteen, steps=_steps(sixteen, 2 * minutes))
+    turns = {"interval": 19.0, "jitter": 2.0, "kinds": ("kill", "stop", "partition")}
+    return {
+        "8 workers": eight,
+        EIGHT: replace(eight, interval=15.0, jitter=2.0),
+        SIXTEEN: replace(sixteen, **turns),
+    }
+
+
+def _steps(plan: harm.Plan, minutes: float) -> int:
+    return round(60 * minutes / plan.pace * statistics.mean(plan.speeds))
 
 
 class StatedClock:
@@ -165,6 +209,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with the data sets")
     parser.add_argument("--task", choices=list(PLANS), action="append", help="only this one")
     parser.add_argument("--seed", type=int, action="append", help="only this one")
+    parser.add_argument("--faults", action="store_true", help="only the runs of crews")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of a run of 8 in a crew")
     parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
     parser.add_argument("--draw", action="store_true", help="write the page again")
     args = parser.parse_args()
@@ -175,8 +221,10 @@ def main() -> None:
         parser.error("--data FOLDER is needed: where mnist.npz and tinyshakespeare.txt.xz are")
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # what it imports is not imported again
-    for name in args.task or list(PLANS):
+    for name in [] if args.faults else args.task or list(PLANS):
         measure(PLANS[name], args.data, args.seed or SEEDS[: 1 if args.quick else None], args.quick)
+    if args.faults or not (args.task or args.quick):
+        measure_crews(args.data, args.minutes, args.quick)
     if not args.quick:
         PAGE.write_text(page(json_lines.read(RESULTS)))
 
@@ -200,6 +248,58 @@ def measure(plan: Plan, folder: Path, seeds: Any, quick: bool) -> None:
         print(plan.task.name, kind, name, seed, found, flush=True)
         if not quick:
             json_lines.append(RESULTS, {**row, **found})
+
+
+def measure_crews(folder: Path, minutes: float, quick: bool) -> None:
+    """Make the runs of crews that are not in the results yet."""
+    done = {row["key"] for row in json_lines.read(RESULTS)} if not quick else set()
+    for name, plan in crews(minutes).items():
+        key = f"crew/{name}/{plan}"
+        if key in done:
+            continue
+        found = tally.tally_unequal(harm.run(plan, folder))
+        kept = found["rate"] / found["possible"]
+        print(f"{name}: {100 * kept:.1f} % of the summed speed", found, flush=True)
+        row = {"key": key, "task": "crew", "kind": "faults", "name": name, "seed": 0, **found}
+        if not quick:
+            json_lines.append(RESULTS, {**row, "minutes": minutes})
+
+
+def crew_table(rows: list[dict[str, Any]]) -> str:
+    newest = {row["name"]: row for row in rows if row["kind"] == "faults"}
+    if not newest:
+        return ""
+    lines = [
+        "| a crew | minutes | faults | of the summed speed | thrown away | states | differing "
+        "| loss |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in newest.items():
+        faults = ", ".join(f"{kind} {count}" for kind, count in sorted(row["faults"].items()))
+        kept = 100 * row["rate"] / row["possible"]
+        sound = row["finals"] == 1 and not row["code"]
+        lines.append(
+            f"| {name} | {row['seconds'] / 60:.1f} | {faults or 'none'} | {kept:.1f} % "
+            f"| {row['thrown_away']} | {row['compared']:,} | {row['differing']} "
+            f"| {row['loss']:.4f}{'' if sound else ' (**not sound**)'} |"
+        )
+    return CREWS.format(table="\n".join(lines))
+
+
+CREWS = """## With faults
+
+Crews at speeds from 1 to 4, started by `manyhands run --patience auto --quorum ...`, train an LSTM.
+Workers are killed (and started again by the command), stopped for 10 s, and the line between the
+store and the last quarter of the workers is cut for 10 s.
+
+{table}
+
+"Of the summed speed": steps that are in the mean of a kept round, over the time from the first
+round to the last, against what all workers together could take if none were ever away. A killed
+worker is away while Python and torch start, a stopped one for 10 s. "Thrown away" are steps of
+workers that were not hit, "states" are SHA-1 sums of anchor and outer momentum that were compared
+after rounds, and "differing" the rounds after which two members had different ones.
+"""
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -227,7 +327,8 @@ how much more it is than synchronous training (one worker with all batches at ea
 equal steps, seed by seed. These workers do not sleep: blocks see a clock that each step advances by
 the time that it takes at the worker's speed. The first quarter is a warm-up in which all step
 together.
-"""
+
+{crew_table(rows)}"""
 
 
 def speed_table(rows: list[dict[str, Any]]) -> str:

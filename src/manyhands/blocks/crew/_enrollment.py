@@ -28,6 +28,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,6 +185,7 @@ class Enrollment:
         """Wait until a generation later than `after` includes this process, or begin it."""
         shared, began, pause = self.shared, time.monotonic(), FIRST_PAUSE
         told = False  # that there are too few workers
+        called: float | None = None  # when all members were first seen to be called
         self._ask_to_join(version)
         while True:
             roster = shared.refresh()
@@ -207,8 +209,11 @@ class Enrollment:
             waited = time.monotonic() - began
             silent = self.silent
             self._check_siblings(roster, waited)
-            if waited > self.longest_wait:
-                # Living members that have not come for so long are treated as lost.
+            called = (called or time.monotonic()) if roster.ended else None
+            late_since = math.inf if called is None else time.monotonic() - called
+            if waited > self.patience or late_since > self.longest_wait:
+                # Living members that have not come for so long are treated as lost. While their
+                # generation goes on, they are in a block, and come after it.
                 silent |= set(roster.absent(silent))
             late = waited > START_PATIENCE
             if late and not told and not roster.has_quorum(silent, self.quorum):
