@@ -63,6 +63,16 @@ class Plan:
     kinds: tuple[str, ...] = ORDINARY
     apart: int = 0  # of the workers, on a second host
     seed: int = 0
+    fastest: float = 1.0  # speed of the last worker, if that of the first is 1
+    seconds: float = 0.0  # of a block in which workers take steps of their own; 0: equal steps
+    quorum: int = 1
+    patience: str = "600"
+
+    @property
+    def speeds(self) -> list[float]:
+        """The speed of each worker: the first one's step takes `pace` seconds."""
+        last = max(self.workers - 1, 1)
+        return [1.0 + (self.fastest - 1.0) * number / last for number in range(self.workers)]
 
 
 @dataclass
@@ -238,7 +248,10 @@ class _Stage:
         options = asdict(plan)
         for option in ("steps", "every", "batch", "pace", "lr", "seed"):
             self._arguments += [f"--{option}", str(options[option])]
-        self._stall = f"{plan.stall:g}"
+        self._arguments += ["--seconds", str(plan.seconds)]
+        self._arguments += ["--speeds", *map(str, plan.speeds)]
+        self._options = ["--stall", f"{plan.stall:g}", "--patience", plan.patience]
+        self._options += ["--quorum", str(plan.quorum)]
         first = plan.workers - plan.apart
         words = ["--workers", str(first), "--listen", self.store, "--expected", str(plan.workers)]
         self.outputs = [folder / "output"]
@@ -251,7 +264,7 @@ class _Stage:
     def _command(self, words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
         with output.open("wb") as file:
             return subprocess.Popen(
-                [*COMMAND, *words, "--stall", self._stall, "-m", *self._arguments],
+                [*COMMAND, *words, *self._options, "-m", *self._arguments],
                 stdout=file,
                 stderr=file,
                 env={**os.environ, SECRET_VARIABLE: self._variables[SECRET_VARIABLE]},

@@ -96,6 +96,33 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
     return result
 
 
+def tally_unequal(trial: Trial) -> dict[str, Any]:
+    """Return the figures of a run in which workers take different numbers of steps."""
+    plan = trial.plan
+    log = [line for line in trial.log if line["number"] < plan.workers]
+    rounds = [line for line in log if line["event"] in ("round", "left") and line["own"] > 0]
+    first = min(line["time"] for line in rounds if line["event"] == "round")
+    last = max(line["time"] for line in rounds)
+    work = sum(line["own"] for line in rounds if line["time"] > first and line["rounds"] > 1)
+    left = [line for line in log if line["event"] == "left"]
+    return {
+        "seconds": last - first,
+        "rate": work / (last - first),
+        "possible": sum(plan.speeds) / plan.pace,
+        "rounds": max(line["rounds"] for line in rounds),
+        "faults": dict(Counter({f.time: f.kind for f in trial.faults}.values())),
+        "thrown_away": thrown_away(log, trial.faults),
+        "compared": sum(line["event"] != "loss" for line in trial.log),
+        "differing": differing(trial.log),
+        "finished": len({line["number"] for line in left}),
+        "finals": len({line["final"] for line in left}),
+        "loss": next((line["loss"] for line in log if line["event"] == "loss"), None),
+        "steps": max(line["steps"] for line in rounds),
+        "code": trial.code,
+        "cores": trial.cpu / trial.seconds,
+    }
+
+
 def missing(held: list[KeptRound], faults: list[Fault], workers: int) -> tuple[float, float]:
     """Return the blocks that do not count: of workers that were hit, and of others."""
     full = max(m.length for m in held)

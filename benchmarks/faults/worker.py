@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--pace", type=float, required=True, help="seconds that a step takes")
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=0.0, help="of a block of own steps")
+    parser.add_argument("--speeds", type=float, nargs="+", help="of the workers, by number")
     parser.add_argument("--bad", choices=BAD, help="differ from the other workers in this")
     parser.add_argument("--leave-after", type=int, help="steps of its own")
     args = parser.parse_args()
@@ -60,7 +62,9 @@ def main() -> None:
     inner = torch.optim.AdamW(params, lr=args.lr, betas=(0.9, 0.95))
     optimizer = mh.DiLoCo(
         inner,
-        every=args.every + (args.bad == "every"),
+        every=mh.Seconds(args.seconds, first=args.every, own_steps=True)
+        if args.seconds
+        else args.every + (args.bad == "every"),
         overlap=int(args.bad == "overlap"),
         codec="bfloat16" if args.bad == "codec" else "int8",
         crew=crew,
@@ -70,6 +74,8 @@ def main() -> None:
     seed = 1_000_000 * args.seed + 1_000 * optimizer.steps + crew.number
     batches = data.batches(seed, args.batch)
     own = 0
+    speeds = args.speeds or [1.0]
+    pace = args.pace / speeds[crew.number % len(speeds)]
     while optimizer.steps < args.steps and own != args.leave_after:
         own += 1
         begin = time.monotonic()
@@ -77,9 +83,12 @@ def main() -> None:
             group["lr"] = args.lr * lr_at(optimizer.steps, args.steps)
         optimizer.zero_grad()
         loss_of(model, *batches.take(1)).backward()
+        if args.seconds:  # a round takes what it takes, besides
+            time.sleep(max(0.0, begin + pace - time.monotonic()))
         optimizer.step()
         diary.after_step()
-        time.sleep(max(0.0, begin + args.pace - time.monotonic()))
+        if not args.seconds:
+            time.sleep(max(0.0, begin + pace - time.monotonic()))
     optimizer.finish()
     if args.leave_after is not None:
         diary.note("gone")

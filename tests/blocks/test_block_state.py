@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manyhands.blocks._block_state import NO_VERSION, BlockState
+from manyhands.blocks._block_state import NO_VERSION, NO_WORK, BlockState, Work
 
 pytestmark = pytest.mark.quick
 
@@ -95,6 +95,30 @@ def test_loading_begins_without_rounds_in_flight_and_is_no_joining():
     assert joined.forget_rounds().contributes and joined.load(3, 0, diverged=True).contributes
 
 
+def test_work_is_what_no_kept_round_has_yet():
+    state = after(0).step(samples=8).step(samples=4).step()
+    assert (state.own, state.work) == (3, Work(3, 2, 12))
+    sent = state.send(ALL)
+    later = sent.step(samples=1)
+    assert later.undo().work == Work(4, 3, 13)  # sent again with what was done since
+    merged = later.commit(complete=True, overlaps=True, work=sent.work)
+    assert merged.work == Work(1, 1, 1) and merged.own == 4
+    for gives_up in (
+        lambda s: s.give_up_steps(),
+        lambda s: s.return_to_anchor(),
+        lambda s: s.join(9, 2, diverged=False, retry=[]),
+        lambda s: s.load(9, 2, own=4),
+    ):
+        assert gives_up(merged).work == NO_WORK and gives_up(merged).own == 4
+    assert merged.load(9, 2, own=7, work=Work(2)).work == Work(2)
+
+
+def test_a_block_that_ends_early_counts_to_its_end():
+    state = after(2).end_block(6)
+    assert (state.steps, state.own) == (6, 2)
+    assert state.step(6).steps == 6 and state.step(8).own == 3
+
+
 SENSELESS = {
     "nothing was sent": lambda: after(2).commit(complete=True, overlaps=False),
     "nothing to undo": lambda: after(2).undo(),
@@ -113,6 +137,11 @@ SENSELESS = {
     "back in flight": lambda: after(2).send([0]).return_to_anchor(),
     "no end of a warm-up": lambda: after(3, 2).drop_anchor(),
     "an anchor in flight": lambda: after(2).send([0]).begin_anchor(),
+    "a block that ends before its steps": lambda: after(2).end_block(1),
+    "a block that ends before a repeated round": lambda: after(2).send([0]).undo([0]).end_block(4),
+    "more work merged than done": lambda: (
+        after(2).send([0]).commit(complete=True, overlaps=False, work=Work(3))
+    ),
 }
 
 
@@ -136,6 +165,7 @@ class Life(RuleBasedStateMachine):
     def begin(self, warmup, local):
         self.state = BlockState.begin(warmup, local)
         self.moved, self.sent, self.steps_since_joining = set(), [], 1
+        self.unmerged = 0  # steps that are in no kept round
 
     def change(self, state, falls=False):
         assert falls or state.version >= self.state.version
@@ -143,7 +173,7 @@ class Life(RuleBasedStateMachine):
 
     def settle(self, kept, elastic, joins):
         """The oldest round in flight is kept, or undone; then the members regroup."""
-        fragments, overlaps = self.sent.pop(0)
+        fragments, overlaps, work = self.sent.pop(0)
         if not kept:
             self.change(self.state.undo([] if overlaps else fragments))
             self.regroup(joins)
@@ -152,7 +182,10 @@ class Life(RuleBasedStateMachine):
                 self.settle(True, False, False)
             return
         complete = len(fragments) == FRAGMENTS
-        self.change(self.state.commit(complete=complete, overlaps=overlaps))
+        # Of two rounds in flight, the second was sent with the first one's work, too.
+        self.sent = [(these, flag, later.minus(work)) for these, flag, later in self.sent]
+        self.change(self.state.commit(complete=complete, overlaps=overlaps, work=work))
+        self.unmerged -= work.steps
         if not overlaps:
             self.moved -= set(fragments)
         if elastic:
@@ -168,17 +201,23 @@ class Life(RuleBasedStateMachine):
             joined = self.state.join(source.steps, source.rounds, diverged=diverged, retry=retry)
             assert not joined.contributes
             self.change(joined, falls=not joined.has_anchor)
-            self.moved, self.steps_since_joining = set(), 0
+            self.moved, self.steps_since_joining, self.unmerged = set(), 0, 0
         assert self.state.in_flight == 0
 
     def send(self, fragments, overlaps):
-        self.sent.append((tuple(fragments), overlaps))
+        self.sent.append((tuple(fragments), overlaps, self.state.work))
         self.change(self.state.send(fragments))
 
-    @rule(kept=st.booleans())
-    def step(self, kept):
-        self.change(self.state.step())
+    @rule(kept=st.booleans(), ahead=st.none() | st.integers(0, 5))
+    def step(self, kept, ahead):
+        blocks = self.state.steps >= max(self.state.warmup, 1)
+        count = self.state.steps + ahead if ahead is not None and blocks else None
+        self.change(self.state.step(count))
         self.steps_since_joining += 1
+        self.unmerged += 1
+        if count is not None:
+            self.moved = set(ALL)
+            return
         if self.state.local_warmup or self.state.steps > self.state.warmup:
             self.moved = set(ALL)
         if self.state.steps == self.state.warmup:
@@ -186,7 +225,7 @@ class Life(RuleBasedStateMachine):
             if not kept:
                 self.regroup(joins=False)
             self.change(self.state.begin_anchor())
-            self.moved = set()
+            self.moved, self.unmerged = set(), 0
 
     @precondition(lambda self: self.state.diverged and not self.state.before_blocks)
     @rule(fragments=st.sets(st.sampled_from(ALL), min_size=1))
@@ -224,13 +263,28 @@ class Life(RuleBasedStateMachine):
     @rule()
     def leave(self):
         self.change(self.state.return_to_anchor())
-        self.moved = set()
+        self.moved, self.unmerged = set(), 0
+
+    @rule()
+    def is_not_finite(self):
+        self.change(self.state.give_up_steps())
+        self.sent = [(fragments, overlaps, NO_WORK) for fragments, overlaps, _ in self.sent]
+        self.unmerged = 0
+
+    @precondition(lambda self: not self.state.before_blocks)
+    @rule(steps=st.integers(0, 9))
+    def end_block(self, steps):
+        self.change(self.state.end_block(self.state.steps + steps))
 
     @rule(steps=st.integers(0, 9), rounds=st.integers(0, 3), diverged=st.booleans())
     def load(self, steps, rounds, diverged):
         self.change(self.state.load(steps, rounds, diverged=diverged), falls=True)
         self.moved = set(ALL) if diverged else set()
-        self.sent, self.steps_since_joining = [], 1
+        self.sent, self.steps_since_joining, self.unmerged = [], 1, 0
+
+    @invariant()
+    def no_step_is_weighed_twice_or_not_at_all(self):
+        assert self.state.work.steps == self.unmerged
 
     @invariant()
     def at_the_anchor_unless_it_says_so(self):

@@ -1,10 +1,12 @@
 """Blocks in a crew: workers die, stall and join in the middle of sync rounds, and stay equal."""
 
 import hashlib
+import itertools
 import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.crew_workers import Log, Store, Workers, fork
+from helpers.link import Link
+from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _chunks, _round
+from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._crew import Crew
 
 SIZE = 200_000  # four chunks, as `small_chunks` has them
@@ -238,3 +243,113 @@ def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
         workers.finish()
         workers.one_state_after_each_round()
         assert workers.events(0, "done")[-1]["workers"] == 2
+
+
+# -- each worker takes steps of its own ------------------------------------------------------------
+
+
+def start_unequal(workers, steps, make=mh.LocalSGD, **options):
+    """Start workers at paces of 1, 2 and 3."""
+    options = {"every": mh.Seconds(0.12, own_steps=True, least=2), **options}
+    for number in range(3):
+        workers.start([number], steps, options, make=make, pause=0.005 * (number + 1))
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_unequal_workers_agree_after_each_round_and_leave_after_the_same_one(
+    store, tmp_path, overlap
+):
+    with BlockWorkers(store, tmp_path, expected=3, stall=5.0) as workers:
+        start_unequal(workers, 100, make=mh.DiLoCo, overlap=overlap)
+        workers.finish()
+        states = workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(3)]
+        assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
+        assert {e["undone"] for e in done} == {0} and len(states) > 4
+        assert {e["workers"] for e in done} == {3}
+
+
+def test_unequal_workers_that_are_killed_and_come_back_never_differ(store, tmp_path):
+    with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
+        start_unequal(workers, 500, make=mh.DiLoCo)
+        options = {"every": mh.Seconds(0.12, own_steps=True, least=2)}
+        for victim in (2, 0, 1):
+            workers.wait_for_rounds(victim, 3)
+            workers.present(3)
+            workers.kill(victim, report=victim > 0)
+            workers.start([victim], 500, options, make=mh.DiLoCo, pause=0.005 * (victim + 1))
+        workers.finish()
+        workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(3)]
+        assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
+
+
+# -- a late member, and too few of them ------------------------------------------------------------
+
+
+def test_a_member_that_hangs_is_waited_for_by_what_rounds_took_before(store, tmp_path):
+    """It is alive, as its heartbeat shows, and would be waited for for 600 s otherwise."""
+
+    def hangs(number):
+        if number == 1:
+            original = _sync.Sync.count_step
+
+            def count_step(self):
+                if self.state.steps == 62 and self.state.own == 62:
+                    time.sleep(12)
+                original(self)
+
+            _sync.Sync.count_step = count_step
+
+    with BlockWorkers(store, tmp_path, expected=3, patience="auto", stall=5.0) as workers:
+        workers.start(range(3), 900, {"every": 5}, hangs, pause=0.005)
+        workers.until(lambda: workers.last(0, "round", "workers") == 2, timeout=30)
+        times = [e["time"] for e in workers.events(0, "round")]
+        assert max(b - a for a, b in itertools.pairwise(times)) < 9.0
+        workers.finish(60)
+        workers.one_state_after_each_round()
+        assert workers.last(0, "done", "steps") == 900
+
+
+def test_fewer_than_a_quorum_wait_until_another_comes(store, tmp_path):
+    with BlockWorkers(store, tmp_path, expected=3, quorum=2, stall=1.0) as workers:
+        workers.start(range(3), 300, {"every": 5}, pause=0.005)
+        workers.wait_for_rounds(0, 3)
+        for number in (1, 2):
+            workers.kill(number, report=True)
+        before = len(workers.events(0, "round"))
+        time.sleep(2.0)
+        assert len(workers.events(0, "round")) <= before + 1
+        workers.start([2], 300, {"every": 5}, pause=0.005)
+        workers.finish()  # two finish together, and none waits for a quorum at the end
+        workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in (0, 2)]
+        assert {(e["steps"], e["value"], e["workers"]) for e in done} == {(300, -300.0, 2)}
+
+
+def test_the_half_that_is_cut_off_from_the_store_waits_and_comes_back(store, tmp_path, monkeypatch):
+    """Two of five workers lose the store, and so the others: three go on, and lose nothing."""
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 2.0)
+    options = {"expected": 5, "quorum": 3, "stall": 1.0}
+    with (
+        Link(store.address) as line,
+        BlockWorkers(store, tmp_path, **options) as workers,
+        BlockWorkers(SimpleNamespace(address=line.address), tmp_path, **options) as far,
+    ):
+        workers.start(range(3), 900, {"every": 5}, pause=0.005)
+        far.start([3, 4], 900, {"every": 5}, pause=0.005)
+        workers.until(lambda: workers.last(0, "round", "workers") == 5)
+        line.cut()
+        workers.until(lambda: workers.last(0, "round", "workers") == 3)
+        time.sleep(4.0)  # the others have found out that the store does not answer
+        line.mend()
+        workers.until(lambda: workers.last(0, "round", "workers") == 5, timeout=30)
+        workers.finish(60)
+        far.finish(60)
+        states = workers.one_state_after_each_round()
+        assert workers.last(0, "done", "value") == -900.0
+        for number in (3, 4):  # the same processes, and no work of theirs but of the cut-off block
+            assert far.incarnations[number] == 1
+            for e in far.events(number, "round"):
+                assert states[e["rounds"]] == (e["steps"], e["state"])
+        assert far.last(3, "done", "value") == -900.0

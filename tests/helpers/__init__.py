@@ -5,6 +5,7 @@ pages.py                                  run the examples of the documentation
 scaling_oracle.py, sharding_oracle.py, checkpoint_oracle.py, blocks_oracle.py, blocks_plain.py
                                           the one-process loops that each part must equal
 blocks_runs.py, crew_workers.py           runs in blocks; crews whose workers come and go
+link.py                                   a line between two hosts that can be cut
 damage.py, forge.py                       damaged checkpoints; forged checkpoints
 containers.py                             every kind of container that a model may return
 fairseq_bmuf.py, fairscale_on_cpu.py      what fairseq computes; fairscale without a GPU

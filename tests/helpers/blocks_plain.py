@@ -54,3 +54,40 @@ def merge(arrived, xs, anchor, memory, name, options):
     for x, difference in zip(xs, differences, strict=True):
         sent = before - difference  # where the worker was then; it keeps its steps since
         x[where] = anchor[where] + (x[where] - sent)
+
+
+def train_own(start, gradient, rounds, lr, name, options, *, overlap=0, samples=None):
+    """Return each worker's vector after every step, where each takes steps of its own in a block.
+
+    `rounds` are the workers' numbers of steps in each block. The mean of a sync round is weighted
+    by them, or by the samples of all steps: `samples(rank, step)`. The last one is merged at once.
+    """
+    workers = range(len(rounds[0]))
+    xs = [start.clone() for _ in workers]
+    anchor, memory = start.clone(), torch.zeros_like(start)
+    seen = [[] for _ in workers]
+    taken = [0 for _ in workers]
+    moved = None  # by how much each worker's vector changes when it merges the last round
+    for block, counts in enumerate(rounds):
+        weights = []
+        for rank, count in enumerate(counts):
+            weight = 0.0
+            for number in range(1, count + 1):
+                taken[rank] += 1
+                xs[rank] = xs[rank] - lr * gradient(xs[rank], rank, taken[rank])
+                weight += 1.0 if samples is None else samples(rank, taken[rank])
+                if moved is not None and number == overlap:
+                    xs[rank] = xs[rank] + moved[rank]
+                seen[rank].append(xs[rank].clone())
+            weights.append(weight)
+        differences = [anchor - x for x in xs]
+        mean = sum(w * d for w, d in zip(weights, differences, strict=True)) / sum(weights)
+        before = anchor
+        anchor, memory = outer_step(name, options, before.clone(), mean, memory)
+        moved = [anchor - before + difference for difference in differences]
+        if overlap == 0 or block == len(rounds) - 1:
+            for rank in workers:
+                xs[rank] = xs[rank] + moved[rank]
+                seen[rank][-1] = xs[rank].clone()
+            moved = None
+    return [torch.stack(steps) for steps in seen]

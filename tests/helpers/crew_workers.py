@@ -206,11 +206,22 @@ class Workers:
     parts = 1  # processes of a worker
 
     def __init__(
-        self, store: Store, folder: Path, expected: int, stall: float = 1.0, patience: float = 30.0
+        self,
+        store: Store,
+        folder: Path,
+        expected: int,
+        stall: float = 1.0,
+        patience: float | str = 30.0,
+        quorum: int = 1,
     ) -> None:
         self.store = store
         self.folder = folder
-        self.options = {"expected": expected, "stall": stall, "patience": patience}
+        self.options = {
+            "expected": expected,
+            "stall": stall,
+            "patience": patience,
+            "quorum": quorum,
+        }
         self.pids: dict[int, int] = {}
         self.incarnations: dict[int, int] = {}
 

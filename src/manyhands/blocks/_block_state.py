@@ -11,6 +11,8 @@
     just_joined   no step was taken since the state transfer, so there is nothing to contribute
     retry         fragments of an undone round, which the members repeat when they have regrouped
     in_flight     rounds that were sent, and neither merged nor undone yet
+    own           steps that this worker has taken itself, since it began
+    work          of these, the steps that are in no kept round yet, and were not given up
 
 A block with one round:
 
@@ -33,8 +35,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 NO_VERSION = -1 << 32  # of a worker without an anchor that has taken no step
+
+
+class Work(NamedTuple):
+    """Steps of one worker, and on how many samples it took them: its weight in a sync round."""
+
+    steps: int = 0
+    told: int = 0  # steps whose samples are known
+    samples: int = 0  # of these steps
+
+    def plus(self, samples: int | None) -> Work:
+        """Add a step on this many samples; None: not known."""
+        if samples is None:
+            return Work(self.steps + 1, self.told, self.samples)
+        return Work(self.steps + 1, self.told + 1, self.samples + samples)
+
+    def minus(self, other: Work) -> Work:
+        return Work(self.steps - other.steps, self.told - other.told, self.samples - other.samples)
+
+
+NO_WORK = Work()
 
 
 @dataclass(frozen=True)
@@ -53,8 +76,11 @@ class BlockState:
     just_joined: bool = False
     retry: tuple[int, ...] = ()
     in_flight: int = 0
+    own: int = 0
+    work: Work = NO_WORK
 
     def __post_init__(self) -> None:
+        assert min(self.work) >= 0, f"more work was merged than was done: {self}"
         assert self.in_flight >= 0, f"a round ends that was not sent: {self}"
         assert not (self.retry and self.in_flight), f"a round overtakes a repeated one: {self}"
         at_anchor = not self.diverged
@@ -103,8 +129,12 @@ class BlockState:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def step(self) -> BlockState:
-        """Count a step. Workers part with it, except in a shared warm-up."""
+    def step(self, steps: int | None = None, samples: int | None = None) -> BlockState:
+        """Count a step. Workers part with it, except in a shared warm-up.
+
+        `steps` is the common count after it, if it is not one more than before: workers may take
+        different numbers of steps in a block. `samples`: those of this step, if they are known.
+        """
         assert not self.retry, f"a step before an undone round is repeated: {self}"
         # Workers that were apart stay so in a shared warm-up, as when the steps are set back.
         diverged = self.diverged or not self.steps_together
@@ -112,13 +142,20 @@ class BlockState:
         return BlockState(
             self.warmup,
             self.local_warmup,
-            self.steps + 1,
+            self.steps + 1 if steps is None else steps,
             self.rounds,
             self.has_anchor,
             diverged,
             just_joined=False,
             in_flight=self.in_flight,
+            own=self.own + 1,
+            work=self.work.plus(samples),
         )
+
+    def end_block(self, steps: int) -> BlockState:
+        """End the block before all of its steps were taken, at this common count."""
+        assert self.steps <= steps and not self.retry, f"no block to end: {self}"
+        return replace(self, steps=steps)
 
     def continue_at(self, steps: int) -> BlockState:
         """Count on from this number of steps."""
@@ -136,7 +173,7 @@ class BlockState:
 
     def begin_anchor(self) -> BlockState:
         """Make the parameters, which are equal on all workers now, the first anchor."""
-        return replace(self, has_anchor=True, diverged=False)
+        return replace(self, has_anchor=True, diverged=False, work=NO_WORK)
 
     # -- a sync round --------------------------------------------------------------------------
 
@@ -145,10 +182,11 @@ class BlockState:
         assert not self.retry or self.retry == tuple(fragments), f"not what is repeated: {self}"
         return replace(self, in_flight=self.in_flight + 1, retry=())
 
-    def commit(self, *, complete: bool, overlaps: bool) -> BlockState:
+    def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
         """Count the oldest round in flight: it took place, and is merged.
 
         `complete`: all fragments were in it. `overlaps`: steps were taken while it was in flight.
+        `work`: the steps that this worker sent with it.
         """
         return replace(
             self,
@@ -156,6 +194,7 @@ class BlockState:
             diverged=overlaps or not complete,
             just_joined=False,
             in_flight=self.in_flight - 1,
+            work=self.work.minus(work),
         )
 
     def undo(self, retry: Sequence[int] = ()) -> BlockState:
@@ -165,7 +204,11 @@ class BlockState:
     def return_to_anchor(self) -> BlockState:
         """Give up the steps of this block: the parameters are at the anchor again."""
         assert self.anchor_in_use and not self.in_flight, f"no anchor to return to: {self}"
-        return replace(self, diverged=False)
+        return replace(self, diverged=False, work=NO_WORK)
+
+    def give_up_steps(self) -> BlockState:
+        """Give up the steps taken so far: their values are not finite."""
+        return replace(self, work=NO_WORK)
 
     # -- members and state that change ---------------------------------------------------------
 
@@ -179,7 +222,7 @@ class BlockState:
         A joiner takes part in a round that is repeated, although it has nothing to contribute.
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
-        state = replace(self, diverged=diverged, just_joined=True, retry=tuple(retry))
+        state = replace(self, diverged=diverged, just_joined=True, retry=tuple(retry), work=NO_WORK)
         return state._at(steps, rounds)
 
     def forget_rounds(self) -> BlockState:
@@ -187,10 +230,17 @@ class BlockState:
         return replace(self, in_flight=0, just_joined=False)
 
     def load(
-        self, steps: int, rounds: int, *, diverged: bool = False, in_flight: int = 0
+        self,
+        steps: int,
+        rounds: int,
+        *,
+        diverged: bool = False,
+        in_flight: int = 0,
+        own: int = 0,
+        work: Work = NO_WORK,
     ) -> BlockState:
         """Continue from saved counters, with as many rounds in flight as were saved."""
-        state = self.forget_rounds()
+        state = replace(self.forget_rounds(), own=own, work=work)
         return replace(state, diverged=diverged, in_flight=in_flight)._at(steps, rounds)
 
     def _at(self, steps: int, rounds: int) -> BlockState:

@@ -48,7 +48,7 @@ from manyhands.blocks._checks import (
 from manyhands.blocks._codec import find_codec
 from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._samples import BlockSamples
-from manyhands.blocks._schedule import Every, Schedule, check_schedule
+from manyhands.blocks._schedule import Every, OwnSchedule, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._payload import (
     Buffers,
@@ -84,8 +84,9 @@ class Blocks(OptimizerWrapper):
     step of that name. One worker without a crew is bitwise the bare optimizer.
 
     At construction every worker takes worker 0's parameters and buffers. Every worker has to call
-    `step` equally often. At the end of training, and before one model is evaluated or saved for
-    all workers, call `synchronize()` on every worker, or use `at_anchor()`.
+    `step` equally often, unless `every` lets each take steps of its own (`Seconds`). At the end of
+    training, and before one model is evaluated or saved for all workers, call `synchronize()` on
+    every worker, or use `at_anchor()`.
 
     An outer step of your own:
 
@@ -184,7 +185,9 @@ class Blocks(OptimizerWrapper):
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
             Anchor(outer, find_codec(codec), fragments, anchor_on_host, inner),
             interval,
-            Schedule(interval.first, fragments, overlap, interval.first_start(warmup)),
+            OwnSchedule(interval.first, overlap, interval.first_start(warmup))
+            if interval.own_steps
+            else Schedule(interval.first, fragments, overlap, interval.first_start(warmup)),
             BlockState.begin(warmup, local_warmup),
             Extras(optimizer, found, buffers, state),
             self._options,
@@ -247,8 +250,17 @@ class Blocks(OptimizerWrapper):
 
     @property
     def steps(self) -> int:
-        """Steps taken. A worker that joins later continues from the others' number."""
+        """Steps taken. A worker that joins later continues from the others' number.
+
+        If each worker takes steps of its own, these are the steps that the workers have taken in
+        the mean: equal on all of them at each sync round.
+        """
         return self._sync.state.steps
+
+    @property
+    def own_steps(self) -> int:
+        """Steps that this worker has taken itself."""
+        return self._sync.state.own
 
     @property
     def rounds(self) -> int:
@@ -279,6 +291,8 @@ class Blocks(OptimizerWrapper):
             "members": " ".join(map(str, stats.members)),
             "rounds": sync.state.rounds,
             "every": sync.schedule.length,
+            "own_every": sync.schedule.own,  # steps of this worker in the present block
+            "own_steps": sync.state.own,
             "distance": stats.drift.distance,
             "spread": stats.drift.spread,
             "cosine": stats.drift.cosine,
@@ -359,6 +373,23 @@ class Blocks(OptimizerWrapper):
                 # What is in flight was laid out without the new parameters: merge it first.
                 self._sync.merge_pending()
                 self._sync.anchor.extend(new)
+
+    def count_samples(self, samples: int) -> None:
+        """Weight the next step by this many samples (or tokens); calls before one step add up.
+
+        The mean of a sync round is then weighted by the samples that each worker trained on since
+        the last one. Call it before every step on every worker, or never: without it workers have
+        equal weights, or the weights of their steps if each takes steps of its own.
+
+        >>> import torch, manyhands as mh
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = mh.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), every=20)
+        >>> batch = torch.ones(8, 2)
+        >>> model(batch).sum().backward()
+        >>> optimizer.count_samples(len(batch))
+        >>> optimizer.step()
+        """
+        self._sync.samples = (self._sync.samples or 0) + whole("samples", samples)
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """Clear the gradients."""

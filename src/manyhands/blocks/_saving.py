@@ -18,7 +18,9 @@ from torch import Tensor
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import StatePart
 from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
+from manyhands.blocks._block_state import Work
 from manyhands.blocks._checks import Names, Options, Value, check_options
+from manyhands.blocks._schedule import OwnSchedule
 from manyhands.blocks._sync import CommonState, Counters, Pending, Sync
 from manyhands.blocks.averaging._payload import ArrivedMean, Note, RoundResult, SavedMean
 from manyhands.blocks.averaging._round import BackgroundSync
@@ -58,6 +60,8 @@ class SavedWorker(SavedByAnyWorker, total=False):
     initial_state: dict[object, object] | None
     last_round: list[int]  # its workers, and the numbers of those left out
     clock: list[float]
+    own: list[int]  # steps of its own in all, and in no kept round: steps, steps told, samples
+    own_block: list[int]  # with own steps: of the present block, and how many are taken
 
 
 class SavedCounters(Counters):
@@ -71,7 +75,7 @@ class SavedCounters(Counters):
 
 def save_worker(sync: Sync) -> SavedWorker:
     """Return everything a bitwise continuation needs. Wait for what is in flight to arrive."""
-    workers, state, stats = sync.members.workers, sync.state, sync.stats
+    workers, state, stats, schedule = sync.members.workers, sync.state, sync.stats, sync.schedule
     resets = state.in_local_warmup or sync.extras.state == "reset"
     return {
         **save_common(sync),
@@ -80,7 +84,9 @@ def save_worker(sync: Sync) -> SavedWorker:
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
         "initial_state": sync.initial_state.state if resets else None,
         "last_round": [stats.workers, *stats.left_out],
-        "clock": sync.runner.clock.elapsed(state.steps),
+        "clock": sync.runner.clock.elapsed(state.own),
+        "own": [state.own, *state.work],
+        "own_block": schedule.saved() if isinstance(schedule, OwnSchedule) else [],
         # A crew sends its differences again when they are due: saving must not wait for a member.
         "pending": []
         if sync.members.elastic
@@ -144,7 +150,7 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
     for outer in unsaved:
         outer.begin()
-    sync.state = sync.state.load(saved["steps"], saved["rounds"])
+    sync.state = sync.state.load(saved["steps"], saved["rounds"], own=saved["steps"])
     if saved["alone"]:  # its steps were not in blocks
         sync.begin_block()
     sync.restart_clock()
@@ -225,7 +231,12 @@ def _drop_pending(sync: Sync) -> None:
 def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     sync.load_block(saved)
     diverged = saved["diverged"] and bool(saved["anchor"])
-    sync.state = sync.state.load(saved["steps"], saved["rounds"], diverged=diverged)
+    own, *work = saved.get("own", [saved["steps"], 0, 0, 0])
+    sync.state = sync.state.load(
+        saved["steps"], saved["rounds"], diverged=diverged, own=own, work=Work(*work)
+    )
+    if isinstance(sync.schedule, OwnSchedule) and saved.get("own_block"):
+        sync.schedule.restore(*saved["own_block"])
     sync.restart_clock()
     if sync.alone:
         pass

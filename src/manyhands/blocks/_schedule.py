@@ -9,7 +9,18 @@ later.
                                          merge          0        1        0        1
 
 The next block's length is fixed (`Every`), or follows from the time of a step (`Seconds`) or from
-how far the workers drifted apart (`ByDrift`). Everything here is plain integers and floats.
+how far the workers drifted apart (`ByDrift`).
+
+With `Seconds(..., own_steps=True)` each worker takes a number of steps of its own in a block
+(`OwnSchedule`). The numbers follow from the seconds that a step took on each worker, which all
+workers tell each other in a sync round. So every worker knows all numbers before the block begins:
+
+    s_w                     seconds of a step on worker w
+    n_w = round(T / s_w)    its steps in a block of T seconds, at least `least`
+    length                  the mean of n_w over the workers, by which the common count of steps
+                            grows in the block. After i of its steps, worker w counts i length / n_w
+
+Everything here is plain integers and floats.
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyhands.blocks._checks import real, whole
+from manyhands.blocks._checks import flag, real, whole
 
 
 @dataclass
@@ -43,6 +54,103 @@ class Schedule:
         """Begin a block of this length after a step."""
         self.start, self.length = step, length
 
+    # -- blocks in which workers take different numbers of steps: see `OwnSchedule` ------------
+
+    @property
+    def own(self) -> int:
+        """The steps that this worker takes in the block."""
+        return self.length
+
+    def advance(self, step: int) -> int:
+        """Take a step of this worker's; return the common count, which was `step` before it."""
+        return step + 1
+
+
+LATE = 1.25  # times a block's expected seconds, after which a worker ends it where it is
+
+
+class OwnSchedule(Schedule):
+    """A block in which this worker takes a number of steps of its own.
+
+    taken      steps that it has taken in the block
+    plan       all workers' numbers of steps, by rank, from the last sync round; empty: none yet
+    seconds    what the block takes on the slowest worker; 0: no step was timed yet
+    ahead      the mean of the workers' steps so far, minus the common count. The count is a whole
+               number, and a worker may end a block early: the next block makes up for both
+
+        length 4, own 6     taken   1  2  3  4  5  6
+                            count   0  1  2  2  3  4   after the block's start
+    """
+
+    def __init__(self, length: int, overlap: int = 0, start: int = 0) -> None:
+        super().__init__(length, 1, overlap, start)
+        self._own, self.taken = length, 0
+        self.plan: list[int] = []
+        self.seconds = self.ahead = 0.0
+
+    @property
+    def own(self) -> int:
+        return self._own
+
+    def advance(self, step: int) -> int:
+        self.taken += 1
+        # Below start + length until the last step, so that all workers get there as they send.
+        return max(step, self.start + self.length * min(self.taken, self._own) // self._own)
+
+    def hold(self) -> None:
+        """Take a step that is not counted, because the numbers of the block are not known yet."""
+        self.taken += 1
+
+    def end(self) -> int:
+        """End the block where it is; return the common count of steps at its end."""
+        self.taken = self._own
+        return self.start + self.length
+
+    def due(self, step: int) -> list[int]:
+        return [0] if self.ends(step) else []
+
+    def ends(self, step: int) -> bool:
+        return self.taken >= self._own
+
+    def is_late(self, seconds: float) -> bool:
+        """Return whether the block should have ended, if it has taken this long so far."""
+        return 0.0 < LATE * self.seconds < seconds
+
+    def begin(self, step: int, length: int) -> None:
+        super().begin(step, length)
+        self._own, self.taken = length, 0
+
+    def begin_next(self) -> None:
+        """Begin the next block, with the numbers of this one until others are known."""
+        self.start += self.length
+        self.ahead -= self.length
+        self.taken = 0
+
+    def saved(self) -> list[int]:
+        """Return what belongs to this worker alone."""
+        return [self._own, self.taken]
+
+    def restore(self, own: int, taken: int) -> None:
+        """Continue as this worker was when it was saved."""
+        self._own, self.taken = own, taken
+
+    def load(self, plan: Sequence[int], rank: int | None, seconds: float, ahead: float) -> None:
+        """Take over the numbers of a block that was saved, or that another worker is in."""
+        self.plan, self.seconds, self.ahead = list(plan), seconds, ahead
+        self._own = plan[rank] if plan and rank is not None else self.length
+
+    def follow(self, plan: Sequence[int], rank: int | None, taken: float, seconds: float) -> None:
+        """Give the block, which has begun, the numbers of steps in `plan`.
+
+        `taken` is the mean of the workers' steps in the block before. A worker without a rank in
+        the plan has just come, and takes as many steps as the others do in the mean.
+        """
+        self.plan, self.seconds = list(plan), seconds
+        self.ahead += taken
+        # A longer block than the overlap: until its numbers were known, steps were not counted.
+        self.length = max(self.overlap + 1, round(self.ahead + sum(plan) / len(plan)))
+        self._own = self.length if rank is None else plan[rank]
+
 
 @dataclass(frozen=True)
 class Drift:
@@ -55,7 +163,10 @@ class Drift:
         cosine      mean of d_i . d_j over all pairs, in units of <|d_i|^2>
                     =  (n |D|^2 - <|d_i|^2>) / ((n - 1) <|d_i|^2>)
 
-    The cosine is 1 if all workers moved the same way, and 0 if their ways are unrelated.
+    The cosine is 1 if all workers moved the same way, and 0 if their ways are unrelated. If workers
+    count differently in the mean, by weights p_i that sum to 1, these are the weights of < > too:
+
+        cosine      (|D|^2 - sum p_i^2 |d_i|^2) / ((1 - sum p_i^2) <|d_i|^2>)
     """
 
     distance: float = math.nan  # of the mean from the anchor
@@ -63,7 +174,9 @@ class Drift:
     cosine: float = math.nan
 
     @classmethod
-    def of(cls, squares: Sequence[float], square_of_mean: float) -> Drift:
+    def of(
+        cls, squares: Sequence[float], square_of_mean: float, weights: Sequence[float] = ()
+    ) -> Drift:
         """Return the drift from each worker's squared distance and the mean's.
 
         >>> Drift.of([25.0, 25.0], 16.0)  # (4, 3) and (4, -3)
@@ -72,7 +185,10 @@ class Drift:
         n = len(squares)
         if n == 0:
             return cls()
-        mean = sum(squares) / n
+        total = sum(weights)
+        shares = [w / total for w in weights] if total > 0 else [1 / n] * n
+        equal = min(shares) == max(shares)
+        mean = sum(squares) / n if equal else _dot(shares, squares)
         if not math.isfinite(mean + square_of_mean):  # the square of 1e20 overflows a float32
             return cls()
         # Variance = mean square - square of the mean; rounding may make it negative.
@@ -81,8 +197,17 @@ class Drift:
             return cls(math.sqrt(square_of_mean), spread)
         # From |sum|^2 = sum of the squares + sum over the pairs, both divided by n.
         # Rounding may lead slightly out of [-1, 1].
-        cosine = (n * square_of_mean - mean) / ((n - 1) * mean)
+        if equal:
+            cosine = (n * square_of_mean - mean) / ((n - 1) * mean)
+        else:
+            alone = _dot([p * p for p in shares], squares)
+            others = (1 - _dot(shares, shares)) * mean
+            cosine = (square_of_mean - alone) / others if others > 0 else math.nan
         return cls(math.sqrt(square_of_mean), spread, max(-1.0, min(1.0, cosine)))
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 class Every:
@@ -94,6 +219,8 @@ class Every:
     >>> mh.Every(50).next(50, seconds=0.1, drift=None)  # the length of the next block
     50
     """
+
+    own_steps = False  # whether each worker takes a number of steps of its own
 
     def __init__(self, steps: int, name: str = "every") -> None:
         self.first = self.least = whole(
@@ -127,11 +254,23 @@ class Seconds(Every):
     >>> mh.Seconds(60, first=100)
     Seconds(60, first=100, least=1)
 
-    `first` is the number of steps of the first block, when no step has been timed yet.
+    `first` is the number of steps of the first block, when no step has been timed yet; no block has
+    fewer than `least`.
+
+    All workers take equally many steps, unless `own_steps` is set. Then each worker takes as many
+    steps as it can in that time, and the mean of a sync round is weighted by them, or by the
+    samples of which `count_samples` was told. `steps` of the optimizer then counts the mean of the
+    workers' steps: train until it has reached a number.
+
+    >>> mh.Seconds(60, own_steps=True)
+    Seconds(60, first=10, least=1, own_steps=True)
     """
 
-    def __init__(self, seconds: float, *, first: int = 10, least: int = 1) -> None:
+    def __init__(
+        self, seconds: float, *, first: int = 10, least: int = 1, own_steps: bool = False
+    ) -> None:
         self.seconds = real("seconds", seconds, above=0)
+        self.own_steps = flag("own_steps", own_steps)
         self.first, self.least = whole("first", first, 1), whole("least", least, 1)
         if self.least > self.first:
             raise ValueError(f"least must be at most first, got least={least}, first={first}.")
@@ -142,8 +281,18 @@ class Seconds(Every):
     def next(self, length: int, seconds: float, drift: Drift) -> int:
         return max(self.least, round(self.seconds / seconds)) if seconds > 0 else length
 
+    def share(self, seconds: Sequence[float]) -> list[int]:
+        """Return each worker's number of steps in a block, from the seconds of its steps.
+
+        >>> import manyhands as mh
+        >>> mh.Seconds(6, own_steps=True).share([1.0, 2.0, 4.0])
+        [6, 3, 2]
+        """
+        return [max(self.least, math.floor(self.seconds / each + 0.5)) for each in seconds]
+
     def __repr__(self) -> str:
-        return f"Seconds({self.seconds:g}, first={self.first}, least={self.least})"
+        own = ", own_steps=True" if self.own_steps else ""
+        return f"Seconds({self.seconds:g}, first={self.first}, least={self.least}{own})"
 
 
 class ByDrift(Every):
@@ -194,6 +343,12 @@ def check_schedule(every: Every, overlap: int, fragments: int, ranks_per_worker:
         raise ValueError(
             f"{fragments} fragments need at least as many steps in a block, and every={every} "
             f"may have {every.least}. Each fragment is synchronized once in a block."
+        )
+    if fragments > 1 and every.own_steps:
+        raise ValueError(
+            f"every={every} sends the whole model at the end of a block, got "
+            f"fragments={fragments}: workers that take different numbers of steps would be at "
+            "different fragments. Leave one of the two out."
         )
     if ranks_per_worker > 1 and type(every) is not Every:
         raise ValueError(

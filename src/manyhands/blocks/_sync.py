@@ -2,6 +2,9 @@
 
 send      the schedule says that a fragment is due: a sync round averages its difference from the
           anchor, at once or, with overlap, while training goes on
+plan      with `Seconds(..., own_steps=True)` the notes of a round say how many steps each worker
+          takes in the next block. A worker that becomes slower in a block ends it where it is: each
+          worker holds one round a block, and says with how many steps it comes
 commit    all workers agree that the round took place (`averaging/_round.py`)
 merge     the outer step moves the anchor, and the parameters with it
 undo      a member was lost in the round: it is repeated among those who are left, or, if it ran
@@ -33,11 +36,13 @@ from manyhands.blocks._anchor import (
     OverlappedDifference,
     StagedDifference,
 )
-from manyhands.blocks._block_state import BlockState
+from manyhands.blocks._block_state import NO_WORK, BlockState, Work
 from manyhands.blocks._checks import fingerprint, moved_identically, warn_identical_moves
-from manyhands.blocks._schedule import Drift, Every, Schedule
+from manyhands.blocks._schedule import Drift, Every, OwnSchedule, Schedule, Seconds
 from manyhands.blocks.averaging._payload import (
     NOTHING_YET,
+    SAMPLES_INCOMPLETE,
+    SAMPLES_UNKNOWN,
     ArrivedMean,
     Extras,
     InitialState,
@@ -59,7 +64,14 @@ from manyhands.blocks.crew._membership import ElasticMembers, StateTransfer
 from manyhands.data._account import Account
 
 
-class Counters(TypedDict):
+class BlockPlan(TypedDict, total=False):
+    """With own steps: what all workers know of the present block."""
+
+    plan: list[int]  # every worker's steps, by rank
+    pace: list[float]  # the schedule's `seconds` and `ahead`
+
+
+class Counters(BlockPlan):
     """The plain numbers that are equal on every worker."""
 
     steps: int
@@ -86,7 +98,7 @@ class Pending:
     """Fragments in flight, and what travels with the last fragment of a block."""
 
     fragments: Sequence[int]
-    merge_at: int  # the step after which the mean is merged
+    merge_at: int  # the step, as `Sync.now` counts, after which the mean is merged
     differences: Sequence[AnchorDifference]
     buffers: Sequence[ArrivedMean]
     state: Sequence[ArrivedMean]  # of the inner optimizer
@@ -138,6 +150,7 @@ class Sync:
         self.joined_late = False  # whether this worker received another one's state
         self._options_checksum = fingerprint(options)
         self.regroups = 0  # how often the members have changed
+        self.samples: int | None = None  # of the step that is being taken, if they are known
         self._compared = False  # whether the first block was searched for identical moves
         resets = extras.state == "reset" or state.in_local_warmup
         self.initial_state = InitialState(optimizer, needed=resets)
@@ -146,8 +159,24 @@ class Sync:
 
     def count_step(self) -> None:
         """Count a step that the optimizer has taken, or left out."""
-        self.state = self.state.step()
+        steps = self.state.steps
+        blocks = not self.alone and steps >= self.state.warmup
+        if not (blocks and isinstance(self.schedule, OwnSchedule)):
+            steps += 1
+        elif self.state.in_flight:  # until it is merged, the block's numbers are not known
+            self.schedule.hold()
+        elif self.schedule.is_late(self.runner.clock.elapsed(self.state.own)[0]):
+            steps = self.schedule.end()
+        else:
+            steps = self.schedule.advance(steps)
+        self.state = self.state.step(steps, self.samples)
+        self.samples = None
         self.account.step()
+
+    @property
+    def now(self) -> int:
+        """This worker's count of steps, by which it merges: the common one, or its own."""
+        return self.state.own if self.every.own_steps else self.state.steps
 
     def after_step(self) -> None:
         """Send and merge the fragments that are due after the step that was counted."""
@@ -159,16 +188,30 @@ class Sync:
             return
         due = self.schedule.due(step)
         if self.schedule.ends(step):
-            length = self.every.next(self.schedule.length, self.stats.seconds, self.stats.drift)
-            self.schedule.begin(step, length)
-        while self.pending and self.pending[0].merge_at <= step:
+            if isinstance(self.schedule, OwnSchedule):
+                self.schedule.begin_next()
+            else:
+                length = self.every.next(self.schedule.length, self.stats.seconds, self.stats.drift)
+                self.schedule.begin(step, length)
+        while self.pending and self.pending[0].merge_at <= self.now:
             self._merge()
         # A merge may let joiners in, and they have not computed what was due before they came.
         same_members = self.regroups == regroups
         if due and same_members and self.anchor.buckets:
-            self._send(due, step + self.schedule.overlap)
+            self._send(due, self.now + self.schedule.overlap)
             if not self.schedule.overlap:
                 self._merge()
+
+    def end_block(self) -> None:
+        """End a block of own steps where it is, and hold its round.
+
+        A call for a sync round outside of the schedule finds workers at different steps of one
+        block, and some just after it: these have held the block's round, or have it in flight.
+        """
+        if isinstance(self.schedule, OwnSchedule) and self.schedule.taken:
+            self.merge_pending()
+            self.state = self.state.end_block(self.schedule.end())
+            self.after_step()
 
     def set_steps(self, step: int) -> None:
         """Continue as after `step` steps."""
@@ -184,10 +227,11 @@ class Sync:
 
     def sync_now(self) -> None:
         """Merge all that is in flight, and then synchronize all fragments if any has diverged."""
+        self.end_block()
         self.merge_pending()
         if not (self.state.diverged and self.anchor.buckets):
             return
-        self._send(range(self.schedule.fragments), self.state.steps)
+        self._send(range(self.schedule.fragments), self.now)
         self._merge()
 
     def close(self) -> None:
@@ -196,6 +240,7 @@ class Sync:
         If they train on, this worker's last block is lost, as if it had died, and its parameters
         go back to the anchor.
         """
+        self.end_block()
         self.merge_pending()
         if self.state.diverged and self.anchor.buckets:
             if self.members.close(self.state.steps):
@@ -211,7 +256,7 @@ class Sync:
 
     def restart_clock(self, seconds: float = 0.0, steps: float = 0) -> None:
         """Measure the time of a step from here on, as if `seconds` and `steps` had passed."""
-        self.runner.clock.restart(self.state.steps, seconds, steps)
+        self.runner.clock.restart(self.state.own, seconds, steps)
 
     @property
     def between_blocks(self) -> bool:
@@ -239,7 +284,7 @@ class Sync:
         differences: Sequence[AnchorDifference] = [
             difference for f in fragments for difference in self.anchor.differences(f)
         ]
-        overlaps = merge_at > self.state.steps
+        overlaps = merge_at > self.now
         if overlaps:  # parameters change while it travels: send a copy
             differences = [OverlappedDifference.copy_now(each) for each in differences]
         elif self.members.elastic:  # the round may be undone: keep the mean apart until then
@@ -248,7 +293,7 @@ class Sync:
         buffers = self.extras.buffer_payloads() if ends_block else []
         state = self.extras.state_payloads() if ends_block else []
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
-        note = self._write_note(finite, state, ends_block=ends_block)
+        note = self._weigh(self._write_note(finite, state, ends_block=ends_block))
         if not self.state.contributes:
             note = replace(note, status=NOTHING_YET)
         copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
@@ -280,12 +325,21 @@ class Sync:
             status=float(all_finite),
             options=fingerprint((checksum, *facts)) if facts else checksum,
             state_elements=float(sum(payload.length for payload in state)),
-            seconds=self.runner.clock.seconds_per_step(step),
+            seconds=self.runner.clock.seconds_per_step(self.state.own),
             lr=float(groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
             drawn=float(account.taken if ends_block else 0),
             stop=float(stop),
         )
+
+    def _weigh(self, note: Note) -> Note:
+        """Add to a note of which steps this worker's difference is the result, and its weight."""
+        work, weight = self.state.work, 1.0
+        if work.told:
+            weight = float(max(work.samples, 1))
+        elif self.every.own_steps:  # 1 for a worker that takes as many steps as the mean
+            weight = max(work.steps, 1) / self.schedule.length
+        return replace(_note_of(note, work), weight=weight)
 
     def _merge(self) -> None:
         """Wait for the oldest round in flight, and move anchor and parameters by its mean."""
@@ -301,21 +355,47 @@ class Sync:
             # overlap nothing has changed: the differences are sent when they are next due.
             self.state = self.state.undo([] if pending.overlaps else pending.fragments)
             self.regroup()
+            if pending.overlaps:
+                self.restart_clock()  # the time until here was also spent waiting
             return
         self._record_result(result)
         ends_block = self.schedule.fragments - 1 in pending.fragments
         if ends_block:
             self._commit_samples(result, int(pending.note.step))
         if pending.note.step == self.schedule.start:  # sent as the present block began
-            self.schedule.length = int(result.first_note.length)
+            if isinstance(self.schedule, OwnSchedule):
+                self._plan_block(self.schedule, result)
+            else:
+                self.schedule.length = int(result.first_note.length)
         pending.merge(result, self.anchor, self.extras)
         if not pending.note.included:
             self._discard_own_values()
         if self.extras.state == "reset" and ends_block:
             self.initial_state.restore()
         complete = len(pending.fragments) == self.schedule.fragments
-        self.state = self.state.commit(complete=complete, overlaps=pending.overlaps)
+        work = _sent_work(pending.note) if pending.note.included else NO_WORK
+        self.state = self.state.commit(complete=complete, overlaps=pending.overlaps, work=work)
+        for later in self.pending:  # sent with this work too, which is merged now
+            later.note = _note_of(later.note, _sent_work(later.note).minus(work))
         self.regroup()
+        self.restart_clock()
+
+    def _plan_block(self, schedule: OwnSchedule, result: RoundResult) -> None:
+        """Give each worker its number of steps in the block that has begun, from the notes."""
+        assert isinstance(self.every, Seconds)
+        included, rank = result.included, self.members.workers.rank
+        stepped = [note for note in result.notes if note.taken > 0]
+        if not included or not stepped or min(note.seconds for note in stepped) <= 0:
+            return  # nothing was timed
+        # A worker that has just come was not timed: it takes as long as the others in the mean.
+        mean = sum(note.seconds for note in stepped) / len(stepped)
+        seconds = [note.seconds if note.taken > 0 else mean for note in result.notes]
+        plan = self.every.share(seconds)
+        slowest = max(steps * each for steps, each in zip(plan, seconds, strict=True))
+        taken = sum(result.notes[r].taken for r in included) / len(included)
+        # (a round that was saved by a run with other workers has other ranks)
+        known = rank if len(plan) == self.members.workers.size else None
+        schedule.follow(plan, known, taken, slowest)
 
     def _record_result(self, result: RoundResult) -> None:
         self.stats.record(result, self.members.numbers)
@@ -325,14 +405,14 @@ class Sync:
             squares = [result.squares[rank] for rank in result.included]
             if moved_identically(squares, drift.cosine, self.anchor.codec.rounds):
                 warn_identical_moves(len(squares))
-        self.restart_clock()
 
     def _discard_own_values(self) -> None:
         """Go back to the anchor, and contribute nothing to the rounds that are in flight."""
         self.anchor.restore_params()
         drop_nonfinite_state(self.optimizer)
+        self.state = self.state.give_up_steps()
         for pending in self.pending:
-            pending.note = replace(pending.note, status=NOTHING_YET)
+            pending.note = replace(_note_of(pending.note, NO_WORK), status=NOTHING_YET)
 
     # -- a sync round about values as they are -------------------------------------------------
 
@@ -499,11 +579,38 @@ class Sync:
             "rounds": self.state.rounds,
             "block": [self.schedule.start, self.schedule.length],
             "drift": [*astuple(self.stats.drift), self.stats.seconds],
+            **self._block_plan(),
         }
+
+    def _block_plan(self) -> BlockPlan:
+        schedule = self.schedule
+        if not isinstance(schedule, OwnSchedule):
+            return {}
+        return {"plan": list(schedule.plan), "pace": [schedule.seconds, schedule.ahead]}
 
     def load_block(self, state: Counters) -> None:
         """Enter the saved block, with the drift of the last one."""
         start, length = state["block"]
         self.schedule.begin(start, length)
+        if isinstance(self.schedule, OwnSchedule):
+            workers = self.members.workers
+            plan = state.get("plan", [])
+            rank = workers.rank if len(plan) == workers.size else None
+            self.schedule.load(plan, rank, *state.get("pace", [0.0, 0.0]))
         *drift, self.stats.seconds = state["drift"]
         self.stats.drift = Drift(*drift)
+
+
+def _note_of(note: Note, work: Work) -> Note:
+    """Return the note of a round that this work goes into."""
+    known = SAMPLES_UNKNOWN
+    if work.told:
+        known = float(work.samples) if work.told == work.steps else SAMPLES_INCOMPLETE
+    return replace(note, taken=float(work.steps), samples=known)
+
+
+def _sent_work(note: Note) -> Work:
+    """Return the work that went into a round with this note."""
+    told = note.samples >= 0.0
+    steps = int(note.taken)
+    return Work(steps, steps if told else 0, int(note.samples) if told else 0)

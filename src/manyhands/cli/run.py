@@ -50,7 +50,16 @@ Stall = Annotated[
     float,
     typer.Option(min=0.1, help="Seconds without a heartbeat after which a worker is lost."),
 ]
-Patience = Annotated[float, typer.Option(help="Seconds that a slow worker is waited for at most.")]
+Patience = Annotated[
+    str,
+    typer.Option(
+        metavar="SECONDS|auto",
+        help="Seconds that a slow worker is waited for at most; auto: by what rounds took before.",
+    ),
+]
+Quorum = Annotated[
+    int, typer.Option(min=1, help="Workers that a sync round needs; fewer wait for others.")
+]
 Processes = Annotated[
     int,
     typer.Option(
@@ -77,7 +86,8 @@ def run(
     listen: Listen = None,
     store: Store = None,
     stall: Stall = 5.0,
-    patience: Patience = 600.0,
+    patience: Patience = "600",
+    quorum: Quorum = 1,
     processes: Processes = 1,
     restarts: Restarts = 3,
     grace: Grace = _launcher.STOP_GRACE,
@@ -90,8 +100,7 @@ def run(
     arguments = list(script or [])
     _check_script(arguments, module)
     _check_hosts(store, listen, numbers)
-    if patience < stall:
-        stop("run", f"--patience must be at least --stall, which is {stall:g}, got {patience:g}.")
+    _check_patience(patience, stall)
     worker_numbers = _parse_numbers(workers, numbers)
     try:
         serving = store is None  # the launcher that serves the store ends last
@@ -106,7 +115,11 @@ def run(
             processes=processes,
             restarts=restarts,
             grace=grace,
-            environment={"MANYHANDS_STALL": f"{stall:g}", "MANYHANDS_PATIENCE": f"{patience:g}"},
+            environment={
+                "MANYHANDS_STALL": f"{stall:g}",
+                "MANYHANDS_PATIENCE": patience,
+                "MANYHANDS_QUORUM": str(quorum),
+            },
             serving=serving,
             # One host draws a secret of its own: nothing has to be set for a run on one machine.
             secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
@@ -114,6 +127,17 @@ def run(
     except (OSError, ValueError, StoreLost) as error:
         stop("run", *str(error).splitlines())
     raise typer.Exit(launcher.run())
+
+
+def _check_patience(patience: str, stall: float) -> None:
+    if patience == "auto":
+        return
+    try:
+        enough = float(patience) >= stall
+    except ValueError:
+        stop("run", f"--patience is a number of seconds, or auto, got {patience}.")
+    if not enough:
+        stop("run", f"--patience must be at least --stall, which is {stall:g}, got {patience}.")
 
 
 def _check_script(arguments: list[str], module: str | None) -> None:

@@ -114,6 +114,8 @@ class AllReduceChunk:
         else:
             self._values.zero_()  # all_reduce adds every rank: a NaN would reach all of them
         square = square_of(self._values) if self.measured else 0.0
+        if note.weight != 1.0:  # the others' weights are not known yet: `write_mean` divides by all
+            self._values.mul_(note.weight)
         self._notes = notes.zero_().view(self.workers.size, NOTE, PARTS)
         self._notes[self.workers.rank] = _split_exactly([*note.numbers(), square]).to(notes)
         self._work = self.workers.start_all_reduce(self._sent)
@@ -126,8 +128,9 @@ class AllReduceChunk:
         """Do nothing: the all_reduce has brought every worker the sum."""
 
     def write_mean(self, result: RoundResult) -> float:
-        if len(result.included) > 1:
-            self._values.mul_(1 / len(result.included))
+        total = sum(result.notes[rank].weight for rank in result.included)
+        if total not in (0.0, 1.0):  # 0: no worker is included
+            self._values.mul_(1 / total)
         square = square_of(self._values) if self.measured else 0.0
         if self.length:
             self.payload.write(self.start, self._values, result)
@@ -220,17 +223,18 @@ class SharedMemoryChunk:
         rank, host = self.workers.rank, self.workers.shared_memory
         assert host is not None
         included = result.included[:1] if self.payload.first_only else result.included
-        others = [self._slice(other, rank) for other in included if other != rank]
+        weights = dict(zip(included, result.weights(included), strict=True))
+        others = [(self._slice(r, rank), w) for r, w in weights.items() if r != rank]
         own = self._slice(rank, rank)
-        if rank not in included:
-            own.zero_()
-        if len(included) == 2 and len(others) == 1:
-            own.lerp_(others[0], 0.5)  # reads the memory once instead of twice
+        if (weight := weights.get(rank, 0.0)) != 1.0:
+            own.mul_(weight)
+        if len(included) == 2 and len(others) == 1 and weight == others[0][1]:
+            own.lerp_(others[0][0], 0.5)  # reads the memory once instead of twice
         else:
-            for other in others:
-                own.add_(other)
+            for other, weight in others:
+                own.add_(other, alpha=weight)
             if len(included) > 1:
-                own.mul_(1 / len(included))
+                own.mul_(1 / sum(weights.values()))
         self._notes[rank][NOTE] = square_of(own) if self.measured else 0.0
         # No message of its own: the barrier of the chunk that is read next says it.
         self._barrier = host.deferred_barrier()
@@ -340,7 +344,7 @@ class PairwiseChunk:
 
     def send_mean(self, result: RoundResult) -> None:
         """Send the mean of the own slice to all others."""
-        self._average(result.included)
+        self._average(result)
         rank, size = self.workers.rank, self.workers.size
         if self.payload.codec.rounds:
             residual = self._residual(rank) if result.included else None
@@ -367,16 +371,17 @@ class PairwiseChunk:
                 self.payload.write(self.start + self.cuts[rank], mean, result)
         return square
 
-    def _average(self, included: Sequence[int]) -> None:
+    def _average(self, result: RoundResult) -> None:
         """Average the own slice in place over the included ranks, in rank order."""
-        included = included[:1] if self.payload.first_only else included
-        if self.workers.rank not in included:
-            self._own.zero_()
-        for rank in included:
+        included = result.included[:1] if self.payload.first_only else result.included
+        weights = dict(zip(included, result.weights(included), strict=True))
+        if (weight := weights.get(self.workers.rank, 0.0)) != 1.0:
+            self._own.mul_(weight)
+        for rank, weight in weights.items():
             if rank != self.workers.rank:
-                self._own.add_(self._decode(rank, self._own.numel()))
+                self._own.add_(self._decode(rank, self._own.numel()), alpha=weight)
         if len(included) > 1:
-            self._own.div_(len(included))
+            self._own.div_(sum(weights.values()))
 
     def _values_in(self, message: Tensor, elements: int) -> Tensor:
         """Return memory for a slice's values: inside the message if they travel as they are."""

@@ -45,6 +45,9 @@ LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the
 NOT_FINITE = 0.0  # a NaN or an infinity: leave this worker out, and report it
 NOTHING_YET = -1.0  # a worker that has just joined has nothing to contribute
 
+# Values of `Note.samples` below 0: of no step, or only of some steps.
+SAMPLES_UNKNOWN, SAMPLES_INCOMPLETE = -1.0, -2.0
+
 
 @dataclass(frozen=True)
 class Note:
@@ -62,6 +65,9 @@ class Note:
     length: float = 0.0  # steps of the next block; the first worker's number holds for all
     drawn: float = 0.0  # samples of a `Cursor`, taken since the last round that was kept
     stop: float = 0.0  # 1 if it was asked to stop (`_core/stop_notice.py`)
+    taken: float = 0.0  # steps that its values are the result of
+    samples: float = SAMPLES_UNKNOWN  # on which it took these steps
+    weight: float = 1.0  # in the mean; above 0
 
     @property
     def included(self) -> bool:
@@ -108,6 +114,11 @@ class RoundResult:
     def included(self) -> list[int]:
         """The ranks whose values are in the mean."""
         return [rank for rank, note in enumerate(self.notes) if note.included]
+
+    def weights(self, ranks: Sequence[int]) -> list[float]:
+        """Return the weights of these ranks in their mean: all 1 if they are equal."""
+        weights = [self.notes[rank].weight for rank in ranks]
+        return [1.0] * len(weights) if len(set(weights)) == 1 else weights
 
     @property
     def first_note(self) -> Note:

@@ -39,6 +39,7 @@ from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
 from manyhands.blocks.averaging._payload import (
     NOT_FINITE,
     NOTE,
+    SAMPLES_INCOMPLETE,
     Note,
     Payload,
     RoundResult,
@@ -265,7 +266,8 @@ class RoundStats:
     def record(self, result: RoundResult, numbers: Sequence[int]) -> None:
         """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
         included, notes = result.included, result.notes
-        self.drift = Drift.of([result.squares[rank] for rank in included], result.square_of_mean)
+        squares = [result.squares[rank] for rank in included]
+        self.drift = Drift.of(squares, result.square_of_mean, result.weights(included))
         self.workers = len(notes)
         if len(numbers) != len(notes):  # a round that was restored from a checkpoint
             numbers = range(len(notes))
@@ -278,7 +280,7 @@ class RoundStats:
 
 
 class StepClock:
-    """The time that a step takes, measured since the last sync round."""
+    """The time that a step of this worker takes, measured since the last sync round."""
 
     def __init__(self) -> None:
         self.restart(0)
@@ -286,6 +288,7 @@ class StepClock:
     def restart(self, step: int, seconds: float = 0.0, steps: float = 0) -> None:
         """Measure from this step on, as if `seconds` and `steps` had passed."""
         self._start = (time.perf_counter() - seconds, step - int(steps))
+        self._measured = (-1, 0.0)  # the last answer, and the step that it was given after
 
     def elapsed(self, step: int) -> list[float]:
         """Return the seconds and the steps since the measurement began."""
@@ -293,8 +296,10 @@ class StepClock:
         return [time.perf_counter() - then, step - first]
 
     def seconds_per_step(self, step: int) -> float:
-        seconds, steps = self.elapsed(step)
-        return seconds / max(steps, 1)
+        if self._measured[0] != step:  # else a round is repeated, and the time since was waiting
+            seconds, steps = self.elapsed(step)
+            self._measured = (step, seconds / max(steps, 1))
+        return self._measured[1]
 
 
 # -- the round itself ------------------------------------------------------------------------------
@@ -393,6 +398,16 @@ def _check_notes(notes: Sequence[Note]) -> None:
             "Cursor on every worker, and change or load them on all of them at once.",
             [note.options for note in notes],
         )
+    telling = {note.samples >= 0.0 for note in notes if note.included and note.taken > 0}
+    if len(telling) > 1 or any(note.samples == SAMPLES_INCOMPLETE for note in notes):
+        raise RanksDisagree(
+            "count_samples() was called before some steps of this block, and not before others "
+            "(samples: "
+            + ", ".join(f"rank {r}: {_samples(note)}" for r, note in enumerate(notes[:8]))
+            + "). The mean is weighted by samples: call it before every step, on every worker, or "
+            "never.",
+            [min(note.samples, 0.0) for note in notes],
+        )
     if len({note.state_elements for note in notes if note.state_elements > 0}) > 1:
         counts = (f"rank {rank}: {n.state_elements:.0f}" for rank, n in enumerate(notes[:8]))
         raise RanksDisagree(
@@ -400,3 +415,9 @@ def _check_notes(notes: Sequence[Note]) -> None:
             'Use the same inner optimizer and model on every worker, or state="keep".',
             [note.state_elements for note in notes],
         )
+
+
+def _samples(note: Note) -> str:
+    if note.samples == SAMPLES_INCOMPLETE:
+        return "of some steps"
+    return f"{note.samples:.0f}" if note.samples >= 0.0 else "none"

@@ -32,6 +32,7 @@ caller.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import warnings
@@ -43,6 +44,7 @@ import torch.distributed as dist
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._checks import real, whole
 from manyhands.blocks.crew._enrollment import NO_TERMS, Enrollment, Terms, check_not_failed
+from manyhands.blocks.crew._grace import GraceWindow
 from manyhands.blocks.crew._membership import CrewBase
 from manyhands.blocks.crew._roster import Roster
 from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
@@ -50,6 +52,8 @@ from manyhands.blocks.crew._store import Signer, StoreClient, parse_address
 from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, StoreConnection
 from manyhands.errors import StoreLost, WorkerLost
 
+PATIENCE = 600.0  # seconds, unless others are given
+AUTO = "auto"
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
 
 Number = TypeVar("Number", int, float)
@@ -60,14 +64,19 @@ class Crew(CrewBase):
 
     `store` is "host:port" of a torch TCPStore. `number` identifies this worker; a restarted worker
     keeps its number. `expected` is the number of workers at the start. A worker without a heartbeat
-    for `stall` seconds is considered lost; a live one is waited for, up to `patience` seconds.
+    for `stall` seconds is considered lost; a live one is waited for, up to `patience` seconds. With
+    `patience="auto"` it is waited for as long as that costs the others less than to go on without
+    it, by the time that rounds took before.
+    No round is held by fewer than `quorum` workers: what is left of a crew waits for others, except
+    for those that have finished. With a quorum above 1, a worker that is cut off from the store
+    waits until it is back, and joins again.
     A worker may consist of several processes that train one model together, as under DDP or FSDP:
     `inner_group` is their process group, and all of them have the same number.
     All workers sign what they write to the store with `secret`, the same text on every worker, and
     ignore everything in the store that is not signed with it.
     Arguments that are left out come from the environment that `manyhands run` sets:
-    MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL and
-    MANYHANDS_PATIENCE.
+    MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL,
+    MANYHANDS_PATIENCE and MANYHANDS_QUORUM.
 
     Without a store it is a crew of one worker: there are no threads, and every round is kept.
 
@@ -86,7 +95,8 @@ class Crew(CrewBase):
         number: int | None = None,
         expected: int | None = None,
         stall: float | None = None,
-        patience: float | None = None,
+        patience: float | str | None = None,
+        quorum: int | None = None,
         inner_group: dist.ProcessGroup | None = None,
         secret: str | None = None,
     ) -> None:
@@ -104,12 +114,25 @@ class Crew(CrewBase):
         self.number = whole("number", own)
         self.expected = whole("expected", _or_environment(expected, "MANYHANDS_WORKERS", int, 1), 1)
         self.stall = real("stall", _or_environment(stall, "MANYHANDS_STALL", float, 5.0), least=0.1)
-        self.patience = real(
-            "patience",
-            _or_environment(patience, "MANYHANDS_PATIENCE", float, 600.0),
-            least=self.stall,
-            why="It is at least as long as stall.",
-        )
+        given: object = patience
+        if (os.environ.get("MANYHANDS_PATIENCE") if patience is None else patience) == AUTO:
+            self._grace: GraceWindow | None = GraceWindow()
+            given = max(PATIENCE, self.stall)
+        else:
+            self._grace = None
+            if not isinstance(patience, str):
+                given = _or_environment(patience, "MANYHANDS_PATIENCE", float, PATIENCE)
+        why = f'It is at least as long as stall, or "{AUTO}".'
+        self.patience = real("patience", given, least=self.stall, why=why)
+        self.quorum = whole("quorum", _or_environment(quorum, "MANYHANDS_QUORUM", int, 1), 1)
+        if self.quorum > 1 and self.inner.size > 1:
+            raise ValueError(
+                "a quorum is for workers of one process: the processes of an inner_group cannot "
+                "wait for the store and join again, each by itself. Leave quorum out."
+            )
+        self._cut_off = False  # from the store
+        self._settled = self._arrived = 0.0  # when the last round was settled; when this one began
+        self._terms = NO_TERMS
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
         if self.store is not None:
             self._signer = Signer.from_environment(secret)
@@ -135,29 +158,69 @@ class Crew(CrewBase):
         if self.store is None:
             self._begin_alone()
             return
-        monitor = HeartbeatMonitor(self.stall)
-        client = StoreClient(self.store, monitor.interval, self._signer)
+        self._terms, self._pid = terms, os.getpid()
         try:
-            shared = SharedRoster(client, monitor, self.inner.size)
-            self._enrollment = Enrollment(
-                shared, self.number, self.inner, self.expected, self.patience
-            )
-            self._pid = os.getpid()
+            self._enroll(self.store)
             # A script that ends without leave() is lost. The others need not wait for its silence.
             atexit.register(self._depart)
-            self._enrollment.agree_on_incarnation()
-            self._enrollment.check_terms(terms)
             self._enter(version)
         except BaseException:
             self._depart()
+            raise
+        self._settled = time.monotonic()
+
+    def _enroll(self, store: str) -> None:
+        """Connect to the store, and check that this worker fits the others."""
+        monitor = HeartbeatMonitor(self.stall)
+        client = StoreClient(store, monitor.interval, self._signer)
+        try:
+            shared = SharedRoster(client, monitor, self.inner.size)
+            self._enrollment = Enrollment(
+                shared, self.number, self.inner, self.expected, self.patience, self.quorum
+            )
+            self._enrollment.agree_on_incarnation()
+            self._enrollment.check_terms(self._terms)
+        except StoreLost:
+            client.close()
             raise
 
     def regroup(self, version: int) -> None:
         """Form the next generation with all living members and all waiting processes."""
         if self.store is None:
             self._begin_alone()
-        else:
-            self._enter(version)
+            return
+        began = time.monotonic()
+        while True:
+            try:
+                if self._cut_off:
+                    self._return_to_store()
+                self._enter(version)
+                break
+            except StoreLost:
+                if self.quorum == 1:
+                    raise
+                self._cut_off = True
+        self._settled = time.monotonic()
+        if self._grace is not None:
+            self._grace.add_regroup(self._settled - began)
+
+    def _return_to_store(self) -> None:
+        """Wait until the store answers again; this worker then comes as a new process."""
+        assert self.store is not None
+        self._disconnect()
+        if self._enrollment is not None:
+            self._enrollment.shared.client.close()
+        until = time.monotonic() + self.patience
+        while True:
+            try:
+                self._connection = StoreConnection(self.store, self._signer)
+                self._enroll(self.store)
+                break
+            except StoreLost:
+                if time.monotonic() > until:
+                    raise
+        # No generation has our new id, and a store that was started anew counts from 1 again.
+        self._cut_off, self.generation = False, 0
 
     def leave(self) -> None:
         """Leave because this worker is done. The others go on without waiting for it.
@@ -196,6 +259,7 @@ class Crew(CrewBase):
         Raise WorkerLost as soon as the round cannot be kept any more.
         """
         began, pause = time.monotonic(), FIRST_PAUSE
+        self._arrived = began
         while not done(pause):
             if self._enrollment is None:
                 continue
@@ -242,6 +306,21 @@ class Crew(CrewBase):
         if self.store is None:
             self.regroup_due = not arrived
             return arrived
+        try:
+            kept = self._settle(arrived, sync_round)
+        except StoreLost:
+            if self.quorum == 1:
+                raise
+            # The others may have kept it. They are further then, and send this worker their state.
+            self._cut_off = self.regroup_due = True
+            return False
+        now = time.monotonic()
+        if kept and sync_round and self._grace is not None:
+            self._grace.add_round(self._arrived - self._settled, now - self._arrived)
+        self._settled = now
+        return kept
+
+    def _settle(self, arrived: bool, sync_round: bool) -> bool:
         enrollment, generation, round_index = self._joined(), self.generation, self._round
         shared = enrollment.shared
         began, pause, reported = time.monotonic(), FIRST_PAUSE, -float("inf")
@@ -289,8 +368,16 @@ class Crew(CrewBase):
         if lost := self._lost(roster):
             which = ", ".join(map(str, lost))
             raise WorkerLost(f"worker {which} is lost: it left, died or stalled.", lost)
-        if time.monotonic() - began > self.patience:
-            raise WorkerLost(f"a worker is so slow that {self.patience:g} s were not enough.")
+        if time.monotonic() - began > self._longest_wait:
+            raise WorkerLost(
+                f"a worker is so slow that {self._longest_wait:.3g} s were not enough."
+            )
+
+    @property
+    def _longest_wait(self) -> float:
+        """Seconds for which a living member is waited for."""
+        known = math.inf if self._grace is None else self._grace.seconds(self.size)
+        return min(self.patience, known)
 
     def _lost(self, roster: Roster) -> tuple[int, ...]:
         """Return the numbers of the lost members, as far as this worker knows."""
@@ -315,6 +402,7 @@ class Crew(CrewBase):
     def _enter(self, version: int) -> None:
         """Ask for the next generation until this worker is in one whose members are connected."""
         enrollment = self._joined()
+        enrollment.longest_wait = self._longest_wait
         shared = enrollment.shared
         if enrollment.id not in shared.refresh().ids:
             enrollment.begin_incarnation()

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,8 @@ from manyhands.errors import CrewFinished, JoinRefused
 
 START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
 KINDS = ("parameter", "buffer")
+log = logging.getLogger("manyhands")
+
 LISTED = 3  # differences of a kind in an error message: more add nothing
 
 
@@ -106,12 +110,15 @@ class Enrollment:
         inner: RankGroup,
         expected: int,
         patience: float,
+        quorum: int = 1,
     ) -> None:
         self.shared = shared
         self.number = number  # the worker's
         self.inner = inner
         self.expected = expected
         self.patience = patience
+        self.longest_wait = patience  # for living members that have not come
+        self.quorum = quorum
         self.process_number = number * inner.size + inner.rank
         self.id = ""  # "number.incarnation", once there is one
         self._worker_incarnation = 0
@@ -177,6 +184,8 @@ class Enrollment:
     def wait_for_generation(self, version: int, after: int) -> Roster:
         """Wait until a generation later than `after` includes this process, or begin it."""
         shared, began, pause = self.shared, time.monotonic(), FIRST_PAUSE
+        told = False  # that there are too few workers
+        called: float | None = None  # when all members were first seen to be called
         self._ask_to_join(version)
         while True:
             roster = shared.refresh()
@@ -200,11 +209,21 @@ class Enrollment:
             waited = time.monotonic() - began
             silent = self.silent
             self._check_siblings(roster, waited)
-            if waited > self.patience:
-                # Living members that have not come for so long are treated as lost.
+            called = (called or time.monotonic()) if roster.ended else None
+            late_since = math.inf if called is None else time.monotonic() - called
+            if waited > self.patience or late_since > self.longest_wait:
+                # Living members that have not come for so long are treated as lost. While their
+                # generation goes on, they are in a block, and come after it.
                 silent |= set(roster.absent(silent))
             late = waited > START_PATIENCE
-            if roster.complete(silent, self.expected, late):
+            if late and not told and not roster.has_quorum(silent, self.quorum):
+                told = True
+                log.warning(
+                    "worker %d waits for others: a round needs %d workers.",
+                    self.number,
+                    self.quorum,
+                )
+            if roster.complete(silent, self.expected, late, self.quorum):
                 shared.change(self._begin_next(roster, silent, late))
                 pause = FIRST_PAUSE
                 continue
@@ -227,7 +246,7 @@ class Enrollment:
 
         def begin(roster: Roster) -> Roster:
             same = roster.generation == seen.generation
-            ready = same and roster.complete(silent, self.expected, late)
+            ready = same and roster.complete(silent, self.expected, late, self.quorum)
             return roster.next(silent) if ready else roster
 
         return begin

@@ -11,6 +11,7 @@ members of a generation: a sync round, which moves the anchor, or a state transf
     members              one incarnation each: "3.2" is process number 3, started a second time
     waiting              processes that have asked to be in the next generation
     left, dead           members that finished, and members that are known to have died
+    done                 how many processes have finished since the run began
     missed               members that the others went on without, see `MissedMember`
     begun                a sync round was kept, so there is work to lose (a state transfer alone
                          does not count)
@@ -113,6 +114,7 @@ class Roster:
     refused: tuple[int, ...] = ()
     closing: tuple[ClosingMember, ...] = ()
     launchers: tuple[str, ...] = ()
+    done: int = 0
 
     # -- as text -------------------------------------------------------------------------------
 
@@ -295,6 +297,7 @@ class Roster:
             self,
             waiting=tuple(member for member in self.waiting if member.id not in ids),
             left=(*self.left, *gone) if left else self.left,
+            done=self.done + len(gone) if left else self.done,
             dead=self.dead if left else (*self.dead, *gone),
             missed=tuple(m for m in self.missed if m.id not in ids),
         )
@@ -338,16 +341,22 @@ class Roster:
         here = {member.id for member in self.waiting}
         return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
 
-    def complete(self, silent: Set[str], expected: int, late: bool = False) -> bool:
+    def has_quorum(self, silent: Set[str], quorum: int) -> bool:
+        """Return whether enough workers wait. Those that have finished are not missed."""
+        return len(self.present(silent)) + self.done >= quorum * self.processes
+
+    def complete(
+        self, silent: Set[str], expected: int, late: bool = False, quorum: int = 1
+    ) -> bool:
         """Return whether the next generation can begin.
 
-        It waits for all living members. Without a living member this is a start: it waits until
-        `expected` workers are present, or until it is `late`.
+        It needs a `quorum` of workers, and waits for all living members. Without a living member
+        this is a start: it waits until `expected` workers are present, or until it is `late`.
         """
         here = self.present(silent)
         if not here or len({member.number for member in here}) < len(here):
             return False  # of two processes with one number, one will give up
-        if self.absent(silent):
+        if self.absent(silent) or not self.has_quorum(silent, quorum):
             return False
         start = not any(member.id in self.ids for member in here)
         return not start or late or len(here) >= expected * self.processes
