@@ -243,7 +243,7 @@ Reading the tables:
   has to read them one and a half times more: each worker's own, and the mean's, which two workers
   share. AdamScale divides them by their second moments: it reads twice as much, and computes.
 - By default a step measures an eighth of long tensors, and the next step another eighth
-  ([scaling](../scaling.md#what-it-costs)). Of the MLP's it reads blocks of 126 KB. With `measured=1`
+  ([scaling](../scaling.md#what-it-costs)): of the MLP's, blocks of 126 KB. With `measured=1`
   it reads everything. The ResNet has no long tensor: nothing changes there.
 - "and Ramp" measures and decides at a batch that has nowhere to grow. It is shown twice,
   over DDP and over AdaScale.

@@ -1,5 +1,5 @@
 """Other libraries' training loops, with this library inside. Each is imported only by its name.
 
-lightning/       Lightning: callbacks for scaling rules and `Ramp`, strategies for sharding and blocks
+lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks
 transformers.py  the Hugging Face Trainer: `attach`
 """
