@@ -311,26 +311,27 @@ def test_a_run_counted_in_progress_goes_on_to_the_same_end(tmp_path):
 
 def test_gain_and_progress_are_in_the_bar_and_in_the_log(tmp_path):
     def train():
+        from lightning.pytorch.callbacks import LearningRateMonitor
         from lightning.pytorch.loggers import CSVLogger
 
         logger = CSVLogger(tmp_path, name="", version="")
-        callback = scaling()
+        callback = scaling(by_progress=True)
         trainer = trainer_of(
-            max_epochs=1,
+            max_steps=6,
             accumulate_grad_batches=2,
-            callbacks=[callback],
+            callbacks=[callback, LearningRateMonitor()],
             logger=logger,
             log_every_n_steps=1,
         )
-        fit(module_of(sgd), trainer)
+        fit(module_of(sgd, cosine), trainer)
         shown = {k: float(v) for k, v in trainer.progress_bar_metrics.items()}
         return shown, callback.rule.gain(), callback.rule.progress
 
     shown, gain, progress = run_ranks(2, train)[0]
     assert shown == {"gain": pytest.approx(gain), "progress": pytest.approx(progress)}
     rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert len(rows) == 1 + 4
-    assert {"gain", "progress", "scale"} <= set(rows[0].split(","))
+    assert len(rows) > 3
+    assert {"gain", "progress", "scale", "lr-SGD"} <= set(rows[0].split(","))
 
 
 def test_a_second_fit_begins_anew():

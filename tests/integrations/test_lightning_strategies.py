@@ -20,6 +20,7 @@ from helpers.lightning_runs import (
     loss_of,
     module_of,
     net,
+    own_loader,
     trainer_of,
     values,
 )
@@ -117,7 +118,7 @@ def test_a_checkpoint_is_the_plain_one(name, before, after, rule, tmp_path):
         return fit(module_of(adamw, cosine), trainer, **files)
 
     run_ranks(before, train, 1, save=file)
-    saved = torch.load(file, weights_only=False)
+    saved = torch.load(file, weights_only=True)
     assert list(saved["state_dict"]) == [f"net.{key}" for key in net().state_dict()]
     got = run_ranks(after, train, 2, resume=file)
     alone = Alone(adamw, cosine, mh.AdamScale if rule else None)
@@ -128,16 +129,25 @@ def test_a_checkpoint_is_the_plain_one(name, before, after, rule, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ShardedDDP", "FSDP by layer"])
-def test_a_model_is_validated_in_training_and_after_it(name):
+def test_a_model_is_validated_in_training_and_after_it(name, tmp_path):
     def train():
         trainer = trainer_of(SHARDINGS[name](), max_epochs=1)
         module = module_of(adamw)
         result = fit(module, trainer, validate=True)
         during = float(trainer.callback_metrics["val_loss"])
-        from helpers.lightning_runs import own_loader
-
-        (after,) = trainer.validate(module, own_loader(8), verbose=False)
-        return result, during, after["val_loss"]
+        file = str(tmp_path / "last.ckpt")
+        trainer.save_checkpoint(file)
+        losses = [
+            trainer.validate(module, own_loader(8), ckpt_path=path, verbose=False)[0]["val_loss"]
+            for path in (None, file)
+        ]
+        with torch.no_grad():
+            new = module_of(adamw)
+            other = trainer_of(SHARDINGS[name]())
+            losses += [
+                other.validate(new, own_loader(8), ckpt_path=file, verbose=False)[0]["val_loss"]
+            ]
+        return result, during, *losses
 
     alone = Alone(adamw).epoch(8, 2, 1)
     with torch.no_grad():
@@ -145,7 +155,7 @@ def test_a_model_is_validated_in_training_and_after_it(name):
     got = run_ranks(2, train)
     assert_alike([result for result, *_ in got], alone, rtol=1e-4, atol=1e-5)
     for _, *losses in got:
-        assert losses == pytest.approx([float(expected)] * 2, rel=1e-4)
+        assert losses == pytest.approx([float(expected)] * 4, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ShardedDDP", "FSDP"])
@@ -171,6 +181,18 @@ def test_float16_skips_on_all_ranks_together(name, rule):
     assert first[2] == second[2] < 2.0**32
     assert all(torch.isfinite(param).all() for param in first[0])
     assert sum(first[1][-8:]) < 0.8 * sum(first[1][:8])
+
+
+def test_modules_that_are_wrapped_already_stay_wrapped():
+    def configure_model(self):
+        if not isinstance(self.net[0], mh.FSDP):
+            self.net[0] = mh.FSDP(self.net[0])
+
+    def train():
+        module = module_of(adamw, configure_model=configure_model)
+        return fit(module, trainer_of(SHARDINGS["FSDP"](), max_epochs=1))
+
+    assert_alike(run_ranks(2, train), Alone(adamw).epoch(8, 2, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_an_oss_of_configure_optimizers_stays():
@@ -209,6 +231,11 @@ def test_unknown_options_are_an_error():
     for name, takes in (("ShardedDDPStrategy", "OSS"), ("FullyShardedStrategy", "Fully")):
         with pytest.raises(TypeError, match=f"takes no colour: options are those of {takes}"):
             strategy_of(name, colour="blue")
+
+
+def test_a_crew_is_an_error_that_says_what_to_do():
+    with pytest.raises(ValueError, match=r"a Trainer of its own \(devices=1\)"):
+        strategy_of("BlocksStrategy", mh.DiLoCo, crew=object())
 
 
 # -- blocks ------------------------------------------------------------------------------------
@@ -269,7 +296,7 @@ def test_blocks_are_saved_and_validated_synchronized(before, after, tmp_path):
         return result["params"], float(trainer.callback_metrics["val_loss"])
 
     halves = run_ranks(before, train, 1, save=file)
-    saved = torch.load(file, weights_only=False)
+    saved = torch.load(file, weights_only=True)
     for params, loss in halves:
         torch.testing.assert_close(list(saved["state_dict"].values()), params, rtol=0, atol=0)
         assert loss == halves[0][1]

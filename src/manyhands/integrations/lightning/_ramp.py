@@ -16,7 +16,7 @@ from manyhands.integrations.lightning._passes import StepPasses
 from manyhands.integrations.lightning._scaling import MakeRule, Scaling
 from manyhands.ramp import Ramp
 
-RAMP_OPTIONS = ("goal", "efficiency", "decay", "every", "growth", "probe", "probe_every")
+RAMP_OPTIONS = ("goal", "efficiency", "decay", "every", "growth")
 
 
 class BatchRamp(Scaling):
@@ -36,8 +36,8 @@ class BatchRamp(Scaling):
         rule: as in `Scaling`.
         by_progress: as in `Scaling`.
         log: as in `Scaling`.
-        options: arguments of `Ramp` (`goal`, `efficiency`, `decay`, `every`, `growth`, `probe`,
-            `probe_every`); all others are the rule's.
+        options: arguments of `Ramp` (`goal`, `efficiency`, `decay`, `every`, `growth`); all others
+            are the rule's.
     """
 
     def __init__(

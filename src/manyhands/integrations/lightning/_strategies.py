@@ -281,6 +281,12 @@ class BlocksStrategy(OwnStrategy):
     """
 
     def __init__(self, blocks: MakeBlocks = DiLoCo, **options: Any) -> None:
+        if options.get("crew") is not None:
+            raise ValueError(
+                "BlocksStrategy is for the devices of one Trainer, which begin and end together. "
+                "Workers of a crew come and go: give each a Trainer of its own (devices=1), and "
+                "return mh.DiLoCo(optimizer, crew=mh.Crew()) from configure_optimizers."
+            )
         of_strategy = {name: options.pop(name) for name in OF_DDP_STRATEGY & options.keys()}
         self._make, self._options = blocks, options
         super().__init__(**of_strategy)
