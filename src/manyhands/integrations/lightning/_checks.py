@@ -51,8 +51,7 @@ def check_strategy(trainer: Trainer, what: str) -> None:
 
 def check_callbacks(trainer: Trainer, what: str) -> None:
     """Raise for a callback that steps without a gradient."""
-    # `Trainer.callbacks` exists on every Trainer, but Lightning sets it in another file.
-    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
         raise ValueError(
             f"{what} measures the gradient of every step, and StochasticWeightAveraging runs an "
             "epoch without any. Use Lightning's WeightAveraging callback for averaged weights."

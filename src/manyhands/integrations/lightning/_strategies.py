@@ -56,6 +56,9 @@ OF_DDP_STRATEGY = {
 class OwnStrategy(DDPStrategy):
     """Base of the strategies here: what they have in common."""
 
+    model: Any  # Lightning's: the LightningModule, or the wrapper around it
+    optimizers: list[Optimizer]
+
     def setup(self, trainer: Trainer) -> None:
         """Set up model and optimizers, and Lightning's clipping for them."""
         super().setup(trainer)
@@ -130,7 +133,6 @@ class ShardedDDPStrategy(OSSStrategy):
         """Make the OSS, and wrap the model."""
         super().setup_optimizers(trainer)
         use_sharded_scaler(self.precision_plugin)
-        assert self.model is not None
         self.model = ShardedDataParallel(self.model, self.optimizers, **self._of_wrapper)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -178,7 +180,6 @@ class FullyShardedStrategy(OwnStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, also to evaluate it; then set up the optimizers."""
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
-            assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
         Strategy.setup(self, trainer)
         use_sharded_scaler(self.precision_plugin)
@@ -189,7 +190,6 @@ class FullyShardedStrategy(OwnStrategy):
         if self.world_size == 1:
             super().model_to_device()
             return
-        assert self.model is not None
         for module in self.model.modules():
             if next(module.parameters(), None) is None:  # such as a metric
                 module.to(self.root_device)
@@ -306,7 +306,7 @@ class BlocksStrategy(OwnStrategy):
                     f"{', '.join(self._options)}. Give the options to one of the two."
                 )
             return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:
             if isinstance(callback, Scaling):
                 # inside the blocks: each device has a batch of its own
                 optimizer = callback.make_rule(trainer, optimizer, world_size=1)
