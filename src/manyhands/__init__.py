@@ -12,6 +12,7 @@ from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import Saving, load, save
 from manyhands.data._cursor import Cursor
+from manyhands.data._shards import DataShards
 from manyhands.engines._job import Job, start
 from manyhands.engines._stopping import stopping
 from manyhands.planning import Plan, plan
@@ -66,6 +67,7 @@ __all__ = [
     "Coverage",
     "Crew",
     "Cursor",
+    "DataShards",
     "DiLoCo",
     "DummyProcessGroup",
     "Every",

@@ -183,7 +183,7 @@ def saved_cursor():
 def test_the_state_is_plain_numbers():
     state = saved_cursor()
     assert state["fresh"] == 8 and state["returned"] == []
-    assert all(type(value) in (int, bool, list) for value in state.values())
+    assert all(type(value) in (int, bool, list, type(None)) for value in state.values())
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_the_state_is_plain_numbers():
     [
         (
             {"dataset": numbers(41)},
-            "samples in the dataset 40, and here it is 41. Give it",
+            "samples=40, and here it is 41. Give it the dataset",
         ),
-        ({"seed": 4}, "seed 3, and here it is 4. Make the Cursor with seed=3"),
-        ({"shuffle": False}, "shuffle True, and here it is False. Make the Cursor with shuffle"),
+        ({"seed": 4}, "seed=3, and here it is 4. Make the Cursor with seed=3"),
+        ({"shuffle": False}, "shuffle=True, and here it is False. Make the Cursor with shuffle"),
     ],
 )
 def test_a_position_in_another_order_is_refused(changed, match):

@@ -10,12 +10,18 @@ from manyhands.data._spans import count
 pytestmark = pytest.mark.quick
 
 
-@hypothesis.given(st.integers(0, 60), st.integers(1, 8), st.none() | st.integers(1, 7))
-def test_ranks_and_passes_have_each_sample_once(samples, ranks, most):
+@hypothesis.given(
+    st.integers(0, 60), st.integers(1, 8), st.none() | st.integers(1, 7), st.booleans()
+)
+def test_ranks_and_passes_have_each_sample_once(samples, ranks, most, in_turns):
     step = ((100, 100 + samples // 3), (7, 7 + samples - samples // 3))
-    divided = [divide_step(step, rank, ranks, most) for rank in range(ranks)]
-    found = [p for own in divided for _, spans in own for a, b in spans for p in range(a, b)]
-    assert found == [p for a, b in step for p in range(a, b)]
+    divided = [divide_step(step, rank, ranks, most, in_turns=in_turns) for rank in range(ranks)]
+    found = [[p for _, spans in own for a, b in spans for p in range(a, b)] for own in divided]
+    whole = [p for a, b in step for p in range(a, b)]
+    if in_turns:
+        assert found == [whole[rank::ranks] for rank in range(ranks)]
+    else:
+        assert [position for own in found for position in own] == whole
     assert len({len(own) for own in divided}) == 1, "ranks have different numbers of passes"
     sizes = [each.samples for own in divided for each, _ in own]
     assert sizes == [count(spans) for own in divided for _, spans in own]

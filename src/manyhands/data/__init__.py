@@ -1,8 +1,9 @@
 """Data that is seen once, whoever comes and goes: `Cursor`, and the arithmetic below it.
 
-A step's samples pass through the files in this order; all but the last are plain integers.
+A step's samples pass through the files in this order; below `Cursor` they are integers.
 
     _order.py    the permutation of an epoch: from positions to samples
+    _shards.py   `DataShards`: samples that are read in order, and the order that suits them
     _spans.py    ranges of positions
     _ledger.py   which positions are free, held by a worker, or committed
     _account.py  the ledger as one worker knows it, and what this worker took since the last commit

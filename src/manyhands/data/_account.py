@@ -8,9 +8,9 @@ round, and what it held is handed out again.
 
 `rules` are the plain values that all workers must have in common, beside the ledger:
 
-    samples, seed, shuffle, drop_last    of the epochs
-    batch                                samples that one worker takes in a step
-    ahead                                steps that a worker may load in advance
+    samples, shards, seed, shuffle, drop_last    of the epochs
+    batch                                        samples that one worker takes in a step
+    ahead                                        steps that a worker may load in advance
 
 Everything here is plain values: no tensors, no process group.
 """

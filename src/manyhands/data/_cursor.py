@@ -36,6 +36,7 @@ from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
 from manyhands.data._order import Order
 from manyhands.data._passes import Pass, divide_step, number_of_passes
+from manyhands.data._shards import DataShards, ShardOrder
 from manyhands.data._spans import Spans, count, take, union
 from manyhands.errors import RanksDisagree
 from manyhands.scaling._weighted_mean import WeightedMean
@@ -43,10 +44,11 @@ from manyhands.scaling._weighted_mean import WeightedMean
 FORMAT = 1
 MAPPED = 4096  # positions that are turned into samples together, if there are as many to plan
 ADVICE = "Make the same Cursor on every rank, and load the same state on all of them."
+ORDER = ("samples", "shards", "seed", "shuffle")  # the rules that a position refers to
 OWN_OPTIONS = ("batch_sampler", "sampler")
 
 
-class BlockSamples(Protocol):
+class SampleRounds(Protocol):
     """What blocks offer to a cursor (`blocks/_samples.py`)."""
 
     @property
@@ -143,7 +145,8 @@ class Cursor:
         }
         mistake = _mistake(dataset, arguments, options, self._ranks.size)
         samples = len(dataset) if mistake is None else 0
-        facts = {"mistake": str(mistake), "samples": samples}
+        shards = _shards_of(dataset)
+        facts = {"mistake": str(mistake), "samples": samples, "shards": shards}
         facts |= {name: str(value) for name, value in arguments.items()}
         try:  # before anything is raised: the other ranks would wait for this one
             agree(self._ranks, {"data": facts}, ADVICE)
@@ -152,12 +155,14 @@ class Cursor:
         if mistake is not None:
             raise mistake
         self._samples, self._seed, self._shuffle = samples, seed, bool(shuffle)
+        self._shards = dataset if isinstance(dataset, DataShards) else None
         self._most = max_local_batch_size
         ahead = options.get("num_workers", 0) * (options.get("prefetch_factor") or 2)
         self._account = Account() if self._blocks is None else self._blocks.account
         self._number = 0 if self._blocks is None else self._blocks.number
         self._rules = {
             "samples": samples,
+            "shards": shards,
             "seed": seed,
             "shuffle": self._shuffle,
             "drop_last": bool(drop_last),
@@ -406,7 +411,9 @@ class Cursor:
 
     def _plan(self) -> Iterator[list[int]]:
         """Yield the samples of each of this rank's batches."""
-        order = Order(self._samples, self._seed, self.epoch, self._shuffle)
+        order: Order | ShardOrder = Order(self._samples, self._seed, self.epoch, self._shuffle)
+        if self._shards is not None:
+            order = self._shards.order(self._seed, self.epoch, self._shuffle)
         while group := self._plan_steps():
             self._planned.extend(each for each, _ in group)
             indices = order.indices(tuple(span for _, spans in group for span in spans))
@@ -431,7 +438,9 @@ class Cursor:
             step, self._rest = take(self._rest, self.batch_size)
             self._on_their_way.append(step)
             filler = ((step[0][0], step[0][0] + 1),) if step else ((0, 1),)
-            for each, spans in divide_step(step, self._ranks.rank, self._ranks.size, self._most):
+            ranks, in_turns = self._ranks, self._shards is not None
+            passes = divide_step(step, ranks.rank, ranks.size, self._most, in_turns=in_turns)
+            for each, spans in passes:
                 group.append((each, spans or filler))
                 positions += max(1, each.samples)
         return group
@@ -442,9 +451,7 @@ class Cursor:
         """Return the position, in plain numbers, for any number of ranks."""
         return {
             "version": FORMAT,
-            "samples": self._samples,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
+            **{name: self._rules[name] for name in ORDER},
             **self._account.ledger.saved(),
         }
 
@@ -460,20 +467,17 @@ class Cursor:
                 "this Cursor is iterated, and cannot go to another position. Load it before the "
                 "loop, or leave the loop first."
             )
-        here = {"samples": self._samples, "seed": self._seed, "shuffle": self._shuffle}
-        advice = {
-            "samples": "Give it the dataset that the run was begun with; positions in another one "
-            "mean other samples",
-            "seed": f"Make the Cursor with seed={state_dict['seed']!r}",
-            "shuffle": f"Make the Cursor with shuffle={state_dict['shuffle']!r}",
-        }
-        for name, value in here.items():
-            if state_dict[name] != value:
-                what = "samples in the dataset" if name == "samples" else name
+        for name in ORDER:
+            saved, here = state_dict[name], self._rules[name]
+            if saved != here:
+                advice = {
+                    "samples": "Give it the dataset that the run was begun with",
+                    "shards": "Give it the shards and lanes that the run was begun with",
+                }.get(name, f"Make the Cursor with {name}={saved!r}")
                 raise ValueError(
-                    f"the saved position is one in an order of {what} {state_dict[name]!r}, and "
-                    f"here it is {value!r}. {advice[name]}, or leave the cursor out of the load "
-                    "and begin the epoch anew."
+                    f"the saved position is one in an order with {name}={saved!r}, and here it is "
+                    f"{here!r}. {advice}, or leave the cursor out of the load and begin the epoch "
+                    "anew."
                 )
         self._begin_with(Ledger.of_saved(self._samples, state_dict), load=True)
 
@@ -506,7 +510,12 @@ class _Plan:
         return len(self._cursor)
 
 
-def _blocks_in(optimizer: Optimizer) -> BlockSamples | None:
+def _shards_of(dataset: object) -> int | None:
+    """Return a number that says in which shards the samples are; None: in none."""
+    return dataset.checksum if isinstance(dataset, DataShards) else None
+
+
+def _blocks_in(optimizer: Optimizer) -> SampleRounds | None:
     """Return what the blocks around an optimizer offer; None without blocks, or other workers."""
     for layer in unwrap(optimizer, every_layer=True):
         # on the class, as wrappers forward what they do not have
@@ -535,8 +544,8 @@ def _mistake(
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         return TypeError(
             "Cursor needs a dataset with a length, whose samples are found by index, got "
-            f"{type(dataset).__name__}. A stream that is cut into parts of known length can be "
-            "read by index."
+            f"{type(dataset).__name__}. A stream that is cut in shards of known sizes can be given "
+            "as DataShards."
         )
     if len(dataset) == 0:
         return ValueError("Cursor needs a dataset with samples, and got one of length 0.")

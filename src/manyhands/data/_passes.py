@@ -41,31 +41,39 @@ class Pass:
         return self.step_samples != self.samples * len(self.counts) * self.ranks
 
 
-def divide_step(step: Spans, rank: int, ranks: int, most: int | None) -> list[tuple[Pass, Spans]]:
+def divide_step(
+    step: Spans, rank: int, ranks: int, most: int | None, *, in_turns: bool = False
+) -> list[tuple[Pass, Spans]]:
     """Return this rank's passes, and the positions of each.
+
+    `in_turns`: the ranks take the samples in turns, and not a range of them each.
 
     >>> [(each.samples, spans) for each, spans in divide_step(((0, 10),), 1, 2, most=3)]
     [(2, ((5, 7),)), (3, ((7, 10),))]
     """
-    start, passes = _divide(count(step), rank, ranks, most)
-    rest = take(step, start)[1] if start else step
+    n = count(step)
+    start, stop = n * rank // ranks, n * (rank + 1) // ranks
+    if in_turns:
+        single = [(p, p + 1) for first, end in step for p in range(first, end)]
+        rest: Spans = tuple(single[rank::ranks])
+        start, stop = 0, len(rest)
+    else:
+        rest = take(step, start)[1] if start else step
     divided = []
-    for each in passes:
+    for each in _divide(n, stop - start, ranks, most):
         spans, rest = take(rest, each.samples)
         divided.append((each, spans))
     return divided
 
 
 @lru_cache(maxsize=64)  # nearly all steps are equally large
-def _divide(n: int, rank: int, ranks: int, most: int | None) -> tuple[int, list[Pass]]:
-    """Return where this rank's part begins in a step of n samples, and its passes."""
+def _divide(n: int, own: int, ranks: int, most: int | None) -> list[Pass]:
+    """Return the passes of a rank that has `own` of a step's n samples."""
     passes = number_of_passes(n, ranks, most)
-    start, stop = n * rank // ranks, n * (rank + 1) // ranks
-    cuts = [(stop - start) * i // passes for i in range(passes + 1)]
-    counts = tuple(b - a for a, b in pairwise(cuts))
-    sizes = (n * (r + 1) // ranks - n * r // ranks for r in range(ranks))
+    counts = tuple(b - a for a, b in pairwise(own * i // passes for i in range(passes + 1)))
+    sizes = (n // ranks + (r < n % ranks) for r in range(ranks))
     not_empty = sum(min(passes, size) for size in sizes)
-    return start, [Pass(each, i, counts, n, not_empty, ranks) for i, each in enumerate(counts)]
+    return [Pass(each, i, counts, n, not_empty, ranks) for i, each in enumerate(counts)]
 
 
 def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
