@@ -59,7 +59,7 @@ def make(sharding, rule, job, passes):
 def train(sharding, rule, job, folder, phase):
     """Train one cell; return what is known at the end, on every rank alike."""
     blocks = sharding == "blocks"
-    workers = job.workers if blocks else job.world_size
+    workers, worker = (job.workers, job.worker) if blocks else (job.world_size, job.rank)
     passes = 2 if blocks else MICRO_BATCHES // workers
     module, optimizer = make(sharding, rule, job, passes)
     first, last = {"begin": (0, 5), "resume": (5, 10), "whole": (0, 10)}[phase]
@@ -71,7 +71,7 @@ def train(sharding, rule, job, folder, phase):
     for step in range(first, last):
         optimizer.zero_grad()
         for number in range(passes):
-            seed = (step * workers + job.worker) * passes + number
+            seed = (step * workers + worker) * passes + number
             x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(seed))
             quiet = number < passes - 1 and hasattr(module, "no_sync")
             with module.no_sync() if quiet else contextlib.nullcontext():
@@ -115,9 +115,9 @@ def main(folder, phase, only=None):
                 results[cell] = train(sharding, rule, job, folder / cell, phase)
             except Exception as error:  # a cell may be an error: the table says which
                 results[cell] = {"error": f"{type(error).__name__}: {error}"}
-            results[cell]["engine"] = job.engine
-    name = f"{phase}.{job.worker if job.crew is not None else job.rank}.json"
-    (folder / name).write_text(json.dumps(results))
+            print(f"{cell} ({job.engine}): {results[cell].get('error', 'done')}", flush=True)
+    which = "-".join(only or ["all"]).replace(" ", "")
+    (folder / f"{phase}.{which}.{job.worker}.{job.rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

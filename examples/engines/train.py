@@ -43,11 +43,12 @@ targets = torch.tanh(inputs @ torch.randn(16, 1)) + 0.1 * torch.randn(4096, 1)
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
 
 if args.blocks:
-    passes, workers, module = 1, job.workers, model
+    passes, workers, worker, module = 1, job.workers, job.worker, model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = mh.DiLoCo(optimizer, every=10, crew=job.crew)
 else:
-    passes, workers = args.micro_batches // job.world_size, job.world_size
+    workers, worker = job.world_size, job.rank
+    passes = args.micro_batches // workers
     module = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=passes)
@@ -61,7 +62,7 @@ while step < args.steps:
     optimizer.zero_grad()
     total = 0.0
     for number in range(passes):
-        first = 16 * (step * passes * workers + job.worker * passes + number)
+        first = 16 * ((step * workers + worker) * passes + number)
         rows = torch.arange(first, first + 16) % len(inputs)
         last = args.blocks or number == passes - 1
         with nullcontext() if last else module.no_sync():
@@ -71,7 +72,7 @@ while step < args.steps:
     optimizer.step()
     step += 1
     if args.losses is not None:
-        with args.losses.with_suffix(f".{job.worker}").open("a") as file:
+        with args.losses.with_suffix(f".{worker}").open("a") as file:
             file.write(json.dumps([step, total.hex()]) + "\n")
     if args.pause:
         time.sleep(args.pause)
@@ -83,5 +84,5 @@ while step < args.steps:
 if args.blocks:
     optimizer.finish()  # a last sync round: all workers have the same parameters
 job.save(model=model, optimizer=optimizer, step=step)
-if job.worker == 0:
+if worker == 0:
     print(f"loss {mse_loss(model(inputs), targets).item():.4f} after {step} steps", flush=True)

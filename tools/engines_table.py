@@ -1,0 +1,296 @@
+"""Which sharding, rule and number of workers works on which engine? One table, by running it.
+
+    python tools/engines_table.py                                    plain ranks: a minute
+    python tools/engines_table.py --engines torchrun manyhands torchft
+    python tools/engines_table.py --engines ray submitit             where these are installed
+
+For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two and four workers
+(`tools/engine_cells.py`). A cell is
+
+    =        bit for bit the training without a stop, on plain ranks
+    ok       the same training up to the rounding of sums: on another number of workers
+    ok (r)   blocks on another number of workers: they begin with the saved anchor, bit for bit, and
+             all have the same parameters after their next round
+    error    its text is below the table: a clear error before the first step
+    WRONG    anything else
+
+The table goes to docs/engines/table.md. An engine that is not asked for keeps its rows.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CELLS = ROOT / "tools" / "engine_cells.py"
+PAGE = ROOT / "docs" / "engines" / "table.md"
+SHARDINGS = ["DDP", "OSS + DDP", "OSS + ShardedDataParallel", "FSDP", "blocks"]
+RULES = ["AdaScale", "AdamScale", "none"]
+SIZES = (1, 2, 4)
+STEPPING = ["--only", *SHARDINGS[:-1]]
+SECRET = "the secret of this table"
+TIMEOUT = 600
+
+
+def environment(**variables):
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tools'}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **{name: str(value) for name, value in variables.items()},
+    }
+
+
+def run(*commands):
+    """Run commands side by side, each with its variables; return what failed, if anything did."""
+    outputs = [tempfile.TemporaryFile() for _ in commands]  # noqa: SIM115
+    running = [
+        subprocess.Popen(
+            [str(word) for word in command], env=variables, stdout=out, stderr=subprocess.STDOUT
+        )
+        for (command, variables), out in zip(commands, outputs, strict=True)
+    ]
+    until, failed = time.monotonic() + TIMEOUT, ""
+    for process, out in zip(running, outputs, strict=True):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, until - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+        if process.wait():
+            out.seek(0)
+            failed = failed or out.read().decode(errors="replace")[-4000:]
+    return failed
+
+
+# -- how each engine starts the cells --------------------------------------------------------------
+
+
+def ranks(size, *arguments):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, CELLS, *arguments]
+    return run(*((command, environment(**told, RANK=rank)) for rank in range(size)))
+
+
+def torchrun(size, *arguments):
+    options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
+    return run(([sys.executable, *options, CELLS, *arguments], environment()))
+
+
+def manyhands(size, *arguments):
+    """Ranks of one worker for what goes step by step, and a crew for each kind of blocks."""
+    command = [sys.executable, "-c", "from manyhands.cli import main; main()", "run", "--workers"]
+    failed = run(([*command, 1, "--processes", size, CELLS, *arguments, *STEPPING], environment()))
+    for rule in RULES:
+        only = ["--only", f"blocks, {rule}"]
+        failed = failed or run(([*command, size, CELLS, *arguments, *only], environment()))
+    return failed
+
+
+def torchft(size, *arguments):
+    from torchft.coordination import LighthouseServer
+
+    failed = ""
+    for rule in RULES:
+        lighthouse = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=size, join_timeout_ms=500, heartbeat_timeout_ms=5000
+        )
+        told = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "MANYHANDS_WORKERS": size}
+        command = [sys.executable, CELLS, *arguments, "--only", f"blocks, {rule}"]
+        failed = failed or run(
+            *((command, environment(**told, MANYHANDS_WORKER=number)) for number in range(size))
+        )
+        lighthouse.shutdown()
+    return failed
+
+
+def submitit(size, *arguments):
+    code = f"""
+        import sys, submitit, engine_cells
+        executor = submitit.LocalExecutor(folder={str(arguments[0])!r} + "/log")
+        executor.update_parameters(tasks_per_node={size}, timeout_min=20)
+        executor.submit(engine_cells.main, *{tuple(map(str, arguments))!r}).results()
+    """
+    return run(([sys.executable, "-c", textwrap.dedent(code)], environment()))
+
+
+def ray(size, *arguments):
+    code = f"""
+        import ray
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+
+        def train():
+            import engine_cells
+            engine_cells.main(*{tuple(map(str, arguments))!r})
+
+        ray.init(num_cpus={size + 1}, include_dashboard=False)
+        run = RunConfig(storage_path={str(arguments[0])!r} + "/ray")
+        TorchTrainer(train, scaling_config=ScalingConfig({size}), run_config=run).fit()
+        ray.shutdown()
+    """
+    return run(([sys.executable, "-c", textwrap.dedent(code)], environment()))
+
+
+ENGINES = {
+    "plain ranks (Kubeflow's variables)": ranks,
+    "torchrun": torchrun,
+    "manyhands run": manyhands,
+    "submitit": submitit,
+    "Ray Train": ray,
+    "torchft": torchft,
+}
+KEYS = {
+    "ranks": "plain ranks (Kubeflow's variables)",
+    "torchrun": "torchrun",
+    "manyhands": "manyhands run",
+    "submitit": "submitit",
+    "ray": "Ray Train",
+    "torchft": "torchft",
+}
+
+
+# -- what came out ---------------------------------------------------------------------------------
+
+
+def results(folder, phase):
+    """Return each cell's results by rank. (A crew's cells are in files of their own.)"""
+    found = {}
+    for path in sorted(folder.glob(f"{phase}.*.json")):
+        for cell, result in json.loads(path.read_text()).items():
+            found.setdefault(cell, []).append(result)
+    return found
+
+
+def close(ours, theirs):
+    return len(ours) == len(theirs) and all(
+        abs(a - b) <= 1e-4 * max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def judge(cell, size, begun, resumed, whole):
+    """Return one cell of the table, and an error's text."""
+    for result in [*begun, *resumed]:
+        if "error" in result:
+            return "error", result["error"]
+    if len(resumed) != size or len({result["digest"] for result in resumed}) != 1:
+        return "WRONG", "workers differ, or are missing"
+    first = resumed[0]
+    if size == 2:
+        same = first["digest"] == whole[0]["digest"] and first["progress"] == whole[0]["progress"]
+        return ("=", "") if same else ("WRONG", "not the training without a stop")
+    if cell.startswith("blocks"):
+        same = {result["loaded"] for result in resumed} == {begun[0]["digest"]}
+        return ("ok (r)", "") if same else ("WRONG", "not the saved anchor")
+    progress = [first["progress"] or 0.0], [whole[0]["progress"] or 0.0]
+    same = close(first["weights"], whole[0]["weights"]) and close(*progress)
+    return ("ok", "") if same else ("WRONG", "not the training without a stop")
+
+
+def try_engine(start, folder, whole):
+    """Return the cells of one engine: {cell: {size: (mark, text)}}."""
+    begin = folder / "begin"
+    begin.mkdir(parents=True)
+    failed = start(2, begin, "begin")
+    begun, table = results(begin, "begin"), {}
+    for size in SIZES:
+        again = folder / f"resume{size}"
+        shutil.copytree(begin, again)
+        failed = failed or start(size, again, "resume")
+        resumed = results(again, "resume")
+        for cell in (f"{sharding}, {rule}" for sharding in SHARDINGS for rule in RULES):
+            if cell in resumed and cell in begun:
+                found = judge(cell, size, begun[cell], resumed[cell], whole[cell])
+            elif start is torchft and not cell.startswith("blocks"):
+                found = "–", ""
+            else:
+                found = "WRONG", failed.strip().splitlines()[-1] if failed else "no result"
+            table.setdefault(cell, {})[size] = found
+        print(f"  on {size}: {failed or 'done'}", flush=True)
+    return table
+
+
+def write_page(rows):
+    lines = []
+    for engine in ENGINES:
+        if engine not in rows:
+            continue
+        lines += [f"\n## {engine}\n", "| | rule | 2 → 1 | 2 → 2 | 2 → 4 |", "|---|---|---|---|---|"]
+        notes = []
+        for cell, sizes in rows[engine].items():
+            sharding, rule = cell.split(", ")
+            marks = []
+            for size in map(str, SIZES):
+                mark, text = sizes[size]
+                if text:
+                    notes.append(text) if text not in notes else None
+                    mark += f" {notes.index(text) + 1}"
+                marks.append(mark)
+            lines.append(f"| {sharding} | {rule} | {' | '.join(marks)} |")
+        lines += [""] if notes else []
+        lines += [f"{number}. {text}" for number, text in enumerate(notes, 1)]
+    legend = re.search(r"A cell is\n\n(.*?)\n\nThe table", __doc__, re.DOTALL)
+    assert legend is not None
+    PAGE.write_text(
+        "# Every engine, sharding and rule\n\n"
+        "Five steps on two workers, a checkpoint, and five more on one, two and four. Made by "
+        "`python tools/engines_table.py`.\n\n```text\n"
+        + legend[1]
+        + "\n```\n"
+        + "\n".join(lines)
+        + "\n\n<!-- "
+        + json.dumps(rows)
+        + " -->\n"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", nargs="+", choices=KEYS, default=["ranks"])
+    parser.add_argument("--keep", type=Path, help="a folder for checkpoints and results")
+    arguments = parser.parse_args()
+    rows = {}
+    if PAGE.exists():
+        saved = re.search(r"<!-- (.*) -->", PAGE.read_text())
+        rows = json.loads(saved[1]) if saved else {}
+    with tempfile.TemporaryDirectory(prefix="engines-") as name:
+        folder = arguments.keep or Path(name)
+        whole = folder / "whole"
+        whole.mkdir(parents=True)
+        failed = ranks(2, whole, "whole")
+        assert not failed, failed
+        expected = results(whole, "whole")
+        for key in arguments.engines:
+            print(KEYS[key], flush=True)
+            table = try_engine(ENGINES[KEYS[key]], folder / key, expected)
+            rows[KEYS[key]] = {
+                cell: {str(size): list(found) for size, found in sizes.items()}
+                for cell, sizes in table.items()
+            }
+            write_page(rows)
+    wrong = [
+        f"{engine}, {cell}, {size}: {text}"
+        for engine, cells in rows.items()
+        for cell, sizes in cells.items()
+        for size, (mark, text) in sizes.items()
+        if mark == "WRONG"
+    ]
+    print("\n".join(wrong) or "none is wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
