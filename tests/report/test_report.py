@@ -310,7 +310,7 @@ def test_the_configuration_is_shown_as_text(tmp_path):
     with Record(tmp_path / "a.jsonl", Optimizer(), config=config, batch_size=8) as record:
         record.step(loss=1.0)
     page = Page(write_report(tmp_path / "a.jsonl", tmp_path / "page.html"))
-    assert {"lr", "0.1", "<b>tiny", str(tmp_path), "batch_size", "8.0"} <= set(page.texts)
+    assert {"lr", "0.1", "<b>tiny", str(tmp_path), "batch_size", "8"} <= set(page.texts)
     assert "[1, {'x': None}]" in page.texts
     assert not any(tag == "b" for tag, _ in page.tags)
 

@@ -226,7 +226,9 @@ def _configuration(runs: list[Run], labels: list[str]) -> str:
             "date": run.header.get("date"),
             "torch": run.header.get("torch"),
         }
-        facts |= {"workers": run.header.get("workers"), "batch_size": batch_size(run)}
+        facts |= {"workers": run.header.get("workers"), "batch_size": None}
+        if (size := batch_size(run)) is not None:
+            facts["batch_size"] = f"{size:g}"
         config, sources = run.header.get("config"), run.header.get("sources")
         facts |= config if isinstance(config, dict) else {}
         rows = "".join(
