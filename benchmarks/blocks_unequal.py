@@ -357,15 +357,17 @@ def loss_table(name: str, rows: list[dict[str, Any]]) -> str:
         }
         for label in LOSSES
     }
+    if OWN not in found or not found[OWN]:
+        return ""
     lines = [f"| {name} | loss | over synchronous | over equal steps |", "|---|--:|--:|--:|"]
     for label, losses in found.items():
         if not losses:
             continue
-        spread = statistics.stdev(losses.values()) if len(losses) > 1 else math.nan
+        spread = f" ± {statistics.stdev(losses.values()):.4f}" if len(losses) > 1 else ""
         over = [excess(losses, found[other]) for other in (SYNCHRONOUS, EQUAL)]
         shown = " | ".join("" if math.isnan(each) else f"{100 * each:+.2f} %" for each in over)
         mean = statistics.mean(losses.values())
-        lines.append(f"| {label} | {mean:.4f} ± {spread:.4f} | {shown} |")
+        lines.append(f"| {label}, {len(losses)} seeds | {mean:.4f}{spread} | {shown} |")
     aims = (excess(found[OWN], found[other]) for other in (SYNCHRONOUS, EQUAL))
     met = ["met" if over <= WITHIN else "not met" for over in aims]
     lines.append("")

@@ -18,8 +18,9 @@ from helpers.crew_workers import Log, Store, Workers, fork
 from helpers.link import Link
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _chunks, _round
-from manyhands.blocks.crew import _store
+from manyhands.blocks.crew import _enrollment, _store
 from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._roster import number_of
 
 SIZE = 200_000  # four chunks, as `small_chunks` has them
 
@@ -353,3 +354,43 @@ def test_the_half_that_is_cut_off_from_the_store_waits_and_comes_back(store, tmp
             for e in far.events(number, "round"):
                 assert states[e["rounds"]] == (e["steps"], e["state"])
         assert far.last(3, "done", "value") == -900.0
+
+
+def test_a_crew_cut_in_two_goes_on_in_the_half_with_the_quorum(store, tmp_path):
+    """All reach the store, and none of 0, 1 and 2 reaches 3 or 4 while the file is there."""
+    cut = tmp_path / "cut"
+
+    def cut_line(number):
+        def beyond(other):
+            return cut.exists() and (number < 3) != (other < 3)
+
+        reach, send = _enrollment.unreachable, _round._SyncRound._send
+
+        def unreachable(addresses):
+            far = tuple(id for id in addresses if beyond(number_of(id)))
+            return far + reach({id: a for id, a in addresses.items() if id not in far})
+
+        def send_nothing(self, *args, **kwargs):
+            if cut.exists() and self.workers.size > 3:
+                raise RuntimeError("the connection is lost")  # as gloo's
+            return send(self, *args, **kwargs)
+
+        _enrollment.unreachable, _round._SyncRound._send = unreachable, send_nothing
+
+    options = {"every": mh.Seconds(0.1, own_steps=True)}
+    with BlockWorkers(store, tmp_path, expected=5, quorum=3, stall=5.0) as workers:
+        workers.start(range(5), 600, options, cut_line, pause=0.005)
+        workers.until(lambda: workers.last(0, "round", "workers") == 5)
+        cut.touch()
+        workers.until(lambda: workers.last(0, "round", "workers") == 3)
+        before = len(workers.events(4, "round"))
+        alone = len(workers.events(1, "round"))
+        workers.until(lambda: len(workers.events(1, "round")) > alone + 3)
+        assert len(workers.events(4, "round")) == before  # the others wait
+        cut.unlink()
+        workers.until(lambda: workers.last(0, "round", "workers") == 5, timeout=30)
+        workers.finish(60)
+        workers.one_state_after_each_round()
+        done = [workers.events(number, "done")[-1] for number in range(5)]
+        assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
+        assert set(workers.incarnations.values()) == {1}

@@ -1,4 +1,4 @@
-"""How long a late member is waited for."""
+"""How long a late member is waited for, how many hold a round, and who reaches whom."""
 
 import math
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import manyhands as mh
 from manyhands.blocks.crew._grace import SHORTEST, GraceWindow
+from manyhands.blocks.crew._reach import Door, unreachable
 from manyhands.blocks.crew._roster import Member, Roster
 
 pytestmark = pytest.mark.quick
@@ -89,3 +90,61 @@ def test_the_options_of_a_crew(monkeypatch):
         mh.Crew(patience="soon")
     with pytest.raises(ValueError, match="quorum must be a whole number"):
         mh.Crew(quorum=0)
+
+
+# -- who reaches whom ------------------------------------------------------------------------------
+
+
+def cut(first, second, version=3):
+    """Return a roster in which two groups wait that do not reach each other."""
+    waiting = [Member(id, version, 0, tuple(second)) for id in first]
+    waiting += [Member(id, version, 0, tuple(first)) for id in second]
+    return Roster(waiting=tuple(waiting), members=tuple(waiting), generation=1)
+
+
+def test_the_larger_half_goes_on_and_the_other_one_waits():
+    roster = cut(["0.1", "4.1"], ["1.1", "2.1", "3.1"])
+    assert Roster.of(roster.text) == roster
+    assert roster.complete(set(), expected=5, quorum=3)
+    following = roster.next(set())
+    assert following.ids == ("1.1", "2.1", "3.1")
+    assert [m.id for m in following.waiting] == ["0.1", "4.1"]
+    assert not following.keep(2, 0).ended  # who cannot be reached is not let in
+    back = following.ask_to_join("0.1", 3)  # it reaches all again
+    assert back.keep(2, 0).ended
+    assert not back.complete(set(), expected=5, quorum=3)  # all members come first
+
+
+def test_two_equal_halves_wait():
+    assert not cut(["0.1", "1.1"], ["2.1", "3.1"]).complete(set(), expected=4, quorum=3)
+
+
+def test_one_end_that_says_so_is_enough_and_one_without_a_line_to_one_other_is_left_out():
+    waiting = [Member("0.1", 3), Member("1.1", 3, 0, ("3.1",)), Member("2.1", 3), Member("3.1", 3)]
+    assert [m.id for m in Roster(waiting=tuple(waiting)).together(set())] == ["0.1", "1.1", "2.1"]
+
+
+@given(
+    lines=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=15),
+    silent=st.sets(st.integers(0, 6)),
+)
+def test_those_who_are_together_reach_each_other_and_nobody_could_be_added(lines, silent):
+    apart = {frozenset(line) for line in lines if line[0] != line[1]}
+    cuts = {n: tuple(f"{b}.1" for a, b in lines if a == n != b) for n in range(7)}
+    roster = Roster(waiting=tuple(Member(f"{n}.1", 0, 0, cuts[n]) for n in range(7)))
+    quiet = {f"{n}.1" for n in silent}
+    chosen = [member.number for member in roster.together(quiet)]
+    assert chosen == sorted(chosen) and silent.isdisjoint(chosen)
+    assert not any(frozenset((a, b)) in apart for a in chosen for b in chosen if a != b)
+    for other in set(range(7)) - silent - set(chosen):
+        assert any(frozenset((other, one)) in apart for one in chosen)
+
+
+def test_a_door_answers_until_it_is_closed():
+    door = Door("127.0.0.1")
+    try:
+        assert unreachable({"0.1": door.address, "1.1": "127.0.0.1:1"}) == ("1.1",)
+    finally:
+        door.close()
+    assert unreachable({"0.1": door.address}) == ("0.1",)
+    assert unreachable({}) == ()

@@ -182,6 +182,8 @@ class Crew(CrewBase):
             self._enrollment.check_terms(self._terms)
         except StoreLost:
             client.close()
+            if self._enrollment is not None:
+                self._enrollment.close()
             raise
 
     def regroup(self, version: int) -> None:
@@ -209,7 +211,7 @@ class Crew(CrewBase):
         assert self.store is not None
         self._disconnect()
         if self._enrollment is not None:
-            self._enrollment.shared.client.close()
+            self._enrollment.close()
         until = time.monotonic() + self.patience
         while True:
             try:
@@ -248,7 +250,7 @@ class Crew(CrewBase):
         except StoreLost:
             pass  # the others cannot reach the store either
         finally:
-            shared.client.close()
+            enrollment.close()
             self._disconnect()
 
     # -- a round -------------------------------------------------------------------------------

@@ -39,15 +39,17 @@ from torch import Tensor, nn
 
 from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
+from manyhands.blocks.crew._reach import Door, unreachable
 from manyhands.blocks.crew._roster import Member, Roster, number_of
 from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
-from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE
+from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, own_address
 from manyhands.errors import CrewFinished, JoinRefused
 
 START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
 KINDS = ("parameter", "buffer")
 log = logging.getLogger("manyhands")
 
+LOOK_AGAIN = 2.0  # seconds after which a worker tries again whom it could not reach
 LISTED = 3  # differences of a kind in an error message: more add nothing
 
 
@@ -119,6 +121,9 @@ class Enrollment:
         self.patience = patience
         self.longest_wait = patience  # for living members that have not come
         self.quorum = quorum
+        # The line between workers may be cut only where a quorum says which half goes on.
+        self._door = Door(own_address(shared.client.store)) if quorum > 1 else None
+        self._cut_from: tuple[str, ...] = ()
         self.process_number = number * inner.size + inner.rank
         self.id = ""  # "number.incarnation", once there is one
         self._worker_incarnation = 0
@@ -180,12 +185,32 @@ class Enrollment:
         self.id = f"{self.process_number}.{dict(roster.incarnations)[self.process_number]}"
         self.shared.client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
         self.shared.monitor.reset()
+        if self._door is not None:
+            self.shared.client.put(f"{PREFIX}door/{self.id}", self._door.address)
+
+    def close(self) -> None:
+        """End the connection to the store, and close the door."""
+        self.shared.client.close()
+        if self._door is not None:
+            self._door.close()
+
+    def _find_unreachable(self) -> tuple[str, ...]:
+        """Return the processes of the roster that this one cannot reach."""
+        if self._door is None:
+            return ()
+        roster, client = self.shared.refresh(), self.shared.client
+        others = {*roster.ids, *(m.id for m in roster.waiting)} - {self.id} - roster.gone
+        ids = sorted(others - self.silent)
+        keys = [f"{PREFIX}door/{id}" for id in ids]
+        texts = map(client.verify_or_ignore, keys, client.fetch_all(keys))
+        return unreachable({id: text for id, text in zip(ids, texts, strict=True) if text})
 
     def wait_for_generation(self, version: int, after: int) -> Roster:
         """Wait until a generation later than `after` includes this process, or begin it."""
         shared, began, pause = self.shared, time.monotonic(), FIRST_PAUSE
         told = False  # that there are too few workers
         called: float | None = None  # when all members were first seen to be called
+        self._cut_from, looked = self._find_unreachable(), time.monotonic()
         self._ask_to_join(version)
         while True:
             roster = shared.refresh()
@@ -205,6 +230,12 @@ class Enrollment:
                 self.begin_incarnation()
                 self._ask_to_join(version)
                 began = time.monotonic()
+            if self._cut_from and time.monotonic() - looked > LOOK_AGAIN:
+                found, looked = self._find_unreachable(), time.monotonic()
+                if found != self._cut_from:
+                    self._cut_from = found
+                    self._ask_to_join(version)
+                    continue
             self._check_number_is_free(roster)
             waited = time.monotonic() - began
             silent = self.silent
@@ -232,7 +263,9 @@ class Enrollment:
 
     def _ask_to_join(self, version: int) -> None:
         self.shared.change(
-            lambda roster: roster.ask_to_join(self.id, version, self._worker_incarnation)
+            lambda roster: roster.ask_to_join(
+                self.id, version, self._worker_incarnation, self._cut_from
+            )
         )
 
     def _begin_next(

@@ -9,7 +9,8 @@ members of a generation: a sync round, which moves the anchor, or a state transf
                          form the next one
     ended_kept           its last round was kept (False: it was undone)
     members              one incarnation each: "3.2" is process number 3, started a second time
-    waiting              processes that have asked to be in the next generation
+    waiting              processes that have asked to be in the next generation, each with those
+                         that it cannot reach: only processes that all reach each other are members
     left, dead           members that finished, and members that are known to have died
     done                 how many processes have finished since the run began
     missed               members that the others went on without, see `MissedMember`
@@ -58,6 +59,7 @@ class Member:
     id: str
     version: int
     worker_incarnation: int = 0  # equal in all processes of a worker that were started together
+    cut_from: tuple[str, ...] = ()  # processes that it cannot reach
 
     @property
     def number(self) -> int:
@@ -128,7 +130,8 @@ class Roster:
         fields = json.loads(text)
         # JSON has only lists. Tuples make the value immutable, and equal to the one it came from.
         for name in ("members", "waiting"):
-            fields[name] = tuple(Member(**member) for member in fields[name])
+            members = (Member(**member) for member in fields[name])
+            fields[name] = tuple(replace(m, cut_from=tuple(m.cut_from)) for m in members)
         for name in ("left", "dead", "failed", "refused", "launchers"):
             fields[name] = tuple(fields[name])
         for name in ("incarnations", "worker_incarnations", "terms"):
@@ -230,7 +233,7 @@ class Roster:
         """
         if self.generation != generation or self.ended or self.rounds > round_index:
             return self  # another member has decided first
-        last = bool(self.present(set()) or self.gone)
+        last = bool(self.admissible or self.gone)
         begun = self.begun or sync_round
         return replace(self, rounds=round_index + 1, ended=last, ended_kept=last, begun=begun)
 
@@ -278,13 +281,19 @@ class Roster:
         """Record that the process of this number may not join: its terms differ."""
         return replace(self, refused=tuple(sorted({*self.refused, number})))
 
-    def ask_to_join(self, id: str, version: int, worker_incarnation: int = 0) -> Roster:
+    def ask_to_join(
+        self,
+        id: str,
+        version: int,
+        worker_incarnation: int = 0,
+        cut_from: tuple[str, ...] = (),
+    ) -> Roster:
         """Ask to be in the next generation. A member that asks ends the present generation."""
         others = tuple(member for member in self.waiting if member.id != id)
         return replace(
             self,
             ended=self.ended or id in self.ids,
-            waiting=(*others, Member(id, version, worker_incarnation)),
+            waiting=(*others, Member(id, version, worker_incarnation, cut_from)),
             # The process is back, under this id or a newer one: old entries have no use any more.
             missed=tuple(m for m in self.missed if number_of(m.id) != number_of(id)),
             refused=tuple(number for number in self.refused if number != number_of(id)),
@@ -335,6 +344,33 @@ class Roster:
             ]
         return sorted(found, key=lambda member: member.number)
 
+    @property
+    def admissible(self) -> list[Member]:
+        """The waiting processes that reach all members of the present generation."""
+        members = set(self.ids)
+        return [m for m in self.present(set()) if members.isdisjoint(m.cut_from)]
+
+    def together(self, silent: Set[str]) -> list[Member]:
+        """Return the most of the present processes that all reach each other, by number.
+
+        Of equally many, those with the highest version, and then with the lowest number.
+        """
+        found = self.present(silent)
+        apart = {frozenset((m.id, other)) for m in found for other in m.cut_from}
+        if not apart:
+            return found
+        sets = []
+        for first in found:
+            chosen = [first]
+            for member in found:
+                if member is not first and not any(
+                    frozenset((member.id, one.id)) in apart for one in chosen
+                ):
+                    chosen.append(member)
+            sets.append(chosen)
+        best = max(sets, key=lambda chosen: (len(chosen), max(m.version for m in chosen)))
+        return sorted(best, key=lambda member: member.number)
+
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
         """Return the members that do not wait yet, though their worker is not known to be lost."""
         lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
@@ -343,7 +379,7 @@ class Roster:
 
     def has_quorum(self, silent: Set[str], quorum: int) -> bool:
         """Return whether enough workers wait. Those that have finished are not missed."""
-        return len(self.present(silent)) + self.done >= quorum * self.processes
+        return len(self.together(silent)) + self.done >= quorum * self.processes
 
     def complete(
         self, silent: Set[str], expected: int, late: bool = False, quorum: int = 1
@@ -363,7 +399,7 @@ class Roster:
 
     def next(self, silent: Set[str]) -> Roster:
         """Begin the next generation, with ranks in the order of the workers' numbers."""
-        members = tuple(self.present(silent))
+        members = tuple(self.together(silent))
         ids = {member.id for member in members}
         # A member of the last generation, or a process with a checkpoint, still holds the state.
         survivors = any(member.id in self.ids or member.version >= 0 for member in members)

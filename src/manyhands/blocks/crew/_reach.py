@@ -1,0 +1,65 @@
+"""Which other workers this one can reach: a line may be cut where both ends still see the store.
+
+A group of workers that cannot all reach each other never connects. So before a generation begins,
+each worker tries to open a connection to each other one, at its *door*: a port that accepts
+connections, and closes them. Whom it cannot reach stands in its request to join, and the roster
+begins the generation with the largest set of workers that all reach each other
+(`Roster.together`).
+
+    door = Door(host)          listens, until `close`
+    door.address               what the others need: it is in the store
+    unreachable(addresses)     the ids whose doors did not answer within `ANSWER` seconds
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from manyhands.blocks.crew._store import parse_address
+
+ANSWER = 2.0  # seconds in which a door must answer
+
+
+class Door:
+    """A port at which others see that this worker can be reached."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family, backlog=1024)
+        port = self._listening.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        threading.Thread(target=self._accept, name="manyhands door", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                self._listening.accept()[0].close()
+            except OSError:  # closed
+                return
+
+    def close(self) -> None:
+        # A thread that waits in accept() notices a shutdown, and not that the socket is closed.
+        with suppress(OSError):  # not on every system possible
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+def unreachable(addresses: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the ids of those whose door does not answer; `addresses` are doors by id."""
+    if not addresses:
+        return ()
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        answers = threads.map(_answers, addresses.values())
+        return tuple(id for id, answered in zip(addresses, answers, strict=True) if not answered)
+
+
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(parse_address(address), ANSWER).close()
+    except OSError:
+        return False
+    return True
