@@ -22,7 +22,10 @@ MODULES = sorted(
 )
 # What a page's scripts import is imported once, before they are forked. What starts threads at
 # import, as Ray does, must not be.
-BEFORE_FORKS = {"transformers.md": ["transformers.trainer"]}
+BEFORE_FORKS = {
+    "accelerate.md": ["accelerate.checkpointing", "manyhands.integrations.accelerate"],
+    "transformers.md": ["transformers.trainer"],
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -77,6 +77,48 @@ def test_the_batch_becomes_the_geometric_mean_of_the_noise_scale_and_the_overhea
     assert sum(seen) == 9000  # every micro-batch once
 
 
+def test_a_loop_that_fetches_its_own_data_takes_the_steps_of_the_documented_one(clock):
+    """The last step is shorter, and what is not training takes no time of a step."""
+    ours, loader = quadratic(spread=8.0, batches=1500)
+    optimizer = mh.AdaScale(torch.optim.SGD(ours.parameters(), lr=1e-6))
+    ramp = mh.Ramp(optimizer, max_scale=64)
+    seen = train(clock, ours, optimizer, ramp, loader)
+    progress, times = optimizer.progress, ramp.step_time
+
+    clock.now = 0.0
+    model, _ = quadratic()
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    ramp, left, mine = mh.Ramp(optimizer, max_scale=64), list(loader), []
+    while left:
+        if len(mine) % 10 == 9:
+            clock.now += 1000.0  # a validation
+            ramp.skip_time()
+        if len(left) < ramp.passes:
+            ramp.begin_step(len(left))
+        step, left = left[: ramp.passes], left[ramp.passes :]
+        for target in step:
+            loss = (model(torch.ones_like(target)) - target).square().mean() / 2
+            (loss / len(step)).backward()
+        clock.step(len(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        mine.append(len(step))
+    assert sum(mine) == sum(seen) == 1500 and mine[-1] < max(mine)
+    assert optimizer.progress == pytest.approx(progress, rel=0.1)
+    assert ramp.step_time.fixed == pytest.approx(times.fixed)
+
+
+def test_a_step_that_somebody_else_declares(clock):
+    model, _ = quadratic()
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    ramp = mh.Ramp(optimizer, max_scale=4)
+    with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+        ramp.begin_step(0)
+    optimizer._batch.accumulation = object()
+    with pytest.raises(RuntimeError, match=r"declares its passes.* the trainer's loop"):
+        ramp.begin_step(2)
+
+
 def test_without_noise_the_batch_stays_small(clock):
     model, loader = quadratic(spread=0.0)
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))

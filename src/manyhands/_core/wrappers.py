@@ -25,6 +25,9 @@ it can take them: `found_inf` (did the gradients overflow?) and `grad_scale` (wh
 multiplied with; None after `unscale_`). An optimizer with a fused step uses them itself; for the
 others we unscale and skip, as the scaler would have. `LossScale` is for gradients that are measured
 in backward, before the scaler leaves anything.
+
+Accelerate says that a step was skipped if its scaler has not called `optimizer.step`. Ours is
+called, and skips by itself, so `report_skip` takes back that it was called.
 """
 
 from __future__ import annotations
@@ -244,6 +247,17 @@ def find_layer(optimizer: Optimizer, kind: type[Layer]) -> Layer | None:
     return next((each for each in layers if isinstance(each, kind)), None)
 
 
+def find_prepared(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer, or one inside it, that Accelerate has prepared; None if there is none.
+
+    It is known by its attribute, so that accelerate need not be imported.
+    """
+    for layer in unwrap(optimizer, every_layer=True):
+        if hasattr(vars(layer).get("gradient_state"), "sync_gradients"):
+            return layer
+    return None
+
+
 def gradient_ranks(optimizer: Optimizer) -> Any:
     """Return the `RankGroup` whose gradients are averaged for a step; None if no layer says so."""
     for layer in unwrap(optimizer, every_layer=True):
@@ -331,6 +345,17 @@ class LossScale:
         changed = scale != self.last
         self.last = scale
         return changed
+
+
+def report_skip(optimizer: Optimizer) -> None:
+    """Let Accelerate know that the step under way is skipped; without it, do nothing.
+
+    While its scaler steps, Accelerate puts a function of its own on the optimizer as `step`, which
+    notes in its wrapper that it was called. The wrapper is in that function's closure.
+    """
+    for cell in getattr(vars(optimizer).get("step"), "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "_accelerate_step_called"):
+            cell.cell_contents._accelerate_step_called = False
 
 
 def supports_amp(optimizer: Optimizer) -> bool:

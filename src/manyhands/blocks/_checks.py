@@ -45,7 +45,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.shared_memory import check_on_cpu
 from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.wrappers import unwrap
+from manyhands._core.wrappers import find_prepared, unwrap
 from manyhands.blocks._outer import Outer
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
@@ -122,6 +122,11 @@ def check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer])
         )
     if any(isinstance(each, blocks) for each in unwrap(optimizer)):
         raise TypeError(f"{class_name} got an optimizer that is in blocks already: wrap it once.")
+    if find_prepared(optimizer) is not None:
+        raise TypeError(
+            f"{class_name} got an optimizer that Accelerate has prepared, which does not step in "
+            f"every pass. Prepare the blocks: accelerator.prepare(mh.{class_name}(optimizer, ...))."
+        )
     return optimizer
 
 

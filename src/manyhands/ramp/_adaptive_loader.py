@@ -174,7 +174,7 @@ class AdaptiveDataLoader(StepLoader):
             while True:
                 for step in self._ordered_steps(self._plan_step):
                     if self._ramp is not None:
-                        self._ramp.begin_step(self.size)
+                        self._ramp._begin_step(self.size)
                     for index, batch in enumerate(step, start=1):
                         self._more_follow = index < self.size.passes
                         yield batch
@@ -244,7 +244,7 @@ class AdaptiveDataLoader(StepLoader):
         if self._saved_ramp is not None:
             self._ramp.load_state_dict(self._saved_ramp)
             self._saved_ramp = None
-        self._ramp.begin_step(self.size)
+        self._ramp._begin_step(self.size)
         if self._end is None:
             self._begin_epoch(module)
 

@@ -43,6 +43,7 @@ from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
 from manyhands.ramp._step_loader import MicroBatches, StepLoader, StepSize
 from manyhands.ramp._supply import Supply
 from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._settings import parse_passes
 from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
 
@@ -81,8 +82,9 @@ class Ramp:
     >>> 1 <= ramp.passes <= 16
     True
 
-    Loops that fetch their own data run `ramp.passes` backward passes in each step, and read it
-    again after `optimizer.step()`. It is the same on all ranks.
+    Loops that fetch their own data, as trainers' do, run `ramp.passes` backward passes in each
+    step, and read it again after `optimizer.step()`. It is the same on all ranks. `begin_step`
+    declares a shorter step, and `skip_time` leaves out the time of a validation.
 
     Args:
         optimizer: a scaling rule, such as `AdaScale` or `AdamScale`. The rate is its task.
@@ -251,7 +253,7 @@ class Ramp:
             self._step_began = None  # the time between two passes over the data is not a step's
             for step in loader.steps(lambda: self._size):
                 self._run_probe()
-                self.begin_step(loader.size)
+                self._begin_step(loader.size)
                 yield self._micro_batches(step, count)
             return
         self._step_began = None  # the time between two passes over the data is not a step's
@@ -259,7 +261,7 @@ class Ramp:
             yield from self._over_cursor(loader, count)
             return
         for step in self._supply.steps(loader, self._next_passes, self._look_ahead):
-            self.begin_step(StepSize(len(step), 1))
+            self._begin_step(StepSize(len(step), 1))
             yield self._micro_batches(step, count)
 
     def _over_cursor(
@@ -269,7 +271,7 @@ class Ramp:
         with cursor._ahead() as batches:
             for step in self._supply.steps(batches, self._next_passes, self._look_ahead):
                 passes = [cursor._begin() for _ in step]
-                self.begin_step(StepSize(len(step), 1))
+                self._begin_step(StepSize(len(step), 1))
                 if count is None:
                     mean = WeightedMean.of_known(
                         [each.samples for each in passes],
@@ -347,7 +349,7 @@ class Ramp:
         if self._steps % self._every == 0 or self._is_far_away():
             self._decide()
         if self._loader is None:
-            self.begin_step(StepSize(self._units, 1))
+            self._begin_step(StepSize(self._units, 1))
 
     def after_sync(self, seconds: float) -> None:
         """Take note of a sync of blocks, which all steps share."""
@@ -424,7 +426,30 @@ class Ramp:
             noise = Noise(average.sqr_of(), average.var_of())
             batch.memory = memory_for(noise, gradients, self.optimizer.scale)
 
-    def begin_step(self, size: StepSize) -> None:
+    def begin_step(self, passes: int) -> None:
+        """Declare how many backward passes the step that begins now has, if not `ramp.passes`.
+
+        For a loop that fetches its own data and has too few batches left. Call it on every rank,
+        before the step's first pass, and divide its losses by that number. The next step has
+        `ramp.passes` again.
+        """
+        if self._loader is not None or self.optimizer._batch.accumulation is not None:
+            raise RuntimeError(
+                "begin_step() is for a loop that fetches its own data and declares its passes. "
+                "Here the AdaptiveDataLoader, or the trainer's loop, says how many there are."
+            )
+        passes = parse_passes(passes)
+        self.optimizer._check_between_steps("begin_step()")
+        self._begin_step(StepSize(passes, 1))
+
+    def skip_time(self) -> None:
+        """Do not count the time since the last step as the next one's.
+
+        Call it after something that no step consists of, such as a validation or a checkpoint.
+        """
+        self._step_began = None
+
+    def _begin_step(self, size: StepSize) -> None:
         """Let the rule expect a step of this size; all ranks do so between the same two steps."""
         self._expect(size)
         # A short step at the end of the data is no change of the batch.

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, SupportsIndex, TypeAlias, get_args, runtim
 
 from torch.optim import Optimizer
 
-from manyhands._core.wrappers import unwrap
+from manyhands._core.wrappers import find_prepared
 
 ShortStep: TypeAlias = Literal["error", "count", "drop"]
 
@@ -72,15 +72,20 @@ class GatedAccumulation:
         return bool(self._gradient_state.sync_gradients)  # type: ignore[attr-defined]
 
 
-def find_prepared(optimizer: Optimizer) -> Optimizer | None:
-    """Return the optimizer, or one inside it, that Accelerate has prepared; None if there is none.
-
-    It is known by its attribute, so that accelerate need not be imported.
-    """
-    for layer in unwrap(optimizer, every_layer=True):
-        if hasattr(vars(layer).get("gradient_state"), "sync_gradients"):
-            return layer
-    return None
+def check_prepared(prepared: Optimizer, rule: str) -> None:
+    """Raise if the gradients of a prepared optimizer cannot be measured."""
+    state = getattr(prepared, "accelerator_state", None)
+    kind = getattr(getattr(state, "distributed_type", None), "value", None)
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise TypeError(
+            f"{rule} cannot measure gradients under {kind}, which reduces them, and steps, in a "
+            "place of its own. Use Accelerate with DDP or FSDP2, or OSS and ShardedDataParallel."
+        )
+    if kind == "FSDP" and getattr(state.fsdp_plugin, "fsdp_version", 2) == 1:  # type: ignore[union-attr]
+        raise TypeError(
+            f"{rule} needs the gradients of single parameters, and version 1 of FSDP has them in "
+            "flat tensors. Use FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
 
 
 def accumulation_of(optimizer: Optimizer, declared: int) -> GatedAccumulation | None:

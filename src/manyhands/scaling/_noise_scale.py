@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import rank_group_of
-from manyhands._core.wrappers import LossScale, LossScaler, unwrap
+from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
 from manyhands.scaling._accumulation import (
     Accumulation,
     accumulation_of,
-    find_prepared,
     parse_accumulation,
     parse_short_step,
 )

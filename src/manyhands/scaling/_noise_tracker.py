@@ -323,6 +323,12 @@ class NoiseTracker:
             return stats  # a short step, for `complete`
         self.forget()
         if passes == 0:
+            if not tap.measures(optimizer.param_groups):
+                raise RuntimeError(
+                    "the parameters of this optimizer were replaced after it was wrapped, as "
+                    "Accelerate's FSDP2 does in prepare(). Wrap the prepared optimizer: "
+                    "mh.AdaScale(accelerator.prepare(optimizer)), or another rule."
+                )
             moved = " Parameters were moved or converted: wrap after that."
             raise RuntimeError(
                 "step() without a backward() before it: there is no gradient to step along. "

@@ -40,12 +40,14 @@ from manyhands._core.wrappers import (
     YieldingProperty,
     apply_signals,
     find_layer,
+    find_prepared,
+    report_skip,
 )
 from manyhands.scaling._accumulation import (
     GatedAccumulation,
     ShortStep,
     accumulation_of,
-    find_prepared,
+    check_prepared,
     parse_short_step,
 )
 from manyhands.scaling._binding import (
@@ -225,6 +227,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
         Its own methods become the rule's: Accelerate saves, loads and steps that object.
         """
+        check_prepared(prepared, type(self).__name__)
         batch = self._batch
         found = accumulation_of(prepared, batch.passes)
         if found is not None:
@@ -234,7 +237,14 @@ class ScaledOptimizer(OptimizerWrapper):
                 batch.short_step = parse_short_step(None, found=True)
                 check_divided(batch)
         scaler = getattr(prepared, "scaler", None)
-        if scaler is not None and not self._loss_scale.known:
+        if scaler is None:
+            return
+        if batch.short_step == "drop":
+            raise ValueError(
+                "short_step='drop' does not work with the gradient scaler of a prepared optimizer, "
+                "which has to step. Use short_step='count', or drop_last=True in the DataLoader."
+            )
+        if not self._loss_scale.known:
             self._loss_scale.scaler = scaler
 
     def _start_measuring(self, norms: NormKind, average: NoiseAverage) -> None:
@@ -419,6 +429,7 @@ class ScaledOptimizer(OptimizerWrapper):
         else:
             skipped = outcome is not None and outcome.skipped
         if skipped:
+            report_skip(self)
             return self._end_step(None)
         scale = self.scale
         factors = self.scale_lr(scale)
@@ -429,12 +440,13 @@ class ScaledOptimizer(OptimizerWrapper):
         unscaled = apply_signals(signals, inner, binding.supports_amp)
         with overridden(inner.param_groups, overrides), unscaled:
             result = binding.step(*positional, *args, **kwargs)
-        tap.norms.optimizer_stepped()
         # torch's schedulers warn unless they find this on the optimizer they were made for
         vars(inner)["_opt_called"] = True
-        if getattr(inner, "step_was_skipped", False):  # by Accelerate, with its scaler
-            self._counts.skipped += 0 if self._delayed else 1  # else found later, by its numbers
-        elif outcome is not None and not self._delayed:
+        if getattr(inner, "step_was_skipped", False):  # by Accelerate's scaler, inside
+            self._counts.skipped += 0 if self._delayed else 1  # delayed: when its numbers are read
+            return self._end_step(result)
+        tap.norms.optimizer_stepped()
+        if outcome is not None and not self._delayed:
             self._counts.progress += outcome.gain
         return self._end_step(result)
 
@@ -494,7 +506,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._tracker.forget()
         self._binding.zero_grad(set_to_none)
 
-    @property
+    @YieldingProperty
     def _in_mid_step(self) -> bool:
         """Whether a loop that steps after every pass says that its step goes on."""
         if self._pass_accumulates:

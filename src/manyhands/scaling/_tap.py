@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands._core.wrappers import LossScale, ParamGroup
+from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
 from manyhands.scaling._examples import ExampleNorms
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
@@ -206,6 +206,11 @@ class GradientTap:
             self._examples_option,
             paused=lambda: (now := hooks()) is None or now.is_paused,
         )
+
+    def measures(self, param_groups: Sequence[ParamGroup]) -> bool:
+        """Return whether these are the parameters that are measured."""
+        params = [param for group in param_groups for param in group["params"]]
+        return all(a is b for a, b in zip(params, self._params, strict=False))
 
     def unhook(self) -> None:
         """Stop measuring."""
@@ -466,7 +471,9 @@ class GradientTap:
         parameters, while DDP gave it the other ranks' gradients, has a valid zero to report.
         """
         # an OSS takes part in averaging the gradients of passes that this rank did not run
-        getattr(optimizer, "join_in", lambda: None)()
+        for layer in [] if optimizer is None else unwrap(optimizer, every_layer=True):
+            if hasattr(type(layer), "join_in"):
+                layer.join_in()  # type: ignore[attr-defined]
         self.step.too_many = False
         self._on_last_pass()
         assert self.step.stats is not None

@@ -1,0 +1,588 @@
+"""Our optimizers and wrappers inside Accelerate's loop, as somebody would use them there.
+
+The oracle is the plain run, in one process, with nothing of ours or of Accelerate's in it: the
+gradient of a step is the mean of the small batches that it had.
+"""
+
+import importlib.util
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands as mh
+from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.scaling_oracle import PlainRun, adamscale, adascale, make_batches, make_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is missing"
+)
+
+N, EPOCHS, BATCHES = 4, 2, 7  # passes of a step; small batches of each rank in an epoch: 4 + 3
+MOMENTUM = {"lr": 0.05, "momentum": 0.9}
+RULES = {
+    "AdaScale": (mh.AdaScale, adascale, SGD, MOMENTUM),
+    "AdamScale": (mh.AdamScale, adamscale, AdamW, {"lr": 0.01}),
+}
+BEFORE, AFTER = "the rule, then prepare", "prepare, then the rule"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """Once, before the ranks are forked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import accelerate
+        import accelerate.checkpointing
+        import accelerate.utils.fsdp_utils
+
+    return accelerate
+
+
+def prepare(*objects):
+    from manyhands.integrations import accelerate
+
+    return accelerate.prepare(*objects)
+
+
+def accelerator_of(**options):
+    """This rank's Accelerator, as under torchrun."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", OMP_NUM_THREADS="1")
+    options = {"gradient_accumulation_steps": N, **options}
+    return Accelerator(cpu=True, **options)
+
+
+def data():
+    """The small batches of an epoch, of all ranks."""
+    return make_batches(1, BATCHES * 2)
+
+
+def loader():
+    x, y = data()
+    return DataLoader(TensorDataset(x[0].flatten(0, 1), y[0].flatten(0, 1)), batch_size=4)
+
+
+def loss_of(model, x, y):
+    return nn.functional.mse_loss(model(x), y)
+
+
+def epochs_of(accelerator, model, optimizer, batches, schedule=None, epochs=EPOCHS, clip=None):
+    """The loop of Accelerate's documentation."""
+    for _ in range(epochs):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, x, y))
+                if clip is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                if schedule is not None:
+                    schedule.step()
+                optimizer.zero_grad()
+
+
+def whole(model):
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for p in model.parameters()
+    ]
+
+
+def numbers(rule):
+    shown = rule.snapshot()
+    keys = ("scale", "passes", "gain", "progress", "short", "step")
+    return torch.tensor([shown[key] for key in keys], dtype=torch.float64)
+
+
+def prepared(accelerator, order, name, model, **options):
+    """The model, the optimizer that the loop uses, and the rule."""
+    rule, _, optim, arguments = RULES[name]
+    plain = optim(model.parameters(), **arguments)
+    options["measured"] = 1.0
+    if order == AFTER:
+        model, used = accelerator.prepare(model, plain)
+        used = rule(used, **options)
+        return model, used, used
+    made = rule(plain, num_gradients_to_accumulate=accelerator, **options)
+    return (*accelerator.prepare(model, made), made)
+
+
+def train(order, name="AdaScale", clip=None, precision="no", epochs=EPOCHS, **options):
+    accelerator = accelerator_of(mixed_precision=precision)
+    model, used, rule = prepared(accelerator, order, name, make_model(), **options)
+    batches = accelerator.prepare(loader())
+    epochs_of(accelerator, model, used, batches, clip=clip, epochs=epochs)
+    return whole(model), numbers(rule)
+
+
+class Autocast(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = self.model(x)
+        return result.float()
+
+
+def plain(name="AdaScale", clip=None, precision="no", epochs=EPOCHS, size=2):
+    _, factor, optim, arguments = RULES[name]
+    model = make_model()
+    optimizer = optim(model.parameters(), **arguments)
+    if clip is not None:
+
+        def clipped(*_):
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+        optimizer.register_step_pre_hook(clipped)
+    computed = Autocast(model) if precision == "bf16" else model
+    run = PlainRun(computed, optimizer, factor, preconditioned=name == "AdamScale")
+    x, y = data()
+    whole_step, batches = N * size, 2 * BATCHES
+    ends = [*range(whole_step, batches, whole_step), batches]
+    for _ in range(epochs):
+        for begin, end in zip([0, *ends], ends, strict=False):
+            run.step(x[0, begin:end], y[0, begin:end])
+    last = ends[-1] - ends[-2]
+    short = 0 if last == whole_step else epochs
+    read = [last, last / size, run.gains[-1], run.progress, short, epochs * len(ends)]
+    return [p.detach() for p in model.parameters()], torch.tensor(read, dtype=torch.float64)
+
+
+def assert_plain(result, expected):
+    torch.testing.assert_close(result[1], expected[1], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(result[0], expected[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+@pytest.mark.parametrize("name", RULES)
+def test_two_ranks_are_the_plain_run(order, name):
+    expected = plain(name)
+    assert expected[1][4] == EPOCHS  # each epoch ends with a short step
+    for result in run_ranks(2, train, order, name):
+        assert_plain(result, expected)
+
+
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+@pytest.mark.parametrize("setting", [{"clip": 0.5}, {"precision": "bf16"}])
+def test_clipping_and_bfloat16(order, setting):
+    expected = plain(**setting)
+    for result in run_ranks(2, train, order, **setting):
+        assert_plain(result, expected)
+
+
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+def test_one_rank_is_the_plain_run(order):
+    (result,) = run_ranks(1, train, order)
+    assert_plain(result, plain(size=1))
+
+
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+def test_a_short_step_may_be_dropped(order):
+    def dropped():
+        params, read = train(order, short_step="drop", epochs=1)
+        return params, read
+
+    def first_step_only():
+        model = make_model()
+        run = PlainRun(model, SGD(model.parameters(), **MOMENTUM), adascale)
+        x, y = data()
+        run.step(x[0, :8], y[0, :8])
+        return [p.detach() for p in model.parameters()], run.progress
+
+    params, progress = first_step_only()
+    for ours, read in run_ranks(2, dropped):
+        torch.testing.assert_close(ours, params)
+        assert read[3] == pytest.approx(progress, rel=1e-5)
+        assert (read[4], read[5]) == (1, 1)
+
+
+def test_the_noise_scale_of_a_prepared_optimizer_is_that_of_a_bare_one():
+    def measured(order):
+        accelerator = accelerator_of()
+        model = make_model()
+        plain = SGD(model.parameters(), lr=0.0)
+        if order == BEFORE:
+            noise = mh.NoiseScale(plain, num_gradients_to_accumulate=accelerator, measured=1.0)
+            model, used = accelerator.prepare(model, plain)
+        else:
+            model, used = accelerator.prepare(model, plain)
+            noise = mh.NoiseScale(used, measured=1.0)
+        epochs_of(accelerator, model, used, accelerator.prepare(loader()))
+        return [noise.steps, noise.squared_norm, noise.variance]
+
+    def by_hand():
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.0)
+        sums = []
+        x, y = data()
+        for _ in range(EPOCHS):
+            for begin, end in ((0, 8), (8, 14)):
+                run = PlainRun(model, optimizer, adascale, smoothing=0.0)
+                run.step(x[0, begin:end], y[0, begin:end])
+                sums.append((run.biased[0][0], run.biased[1][0]))
+        weights = [0.99**i for i in reversed(range(len(sums)))]
+        return [
+            sum(w * s for w, s in zip(weights, each, strict=True)) / sum(weights)
+            for each in zip(*sums, strict=True)
+        ]
+
+    expected = [4, *by_hand()]
+    for results in run_ranks(2, lambda: [measured(BEFORE), measured(AFTER)]):
+        for result in results:
+            assert result == pytest.approx(expected, rel=1e-4)
+
+
+# -- float16, with a scaler --------------------------------------------------------------------
+
+
+class Overflowing(nn.Module):
+    """A model whose gradient overflows where an input is 1000."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, x):
+        out = self.inner(x)
+        return out * torch.where((x == 1000.0).any(), torch.inf, 1.0)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+def test_a_step_that_overflows_is_skipped_and_said_to_be(order, clip):
+    """Accelerate refuses float16 on a CPU, so its scaler is set by hand."""
+
+    def train():
+        accelerator = accelerator_of(gradient_accumulation_steps=1)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        accelerator.native_amp = True
+        accelerator.state._mixed_precision = "fp16"
+        model = Overflowing()
+        plain = SGD(model.parameters(), **MOMENTUM)
+        if order == AFTER:
+            used = rule = mh.AdaScale(accelerator.prepare_optimizer(plain), measured=1.0)
+        else:
+            rule = mh.AdaScale(
+                plain,
+                num_gradients_to_accumulate=accelerator,
+                grad_scaler=accelerator.scaler,
+                measured=1.0,
+            )
+            used = accelerator.prepare_optimizer(rule)
+        accelerated = accelerator._optimizers[0]
+        model = nn.parallel.DistributedDataParallel(model)
+        x, y = make_batches(6, 2)
+        x[2, 0] = x[4] = 1000.0
+        seen = []
+        for step in range(6):
+            rank = dist.get_rank()
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, x[step, rank], y[step, rank]))
+                if clip is not None:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                used.step()
+                used.zero_grad()
+            seen.append([accelerated.step_was_skipped, accelerator.optimizer_step_was_skipped])
+        return (
+            seen,
+            whole(model),
+            rule.progress,
+            rule.snapshot()["skipped"],
+            accelerator.scaler.get_scale(),
+        )
+
+    def expected():
+        model = make_model()
+        optimizer = SGD(model.parameters(), **MOMENTUM)
+        if clip is not None:
+            optimizer.register_step_pre_hook(
+                lambda *_: nn.utils.clip_grad_norm_(model.parameters(), clip) and None
+            )
+        run = PlainRun(model, optimizer, adascale)
+        x, y = make_batches(6, 2)
+        for step in (0, 1, 3, 5):
+            run.step(x[step], y[step])
+        return [p.detach() for p in model.parameters()], run.progress
+
+    params, progress = expected()
+    for seen, ours, own_progress, skipped, scale in run_ranks(2, train):
+        assert seen == [[step in (2, 4)] * 2 for step in range(6)]
+        torch.testing.assert_close(ours, params, rtol=1e-4, atol=1e-6)
+        assert own_progress == pytest.approx(progress, rel=1e-4)
+        assert (skipped, scale) == (2, 256.0)
+
+
+# -- schedules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+def test_a_prepared_schedule_steps_by_progress(order):
+    def train():
+        accelerator = accelerator_of()
+        model = make_model()
+        plain = SGD(model.parameters(), **MOMENTUM)
+        decay = LambdaLR(plain, lambda step: 0.9**step)
+        if order == AFTER:
+            model, used = accelerator.prepare(model, plain)
+            used = rule = mh.AdaScale(used)
+        else:
+            rule = mh.AdaScale(plain, num_gradients_to_accumulate=accelerator)
+            model, used = accelerator.prepare(model, rule)
+        schedule, batches = accelerator.prepare(mh.ProgressScheduler(decay, rule), loader())
+        epochs_of(accelerator, model, used, batches, schedule)
+        return rule.progress, schedule.get_last_lr()[0], plain.param_groups[0]["lr"]
+
+    for progress, last, rate in run_ranks(2, train):
+        assert last == rate == pytest.approx(0.05 * 0.9 ** int(progress))
+        assert progress > 4
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_saved_run_goes_on_as_the_whole_one(order, size, tmp_path):
+    """Saved by two ranks after one epoch; the second epoch on as many, or on one."""
+
+    def whole_run():
+        return train(order)
+
+    def first_half():
+        accelerator = accelerator_of()
+        model, used, rule = prepared(accelerator, order, "AdaScale", make_model())
+        schedule = accelerator.prepare(mh.ProgressScheduler(LambdaLR(rule, lambda _: 1.0), rule))
+        epochs_of(accelerator, model, used, accelerator.prepare(loader()), schedule, epochs=1)
+        accelerator.save_state(str(tmp_path))
+        return rule.progress
+
+    def second_half():
+        # on one rank a step has twice the passes: the same batch
+        accelerator = accelerator_of(gradient_accumulation_steps=N * 2 // size)
+        model, used, rule = prepared(accelerator, order, "AdaScale", make_model())
+        schedule = accelerator.prepare(mh.ProgressScheduler(LambdaLR(rule, lambda _: 1.0), rule))
+        batches = accelerator.prepare(loader())
+        accelerator.load_state(str(tmp_path))
+        at_load = rule.progress
+        epochs_of(accelerator, model, used, batches, schedule, epochs=1)
+        return at_load, whole(model), numbers(rule)
+
+    expected = run_ranks(2, whole_run)[0]
+    saved = run_ranks(2, first_half)
+    for at_load, params, read in run_ranks(size, second_half):
+        assert at_load == saved[0]
+        torch.testing.assert_close(params, expected[0], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(read[[0, 2, 3, 4, 5]], expected[1][[0, 2, 3, 4, 5]])
+
+
+# -- sharding, blocks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper", ["OSS", "sharded", "FSDP"])
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+def test_sharding_under_accelerate_is_the_plain_run(wrapper, order, tmp_path):
+    def make(accelerator):
+        model = make_model()
+        if wrapper == "FSDP":
+            model = mh.FSDP(model)
+            optimizer = SGD(model.parameters(), **MOMENTUM)
+        else:
+            optimizer = mh.OSS(
+                model.parameters(), optim=SGD, bucket_size=8, gather_state=True, **MOMENTUM
+            )
+        if wrapper == "sharded":
+            model = mh.ShardedDataParallel(model, optimizer)
+        options = {"measured": 1.0}
+        if order == AFTER:
+            model, used = prepare(accelerator, model, optimizer)
+            used = rule = mh.AdaScale(used, **options)
+        else:
+            rule = mh.AdaScale(optimizer, num_gradients_to_accumulate=accelerator, **options)
+            model, used = prepare(accelerator, model, rule)
+        return model, used, rule
+
+    def train():
+        accelerator = accelerator_of()
+        model, used, rule = make(accelerator)
+        epochs_of(accelerator, model, used, accelerator.prepare(loader()))
+        result = whole(model), numbers(rule)
+        if wrapper == "FSDP":
+            with pytest.raises(RuntimeError, match=r"Write mh.save\(path, model=model"):
+                accelerator.save_state(str(tmp_path))
+            mh.save(tmp_path / "saved", model=model, optimizer=used)
+        else:
+            accelerator.save_state(str(tmp_path))
+        accelerator = accelerator_of()
+        model, used, rule = make(accelerator)
+        if wrapper == "FSDP":
+            mh.load(tmp_path / "saved", model=model, optimizer=used)
+        else:
+            accelerator.load_state(str(tmp_path))
+        return result, (whole(model), numbers(rule))
+
+    expected = plain()
+    for result, loaded in run_ranks(2, train):
+        assert_plain(result, expected)
+        torch.testing.assert_close(loaded[0], result[0], rtol=0, atol=0)
+        assert loaded[1][3] == result[1][3]
+
+
+def test_blocks_in_place_of_local_sgd_are_blocks_in_a_plain_loop(tmp_path):
+    def plain_loop():
+        model = make_model()
+        optimizer = mh.DiLoCo(SGD(model.parameters(), **MOMENTUM), every=2)
+        x, y = data()
+        rank = dist.get_rank()
+        for _ in range(EPOCHS):
+            for passes in ((0, 1, 2, 3), (4, 5, 6)):
+                for a in passes:
+                    (loss_of(model, x[0, 2 * a + rank], y[0, 2 * a + rank]) / N).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(model)
+
+    def under_accelerate():
+        accelerator = accelerator_of()
+        model = make_model()
+        optimizer = mh.DiLoCo(SGD(model.parameters(), **MOMENTUM), every=2)
+        model, used = prepare(accelerator, model, optimizer)
+        epochs_of(accelerator, model, used, accelerator.prepare(loader()))
+        return whole(model)
+
+    for ours, expected in run_ranks(2, lambda: (under_accelerate(), plain_loop())):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+# -- mistakes ----------------------------------------------------------------------------------
+
+
+def fsdp2():
+    """Set up what Accelerate does on GPUs; on CPUs it leaves its FSDP out without a word."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    accelerator = accelerator_of()
+    # every new AcceleratorState() takes it from there
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    assert accelerator.is_fsdp2
+    return accelerator
+
+
+def test_fsdp2_of_accelerate_is_the_plain_run():
+    def train():
+        accelerator = fsdp2()
+        model, used, rule = prepared(accelerator, AFTER, "AdaScale", make_model())
+        epochs_of(accelerator, model, used, accelerator.prepare(loader()), clip=0.5)
+        return whole(model), numbers(rule)
+
+    expected = plain(clip=0.5)
+    for result in run_ranks(2, train):
+        assert_plain(result, expected)
+
+
+def test_a_saved_run_of_fsdp2_goes_on_as_the_whole_one(tmp_path):
+    def make():
+        from manyhands.integrations.accelerate import RuleState
+
+        accelerator = fsdp2()
+        accelerator.state.fsdp_plugin.state_dict_type = "SHARDED_STATE_DICT"
+        accelerator.state.fsdp_plugin.set_state_dict_type()
+        model, used, rule = prepared(accelerator, AFTER, "AdaScale", make_model())
+        accelerator.register_for_checkpointing(RuleState(rule))
+        return accelerator, model, used, rule
+
+    def train():
+        accelerator, model, used, rule = make()
+        batches = accelerator.prepare(loader())
+        epochs_of(accelerator, model, used, batches, epochs=1)
+        accelerator.save_state(str(tmp_path))
+        epochs_of(accelerator, model, used, batches, epochs=1)
+        expected = whole(model), numbers(rule)
+        accelerator, model, used, rule = make()
+        accelerator.load_state(str(tmp_path))
+        epochs_of(accelerator, model, used, accelerator.prepare(loader()), epochs=1)
+        return (whole(model), numbers(rule)), expected
+
+    for ours, expected in run_ranks(2, train):
+        assert_plain(ours, plain())
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_rule_before_fsdp2_is_an_error_before_the_first_step():
+    def train():
+        accelerator = fsdp2()
+        model, used, _ = prepared(accelerator, BEFORE, "AdaScale", make_model())
+        epochs_of(accelerator, model, used, accelerator.prepare(loader()))
+
+    raises_on_ranks(
+        2, RuntimeError, train, match=r"mh.AdaScale\(accelerator.prepare\(optimizer\)\)"
+    )
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
+def test_what_cannot_be_measured(kind):
+    def make():
+        from accelerate.utils import DistributedType
+
+        accelerator = accelerator_of()
+        optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
+        accelerator.state.distributed_type = DistributedType(kind)
+        accelerator.state.fsdp_plugin = type("Plugin", (), {"fsdp_version": 1})
+        mh.AdaScale(optimizer)
+
+    raises_on_ranks(1, TypeError, make, match="AdaScale (cannot measure|needs) .* Use ")
+
+
+def test_dropping_with_accelerates_scaler():
+    def make():
+        accelerator = accelerator_of()
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+        optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
+        mh.AdaScale(optimizer, short_step="drop")
+
+    raises_on_ranks(1, ValueError, make, match="Use short_step='count', or drop_last=True")
+
+
+def test_a_number_of_passes_that_is_not_accelerates():
+    def make():
+        accelerator = accelerator_of()
+        optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
+        mh.AdaScale(optimizer, num_gradients_to_accumulate=3)
+
+    raises_on_ranks(2, ValueError, make, match=r"accumulates 4 passes. Leave the argument out")
+
+
+def test_blocks_around_a_prepared_optimizer():
+    def make():
+        accelerator = accelerator_of()
+        optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
+        mh.DiLoCo(optimizer, every=2)
+
+    raises_on_ranks(2, TypeError, make, match=r"accelerator.prepare\(mh.DiLoCo\(optimizer")
+
+
+def test_a_sharded_model_in_ddp():
+    def train():
+        accelerator = accelerator_of()
+        model = make_model()
+        optimizer = mh.OSS(model.parameters(), optim=SGD, lr=0.1)
+        model = accelerator.prepare(mh.ShardedDataParallel(model, optimizer))
+        epochs_of(accelerator, model, accelerator.prepare(optimizer), accelerator.prepare(loader()))
+
+    raises_on_ranks(2, RuntimeError, train, match="DistributedDataParallel")
