@@ -7,6 +7,7 @@ device), so that nothing of a Trainer's is left in the process of the other test
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import warnings
 
@@ -262,14 +263,11 @@ def test_progress_ends_the_training():
         schedule = mh.ProgressScheduler(CosineAnnealingLR(optimizer, T_max=5), optimizer, end=end)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def lr_scheduler_step(self, scheduler, metric):
-        scheduler.step()
-
     def on_train_batch_end(self, *_):
         self.trainer.should_stop = self.lr_schedulers().done
 
     def train():
-        methods = (configure_optimizers, lr_scheduler_step, on_train_batch_end)
+        methods = (configure_optimizers, on_train_batch_end)
         module = module_of(None, 2, **{method.__name__: method for method in methods})
         trainer = trainer_of(epochs=20, accumulate_grad_batches=2)
         trainer.fit(module, *loaders())
@@ -306,6 +304,36 @@ def test_fewer_passes_at_the_end_of_an_epoch_are_an_error():
         fit(RULES["AdaScale"], 3, "32-true", None)
 
     raises_on_ranks(1, RuntimeError, train, match=r"step\(\) after 2 of 3 backward passes")
+
+
+@pytest.mark.parametrize("policy, steps", [("count", 3), ("drop", 2)])
+def test_fewer_passes_at_the_end_of_an_epoch_as_the_rule_was_told(policy, steps):
+    def train():
+        def make(params, passes):
+            return mh.LinearScale(
+                SGD(params, lr=0.05), num_gradients_to_accumulate=passes, short_step=policy
+            )
+
+        params, progress = fit(make, 3, "32-true", None, epochs=1)
+        return params, progress
+
+    def loop():
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.05)
+        for start in (0, 3, 6)[:steps]:
+            step = batches()[start : start + 3]
+            optimizer.zero_grad()
+            for x in step:
+                (model(x).square().mean() / len(step)).backward()
+            optimizer.param_groups[0]["lr"] = 0.05 * len(step) * factor(start // 3)
+            optimizer.step()
+        return values(model)
+
+    def factor(step):  # of the schedule in `module_of`
+        return (1 + math.cos(math.pi * step / 20)) / 2
+
+    ((ran, expected),) = run_ranks(1, lambda: (train()[0], loop()))
+    torch.testing.assert_close(ran, expected)
 
 
 def half(**methods):

@@ -440,6 +440,35 @@ def test_sharding_under_accelerate_is_the_plain_run(wrapper, order, tmp_path):
         assert loaded[1][3] == result[1][3]
 
 
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+def test_sharded_gradients_are_clipped_by_the_optimizer(order):
+    def train():
+        accelerator = accelerator_of()
+        model = make_model()
+        optimizer = mh.OSS(model.parameters(), optim=SGD, bucket_size=8, **MOMENTUM)
+        model = mh.ShardedDataParallel(model, optimizer)
+        if order == AFTER:
+            model, used = prepare(accelerator, model, optimizer)
+            used = rule = mh.AdaScale(used, measured=1.0)
+        else:
+            rule = mh.AdaScale(optimizer, num_gradients_to_accumulate=accelerator, measured=1.0)
+            model, used = prepare(accelerator, model, rule)
+        for _ in range(EPOCHS):
+            for x, y in accelerator.prepare(loader()):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, x, y))
+                    if accelerator.sync_gradients:
+                        with pytest.raises(RuntimeError, match=r"optimizer.clip_grad_norm\(max"):
+                            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                        rule.clip_grad_norm(0.5)
+                    used.step()
+                    used.zero_grad()
+        return whole(model), numbers(rule)
+
+    for result in run_ranks(2, train):
+        assert_plain(result, plain(clip=0.5))
+
+
 def test_blocks_in_place_of_local_sgd_are_blocks_in_a_plain_loop(tmp_path):
     def plain_loop():
         model = make_model()

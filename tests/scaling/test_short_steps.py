@@ -297,6 +297,14 @@ def test_a_gradient_that_was_clipped_as_a_whole_steps_cannot_be_counted():
         optimizer.step()
 
 
+@pytest.mark.parametrize("wrapper", ["DDP", "sharded", "FSDP", "fully_shard"])
+def test_nor_can_one_of_several_ranks(wrapper):
+    def clipped():
+        train(wrapper, "AdaScale", False, clip=0.1, passes=[4, 3], short_step="count")
+
+    raises_on_ranks(2, RuntimeError, clipped, match=r"after 3 of 4 .* was changed before")
+
+
 @pytest.mark.parametrize("passes", [(4, 3), (3, 2)])
 def test_ranks_that_run_different_numbers_of_passes(passes):
     def step():

@@ -207,6 +207,8 @@ class OptimizerWrapper(SharingOptimizer):
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if "gradient_state" in vars(inner) and not hasattr(inner, name):
+            inner = vars(inner)["optimizer"]  # Accelerate's wrapper forwards nothing
         return wrapped_attribute(self, inner, name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -87,6 +87,7 @@ class StepInProgress:
     inverse_batches: float = 0.0  # sum over the passes of 1 / examples, if those are measured
     valid: bool = True  # False if a gradient was seen only in part
     last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
+    last_norm: Tensor | None = None  # of one gradient, where its version does not tell enough
     divided_by: float = 1  # what the gradient was divided by here
     small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
 
@@ -382,6 +383,8 @@ class GradientTap:
         hooks.reset()
         step.norms = {}
         step.last_gradient = GradientVersion(self._params[hooks.first_index])
+        if self._unsharded and batch.short_step == "count" and batch.accumulation is None:
+            step.last_norm = self._norm_of_one()
 
     @property
     def _is_last_pass(self) -> bool:
@@ -487,7 +490,10 @@ class GradientTap:
         if self.step.divided_by != 1:
             return  # it is
         passes, batch = self.step.passes, self.batch
-        if not self._gradient_untouched:
+        before = self.step.last_norm
+        if not self._gradient_untouched or (
+            before is not None and not torch.equal(before, self._norm_of_one())
+        ):
             raise RuntimeError(
                 f"step() after {passes} of {batch.passes} backward passes, whose gradient was "
                 "changed before (clipped, unscaled) as if it were that of a whole step. Call "
@@ -495,6 +501,15 @@ class GradientTap:
                 f"shorter step, and divide its losses by {passes}."
             )
         self._count_short()
+
+    def _norm_of_one(self) -> Tensor:
+        """Return the norm of this rank's shard of one gradient.
+
+        Clipping DTensors in one foreach operation does not change their versions.
+        """
+        shards = (local_shard(p.grad) for p in self._params if p.grad is not None)
+        shard = next((each for each in shards if each.numel()), torch.zeros(1))
+        return torch.linalg.vector_norm(shard.detach())
 
     def _count_short(self) -> None:
         step, batch = self.step, self.batch
