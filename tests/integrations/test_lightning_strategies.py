@@ -221,6 +221,21 @@ def test_modules_that_are_wrapped_already_stay_wrapped():
     assert_alike(run_ranks(2, train), Alone(adamw).epoch(8, 2, 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["OSS", "ShardedDDP", "FSDP by layer"])
+def test_a_second_fit_trains_the_same_model_on(name):
+    def train():
+        module = module_of(partial(SGD, lr=0.05))  # whose optimizer has no state to lose
+        trainer = trainer_of(SHARDINGS[name](), max_epochs=1)
+        fit(module, trainer)
+        module.losses = []
+        trainer.fit_loop.max_epochs = 2
+        return fit(module, trainer)
+
+    alone = Alone(partial(SGD, lr=0.05)).epoch(8, 2, 1)
+    alone.losses = [[], []]
+    assert_alike(run_ranks(2, train), alone.epoch(8, 2, 1), rtol=1e-4, atol=1e-5)
+
+
 def test_an_oss_of_configure_optimizers_stays():
     def train():
         make = lambda params: mh.OSS(params, optim=AdamW, lr=0.01)  # noqa: E731
