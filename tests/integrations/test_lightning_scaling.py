@@ -24,6 +24,7 @@ from helpers.lightning_runs import (
     loss_of,
     module_of,
     net,
+    own_loader,
     trainer_of,
     values,
 )
@@ -306,6 +307,35 @@ def test_a_run_counted_in_progress_goes_on_to_the_same_end(tmp_path):
         assert result["losses"] == []  # it has got there already
 
 
+def test_steps_that_overflow_make_no_progress():
+    def train():
+        from lightning.pytorch.plugins.precision import MixedPrecision
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+        callback = scaling(by_progress=True)
+        trainer = trainer_of(max_steps=10, plugins=[plugin], callbacks=[callback])
+        result = fit(module_of(sgd), trainer)
+        assert trainer.max_steps == 10
+        return result["progress"], result["steps"], callback.rule.snapshot()["skipped"]
+
+    ((progress, steps, skipped),) = run_ranks(1, train)
+    assert skipped > 0
+    assert (progress, steps) == (10.0, 10 + skipped)
+
+
+def test_epochs_without_a_length_cannot_be_counted_in_progress():
+    for options, schedule in (({"max_epochs": 2}, None), ({"max_steps": 9, "max_epochs": 2}, 1)):
+
+        def train(options=options, schedule=schedule):
+            make = None if schedule is None else partial(StepLR, step_size=1)
+            module = module_of(sgd, make, interval="epoch")
+            trainer = trainer_of(callbacks=[scaling(by_progress=True)], **options)
+            fit(module, trainer, loader=lambda n: DataLoader(Endless(n), None))
+
+        raises_on_ranks(1, ValueError, train, match="needs the length of an epoch")
+
+
 # -- what is seen ------------------------------------------------------------------------------
 
 
@@ -345,6 +375,26 @@ def test_a_second_fit_begins_anew():
 
     ((first, second, same),) = run_ranks(1, train)
     assert (first, second, same) == (8.0, 8.0, True)
+
+
+@pytest.mark.filterwarnings("ignore:.*sync_dist=True")
+def test_an_optimizer_that_is_made_once_gets_a_rule_in_every_fit(tmp_path):
+    file = str(tmp_path / "bare.ckpt")
+
+    def train():
+        fit(module_of(sgd), trainer_of(max_epochs=1), save=file)
+        module, callback = module_of(sgd), scaling()
+        optimizer = sgd(module.parameters())
+        module.configure_optimizers = lambda: optimizer
+        trainer = trainer_of(max_epochs=1, callbacks=[callback])
+        first = fit(module, trainer)["progress"]
+        # what is loaded to validate is not trained on
+        trainer.validate(module, own_loader(8), ckpt_path=file, verbose=False)
+        trainer = trainer_of(max_epochs=1, callbacks=[callback])
+        second = fit(module, trainer)["progress"]
+        return first, second, callback.rule is module.optimizers().optimizer
+
+    assert run_ranks(1, train) == [(8.0, 8.0, True)]
 
 
 def test_manual_optimization_with_one_optimizer_works():

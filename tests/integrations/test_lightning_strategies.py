@@ -83,6 +83,32 @@ def test_training_is_that_of_the_plain_loop(name, rule):
     assert_alike(run_ranks(2, train), alone, rtol=1e-4, atol=1e-5)
 
 
+def test_one_device_is_the_plain_loop(tmp_path):
+    file = str(tmp_path / "half.ckpt")
+
+    def train(name, epochs, **files):
+        strategy = strategy_of("BlocksStrategy", every=3) if name == "blocks" else SHARDINGS[name]()
+        trainer = trainer_of(
+            strategy,
+            max_epochs=epochs,
+            accumulate_grad_batches=3,
+            gradient_clip_val=0.5,
+            callbacks=[scaling()],
+        )
+        return fit(module_of(adamw, cosine), trainer, **files)
+
+    def both(name):
+        train(name, 1, save=file)
+        return train(name, 2, resume=file)
+
+    alone = Alone(adamw, cosine, mh.AdamScale)
+    alone.epoch(8, 1, 3, clip=0.5)
+    alone.losses = [[], []]
+    alone.epoch(8, 1, 3, clip=0.5)
+    for name in ("OSS", "ShardedDDP", "FSDP by layer", "blocks"):
+        assert_alike(run_ranks(1, both, name), alone)
+
+
 @pytest.mark.parametrize("name", ["ShardedDDP", "FSDP"])
 def test_gradients_are_clipped_by_value_too(name):
     def train():
@@ -193,6 +219,21 @@ def test_modules_that_are_wrapped_already_stay_wrapped():
         return fit(module, trainer_of(SHARDINGS["FSDP"](), max_epochs=1))
 
     assert_alike(run_ranks(2, train), Alone(adamw).epoch(8, 2, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["OSS", "ShardedDDP", "FSDP by layer"])
+def test_a_second_fit_trains_the_same_model_on(name):
+    def train():
+        module = module_of(partial(SGD, lr=0.05))  # whose optimizer has no state to lose
+        trainer = trainer_of(SHARDINGS[name](), max_epochs=1)
+        fit(module, trainer)
+        module.losses = []
+        trainer.fit_loop.max_epochs = 2
+        return fit(module, trainer)
+
+    alone = Alone(partial(SGD, lr=0.05)).epoch(8, 2, 1)
+    alone.losses = [[], []]
+    assert_alike(run_ranks(2, train), alone.epoch(8, 2, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_an_oss_of_configure_optimizers_stays():

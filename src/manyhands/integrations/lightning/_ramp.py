@@ -64,6 +64,11 @@ class BatchRamp(Scaling):
             raise RuntimeError("the ramp is made by Trainer.fit(): there is none yet.")
         return self._ramp
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what was loaded before."""
+        super().setup(trainer, pl_module, stage)
+        self._loaded = None
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
             raise ValueError(

@@ -31,7 +31,6 @@ from manyhands.integrations.lightning._checks import (
 from manyhands.integrations.lightning._clipping import replace_clipping, restore_clipping
 from manyhands.integrations.lightning._passes import LightningAccumulation
 from manyhands.scaling._binding import KEY
-from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
@@ -98,7 +97,8 @@ class Scaling(Callback):
         self._steps = 0  # that the rule had taken after the last batch
         self._bare: dict[str, Any] | None = None  # a checkpoint without a rule, to be loaded
         self._end: float | None = None  # the progress to train for
-        self._max_epochs: int | None = None  # Trainer's, while progress is counted instead
+        # Trainer's `max_steps` and `max_epochs`, while progress is counted instead
+        self._limits: tuple[int, int | None] | None = None
 
     @property
     def rule(self) -> ScalingRuleBase:
@@ -129,6 +129,10 @@ class Scaling(Callback):
         self._rule = make(optimizer, **{**found, **options, **self._options})
         return self._rule
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what was loaded before, perhaps to validate a checkpoint."""
+        self._bare = None
+
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -142,7 +146,7 @@ class Scaling(Callback):
         optimizer = only_optimizer(trainer.strategy.optimizers, type(self).__name__)
         if self._bare is not None:
             trainer.strategy.load_optimizer_state_dict(self._bare)
-        if self._rule is None or rule_of(optimizer) is not self._rule:
+        if self._rule is None or find_layer(optimizer, ScalingRuleBase) is not self._rule:
             trainer.strategy.optimizers = [self.make_rule(trainer, optimizer)]
         if self._bare is not None:
             self.rule.set_progress(self._bare["global_step"])
@@ -164,15 +168,17 @@ class Scaling(Callback):
         epoch = trainer.num_training_batches * rule.scale / rule.passes
         ends: list[float] = [trainer.max_steps] if trainer.max_steps >= 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-            if not math.isfinite(epoch) and not ends:
-                raise ValueError(
-                    f"{type(self).__name__}(by_progress=True) needs the length of an epoch, and "
-                    "the data has none. Give the Trainer max_steps, and a scheduler with "
-                    'interval="step".'
-                )
             ends += [trainer.max_epochs * epoch]
-            self._max_epochs, trainer.fit_loop.max_epochs = trainer.max_epochs, -1
         self._end = float(min(ends)) if ends else None
+        by_epoch = any(config.interval == "epoch" for config in trainer.lr_scheduler_configs)
+        if not math.isfinite(epoch) and (by_epoch or self._end == math.inf):
+            raise ValueError(
+                f"{type(self).__name__}(by_progress=True) needs the length of an epoch, and the "
+                'data has none. Give the Trainer max_steps, and schedulers with interval="step".'
+            )
+        # Lightning's count of steps includes those that the loss scale has skipped.
+        self._limits = trainer.max_steps, trainer.max_epochs
+        trainer.fit_loop.epoch_loop.max_steps = trainer.fit_loop.max_epochs = -1
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau or isinstance(config.scheduler, ProgressScheduler):
                 continue
@@ -226,8 +232,9 @@ class Scaling(Callback):
     def _restore(self, trainer: Trainer) -> None:
         """Give the Trainer its own settings back."""
         restore_clipping(trainer.precision_plugin)
-        if self._max_epochs is not None:
-            trainer.fit_loop.max_epochs, self._max_epochs = self._max_epochs, None
+        if self._limits is not None:
+            trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = self._limits
+            self._limits = None
 
 
 def _default_rule(optimizer: Optimizer) -> MakeRule:

@@ -75,6 +75,14 @@ class OwnStrategy(DDPStrategy):
         restore_clipping(self.precision_plugin)
         super().teardown()
 
+    def _teardown_in_place(self) -> None:
+        """Free what Lightning frees, but leave tensors where they can be gathered, to be saved."""
+        restore_clipping(self.precision_plugin)
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            assert part is not None
+            part.teardown()
+        self.checkpoint_io.teardown()
+
 
 class OSSStrategy(OwnStrategy):
     """`OSS` under DistributedDataParallel: each device keeps 1/N of the optimizer's state.
@@ -102,6 +110,14 @@ class OSSStrategy(OwnStrategy):
         super().setup_optimizers(trainer)
         optimizer = only_optimizer(self.optimizers, type(self).__name__)
         self.optimizers = [as_oss(optimizer, self._of_oss)]
+
+    def teardown(self) -> None:
+        """Take the wrapper away, and free what Lightning frees, but leave the state sharded."""
+        if self.model is not None:
+            self.model = self.lightning_module
+            if self._layer_sync:
+                self.model = self._layer_sync.revert(self.model)
+        self._teardown_in_place()
 
 
 class ShardedDDPStrategy(OSSStrategy):
@@ -247,12 +263,7 @@ class FullyShardedStrategy(OwnStrategy):
 
     def teardown(self) -> None:
         """Free what Lightning frees, but leave the sharded model where it is."""
-        restore_clipping(self.precision_plugin)
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        self._teardown_in_place()
 
 
 MakeBlocks = Callable[..., Blocks]
