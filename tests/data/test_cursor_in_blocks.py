@@ -1,5 +1,7 @@
 """A `Cursor` in blocks: samples are committed with the sync round, and handed out for the next."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,6 +50,35 @@ def epochs(count, **options):
             seen[-1] += batch.tolist()[: cursor.samples]
             positions.append(cursor.position)
     return seen, positions, optimizer.steps, cursor.state_dict()
+
+
+def of_own_speed(overlap, **options):
+    """Worker r pauses 2 r + 1 ms in each step; a block takes 20 ms."""
+    model = nn.Linear(1, 1)
+    optimizer = mh.DiLoCo(
+        torch.optim.SGD(model.parameters(), lr=0.001),
+        every=mh.Seconds(0.02, first=3, own_steps=True),
+        overlap=overlap,
+    )
+    cursor = mh.Cursor(torch.arange(1001), 4, optimizer=optimizer, **options)
+    seen = []
+    while cursor.epoch < 2:
+        seen.append([])
+        for batch in cursor:
+            step(model, optimizer, cursor, batch)
+            seen[-1] += batch.tolist()[: cursor.samples]
+            time.sleep(0.001 * (1 + 2 * dist.get_rank()))
+    return seen, cursor.state_dict(), optimizer.own_steps
+
+
+@pytest.mark.parametrize("options", [{"overlap": 0}, {"overlap": 0, "num_workers": 1}], ids=str)
+def test_workers_of_different_speed_take_different_amounts(options):
+    found = run_ranks(3, of_own_speed, **options)
+    for epoch in range(2):
+        trained = [sample for seen, *_ in found for sample in seen[epoch]]
+        assert sorted(trained) == list(range(1001))
+    assert found[0][1] == found[1][1] == found[2][1]
+    assert found[0][2] > found[1][2] > found[2][2]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
