@@ -8,6 +8,8 @@ from torch import nn
 import manyhands as mh
 from helpers.data_oracle import global_batches, permutation
 from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands.blocks._schedule import OwnSchedule
+from manyhands.blocks.averaging._round import StepClock
 from manyhands.errors import RanksDisagree
 
 SAMPLES = 101
@@ -48,6 +50,28 @@ def epochs(count, **options):
             seen[-1] += batch.tolist()[: cursor.samples]
             positions.append(cursor.position)
     return seen, positions, optimizer.steps, cursor.state_dict()
+
+
+def of_own_speed(**options):
+    """Worker r takes 2 r + 1 ms for a step, by a clock of the test; a block takes 20 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        seconds = 0.001 * (1 + 2 * dist.get_rank())
+        patch.setattr(StepClock, "seconds_per_step", lambda clock, step: seconds)
+        patch.setattr(OwnSchedule, "is_late", lambda schedule, seconds: False)
+        every = mh.Seconds(0.02, first=3, own_steps=True)
+        _, positions, *_ = found = epochs(2, samples=1001, every=every, **options)
+        return *found, len(positions)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
+def test_workers_of_different_speed_take_different_amounts(options):
+    found = run_ranks(3, of_own_speed, **options)
+    for epoch in range(2):
+        trained = [sample for seen, *_ in found for sample in seen[epoch]]
+        assert sorted(trained) == list(range(1001))
+    assert found[0][3] == found[1][3] == found[2][3]
+    first, second, third = (steps for *_, steps in found)
+    assert first > 2 * second > 2 * third
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -131,7 +131,8 @@ class SimulatedCrew:
     def hand_out(self) -> None:
         steps = self.every + (self.every + self.overlap if self.overlap else 0)
         for worker in self.workers.values():
-            worker.account.hand_out(dict.fromkeys(self.workers, steps), self.steps)
+            since = self.steps - worker.account.committed_at
+            worker.account.hand_out(dict.fromkeys(self.workers, steps), since)
         self.check_agreement()
 
     def check_agreement(self) -> None:

@@ -169,8 +169,10 @@ class Sync:
             steps = self.schedule.end()
         else:
             steps = self.schedule.advance(steps)
-        self.state = self.state.step(steps, self.samples)
-        self.samples = None
+        samples, self.samples = self.samples, None
+        if samples is None and self.account.rules is not None:
+            samples = self.account.in_step  # of a `Cursor`; a user's own count comes before it
+        self.state = self.state.step(steps, samples)
         self.account.step()
 
     @property
@@ -395,6 +397,8 @@ class Sync:
         taken = sum(result.notes[r].taken for r in included) / len(included)
         # (a round that was saved by a run with other workers has other ranks)
         known = rank if len(plan) == self.members.workers.size else None
+        if known is not None:
+            self.account.paces = dict(zip(self.members.numbers, plan, strict=True))
         schedule.follow(plan, known, taken, slowest)
 
     def _record_result(self, result: RoundResult) -> None:
@@ -553,11 +557,19 @@ class Sync:
 
     def hand_out_samples(self) -> None:
         """Hand out what is left of the epoch, if that has changed, until the next sync round."""
-        steps, overlap = self._steps_to_round(), self.schedule.overlap
+        account, numbers, overlap = self.account, self.members.numbers, self.schedule.overlap
+        if self.every.own_steps:
+            # a worker that has just come may take as many as the fastest
+            most = max(account.paces.values(), default=self.schedule.length)
+            twice = 2 if overlap else 1
+            paces = {n: twice * account.paces.get(n, most) + overlap for n in numbers}
+            account.hand_out(paces, None if overlap else 0, own=numbers[self.members.workers.rank])
+            return
+        steps = self._steps_to_round()
         if overlap:  # training goes on while the round is in flight
             steps += self.schedule.length + overlap
-        steps_of = dict.fromkeys(self.members.numbers, steps)
-        self.account.hand_out(steps_of, self.state.steps)
+        since = self.state.steps - account.committed_at
+        account.hand_out(dict.fromkeys(numbers, steps), since)
 
     def _steps_to_round(self) -> int:
         """Return how many steps each worker takes until samples are committed next."""

@@ -40,6 +40,7 @@ class Account:
         self._steps_left: int | None = (
             None  # when it took that step; None: more than are handed out
         )
+        self.paces: dict[int, int] = {}  # steps of each worker in a block, if they have their own
         self.due = False  # what is left is to be handed out anew
         self.received = False  # from another member, before there is a cursor here
         self.changes = 0  # counts what may have changed this worker's part
@@ -55,6 +56,11 @@ class Account:
         self.changes += 1
 
     # -- a worker's own steps ------------------------------------------------------------------
+
+    @property
+    def in_step(self) -> int:
+        """The samples that the loop was given since its last step."""
+        return self._in_step[0]
 
     def handed_out(self, samples: int) -> None:
         """Count a worker's samples of a whole step, which the loop has now."""
@@ -83,21 +89,27 @@ class Account:
         self.taken -= taken.get(own, 0)
         self._change(due=True)
 
-    def hand_out(self, steps: Mapping[int, int], step: int = 0) -> None:
+    def hand_out(
+        self, steps: Mapping[int, int], since: int | None = 0, own: int | None = None
+    ) -> None:
         """Hand out what is due: to each worker for so many steps, and for those it loads ahead.
 
-        Since `committed_at` the workers have taken more samples already, until this `step`.
+        The workers have taken `since` steps more than they have committed; None: an unknown number.
+        If each takes a number of steps of its own, `own` is the number of this worker.
         """
         if self.rules is None or not self.due:
             return
-        batch, since = self.rules["batch"], step - self.committed_at
-        ahead = since + self.rules["ahead"]
+        batch, more = self.rules["batch"], since or 0
+        ahead = more + self.rules["ahead"]
         wanted = {number: (each + ahead) * batch for number, each in steps.items()}
-        before = self.ledger
-        self.ledger = before.hand_out(wanted, since * batch)
+        pinned = self.rules["samples"] if since is None else since * batch
+        before, self.ledger = self.ledger, self.ledger.hand_out(wanted, pinned)
         self._change(due=False)
+        if own is not None:
+            self._steps_left = self._own_steps_left(own)
+            return
         amounts = [
-            count(spans) - (since * batch if before.held_by(number) else 0)
+            count(spans) - (more * batch if before.held_by(number) else 0)
             for number, spans in self.ledger.held
         ]
         if self.ledger.free:
@@ -107,6 +119,17 @@ class Account:
             self._steps_left = 0 if missing else max(0, min(amounts) // batch)
         else:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
+
+    def _own_steps_left(self, own: int) -> int | None:
+        """Return how many steps this worker has left, whatever the others have."""
+        assert self.rules is not None
+        if self.ledger.free:
+            return None
+        batch, left = self.rules["batch"], count(self.ledger.held_by(own)) - self.taken
+        if self.rules["drop_last"]:
+            return left // batch
+        # One step at least: each worker holds one round a block, and so each needs a block.
+        return max(-(-left // batch), 1 if self.ledger.held and not self.taken else 0)
 
     def to_plan(self, number: int) -> tuple[Spans, int | None]:
         """Return what a worker holds behind what its loop was given, and for how many steps.
@@ -138,10 +161,12 @@ class Account:
             "rules": dict(self.rules),
             "ledger": self.ledger.all_of_it(),
             "committed_at": self.committed_at,
+            "paces": [list(pace) for pace in self.paces.items()],
         }
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Take over what another member has saved."""
         if saved is not None:
             self.begin(saved["rules"], Ledger.of(saved["ledger"]), saved["committed_at"])
+            self.paces = {number: steps for number, steps in saved["paces"]}
             self.received = True

@@ -318,6 +318,9 @@ class Cursor:
                 continue
             if self._blocks is None or self._account.ledger.left == 0:
                 return
+            if self._steps or (self._steps is None and count(self._rest) >= self.batch_size):
+                batches = None  # more was handed out since the plan had ended
+                continue
             if self._steps is None:
                 raise RuntimeError(
                     "the samples that were handed out for a block are used up: this loop takes "
