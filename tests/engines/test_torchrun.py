@@ -79,7 +79,7 @@ def torchrun(*options):
 def losses(folder, name="losses"):
     """The losses by step, of all ranks that took it. A rank that took it twice is an error."""
     by_step = {}
-    for path in folder.glob(f"{name}.*"):
+    for path in folder.glob(f"{name}.[0-9]"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         steps = [step for step, _ in lines]
         assert steps == sorted(set(steps)), (path.name, steps)

@@ -42,6 +42,7 @@ class Listener:
         self.earlier: dict[int, Handler] = {}
         self._files: set[Path] = set()
         self._chosen = False  # whether the script has said which signals
+        self._listens = False
         self._hooked_forks = False
 
     def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
@@ -49,8 +50,9 @@ class Listener:
 
         Without a choice of the script's, the signals are the engine's.
         """
-        grace = os.environ.get(GRACE_VARIABLE)
-        stop_notice.grace = float(grace) if grace else stop_notice.grace
+        if self._listens and numbers is None and file is None:  # as `stopping` asks in every step
+            return
+        stop_notice.grace = _grace() or stop_notice.grace
         file = file or os.environ.get(STOP_FILE_VARIABLE)
         if file and (path := Path(file).absolute()) not in self._files:
             self._files.add(path)
@@ -63,6 +65,7 @@ class Listener:
             numbers = [] if self._chosen else _signals_of_engine()
         else:
             self._chosen = True
+        self._listens = True
         for number in numbers:
             if number not in self.earlier:
                 # Noted first: a signal may come between the two lines.
@@ -79,7 +82,7 @@ class Listener:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self.earlier.clear()
         self._files.clear()
-        self._chosen = False
+        self._chosen = self._listens = False
         stop_notice.sources.clear()
         stop_notice.clear()
 
@@ -99,6 +102,18 @@ listener = Listener()
 
 def _note_signal(number: int, _: FrameType | None) -> None:
     stop_notice.give(signal.Signals(number).name)
+
+
+def _grace() -> float | None:
+    """Return the seconds from a notice to the end, if the environment says them."""
+    text = os.environ.get(GRACE_VARIABLE)
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        raise ValueError(
+            f"{GRACE_VARIABLE} is the number of seconds between a stop notice and the end of the "
+            f"process, got {text!r}."
+        ) from error
 
 
 def _signals_of_engine() -> list[int]:
