@@ -108,7 +108,7 @@ class JobState:
         return self.state in ("ended", "failed", "died", "damaged")
 
 
-class Job:
+class WatchedJob:
     """A record that is followed."""
 
     def __init__(self, path: Path, most: int = MOST) -> None:
