@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.record import Record, read_record
 from manyhands.record._process import is_alive, this_process
-from manyhands.watch import Job, Jobs, _buckets, _growing, _job, _server
+from manyhands.watch import Jobs, WatchedJob, _buckets, _growing, _job, _server
 from manyhands.watch._growing import GrowingRecord
 
 pytestmark = pytest.mark.quick
@@ -39,7 +39,7 @@ def path(tmp_path):
 
 
 def read(path):
-    job = Job(path)
+    job = WatchedJob(path)
     job.read(seconds=10.0)
     return job.state()
 
@@ -103,7 +103,7 @@ def test_a_file_that_was_replaced_or_emptied_is_read_anew(path, tmp_path):
 
 def test_a_large_record_is_read_in_parts(path):
     write_lines(path, header(), *({"step": n, "time": 0.1 * n, "loss": 1.0} for n in range(60_000)))
-    job, parts = Job(path), 0
+    job, parts = WatchedJob(path), 0
     while True:
         job.read(seconds=0.0)
         parts += 1
@@ -118,7 +118,7 @@ def test_what_is_kept_does_not_grow_with_the_run(path):
     count = 20_000
     lines = ({"step": n, "time": 0.1 * n, "loss": n % 7 + 1e6 * (n == 777)} for n in range(count))
     write_lines(path, header(), *lines)
-    job = Job(path, most=50)
+    job = WatchedJob(path, most=50)
     while job.state().step != count - 1:
         job.read()
     curves = job.curves()
@@ -141,7 +141,7 @@ def test_a_file_that_is_no_record_is_said(path, content):
     path.write_text(content)
     state = read(path)
     assert state.state == "damaged" and str(path) in state.text
-    job = Job(path)
+    job = WatchedJob(path)
     job.read()
     with Record(path.with_name("b.jsonl")) as record:
         record.step(loss=1.0)
@@ -203,7 +203,7 @@ def test_the_time_of_all_starts_counts_but_not_the_pause(path):
 def test_a_run_that_goes_back_drops_what_came_after(path):
     lines = [{"step": n, "time": 1.0 * n, "loss": 1.0 * n} for n in range(1, 101)]
     write_lines(path, header(batch_size=2), *lines, {"step": 51, "time": 101.0, "loss": 7.0})
-    job = Job(path)
+    job = WatchedJob(path)
     job.read()
     curves = job.curves()
     assert curves["x"]["step"] == [*range(1, 51), 51]
@@ -277,7 +277,7 @@ def test_a_job_that_was_killed_has_died(path):
             record.step(loss=0.5)
             time.sleep(0.01)
     try:
-        job, until = Job(path), time.monotonic() + 30
+        job, until = WatchedJob(path), time.monotonic() + 30
         while job.state().step < 5 and time.monotonic() < until:
             job.read()
         assert job.state().state == "running"
@@ -292,7 +292,7 @@ def test_a_job_that_was_killed_has_died(path):
 def test_a_job_elsewhere_is_silent_after_ten_times_its_usual_time(path):
     lines = [{"step": n, "time": 6.0 * n} for n in range(1, 20)]
     write_lines(path, header(process={"host": "other", "pid": 1, "boot": "x"}), *lines)
-    job = Job(path)
+    job = WatchedJob(path)
     job.read()
     changed = path.stat().st_mtime
     assert job.state(changed + 59).state == "running"
@@ -334,7 +334,7 @@ def test_any_value_can_be_watched(path, key):
     first = {"step": 0, "time": 0.0, "gain": 1.0, "scale": 1.0, "loss": 1.0, key: 0.5}
     lines = [{**first, "step": n, "time": 1.0 * n, key: value} for n, value in enumerate(ODD, 1)]
     write_lines(path, header(batch_size=2, until=10), first, *lines)
-    job = Job(path)
+    job = WatchedJob(path)
     job.read()
     state = job.state()
     assert state.step == len(ODD)
@@ -350,7 +350,7 @@ def test_any_header_can_be_watched(path, key):
         path.unlink(missing_ok=True)
         write_lines(path, header(**{key: value}), *({"step": n, "time": n} for n in range(3)))
         write_lines(path, header(ended="", **{key: value}))
-        job = Job(path)
+        job = WatchedJob(path)
         job.read()
         assert job.state().state in ("ended", "failed")
         json.dumps(_server.to_strict_json(job.state().__dict__ | {"events": ()}), allow_nan=False)

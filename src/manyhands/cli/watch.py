@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.cli._terminal import printable, stop
-from manyhands.watch import Job, Jobs, JobState, serve
+from manyhands.watch import Jobs, JobState, WatchedJob, serve
 
 STYLES = {"running": "green", "silent": "yellow", "died": "red", "failed": "red", "damaged": "red"}
 WIDEST = 16  # blocks of a bar
@@ -93,7 +93,7 @@ def _show_live(jobs: Jobs) -> None:
             return
 
 
-def _read(jobs: Jobs) -> Sequence[Job]:
+def _read(jobs: Jobs) -> Sequence[WatchedJob]:
     return jobs.read(seconds=0.5)
 
 

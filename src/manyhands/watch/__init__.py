@@ -11,8 +11,8 @@ A job knows nothing of its watcher. It writes its record, and the watcher reads 
 watching costs a job nothing, and works for a job of yesterday as well.
 """
 
-from manyhands.watch._job import Job, JobState
+from manyhands.watch._job import JobState, WatchedJob
 from manyhands.watch._jobs import Jobs
 from manyhands.watch._server import serve
 
-__all__ = ["Job", "JobState", "Jobs", "serve"]
+__all__ = ["JobState", "Jobs", "WatchedJob", "serve"]

@@ -60,6 +60,8 @@ class Bucket:
         self.lines += 1
         self.position.update(position)
         for key, value in values.items():
+            if value - value != 0.0:  # not finite
+                continue
             if (spread := self.values.get(key)) is None:
                 spread = self.values[key] = Spread()
             spread.add(value)
@@ -94,7 +96,10 @@ class Buckets:
         self.buckets: list[Bucket] = []
 
     def add(self, step: int, position: Mapping[str, float], values: Mapping[str, float]) -> None:
-        """Add a line: its step, where it is on each axis, and its finite values."""
+        """Add a line: its step, where it is on each axis, and its values.
+
+        Values that are not finite are left out.
+        """
         buckets = self.buckets
         if not buckets or buckets[-1].lines >= self._lines_each:
             if len(buckets) >= 2 * self._most:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -108,7 +108,7 @@ class JobState:
         return self.state in ("ended", "failed", "died", "damaged")
 
 
-class Job:
+class WatchedJob:
     """A record that is followed."""
 
     def __init__(self, path: Path, most: int = MOST) -> None:
@@ -164,7 +164,7 @@ class Job:
             # as `read_record` does: the time goes on from the last line that was kept
             self._earlier, self._new_start = self._position().get("time", 0.0), False
         seconds = float(line["time"]) + self._earlier
-        latest = dict(_numbers(line))
+        latest = _numbers(line)
         self._notice(line, latest, seconds)
         size = self._small_batch
         previous = self._position()
@@ -178,9 +178,10 @@ class Job:
         if previous:
             self._gaps.append(seconds - previous["time"])
         self._add_derived(latest)
-        drawn = {k: v for k, v in latest.items() if k not in ("step", "time") and math.isfinite(v)}
-        self._buckets.add(step, position, drawn)
-        self._own.update(dict.fromkeys(key for key in line if self._is_own(key)))
+        self._buckets.add(step, position, latest)
+        if before is None or line.keys() != before.keys():
+            ours = {"step", "time", *self._keys}
+            self._own.update(dict.fromkeys(key for key in line if key not in ours))
         self._latest, self._last = latest, line
         if not self._marks or seconds - self._marks[-1].seconds >= RECENT / MARKS * 2:
             self._marks.append(self._mark(position))
@@ -235,9 +236,6 @@ class Job:
         waited = latest.get("waited")
         if waited is not None:
             latest["rounds_seconds"] = max(0.0, waited - self._latest.get("waited", 0.0))
-
-    def _is_own(self, key: str) -> bool:
-        return key not in ("step", "time") and key not in self._keys
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -397,16 +395,21 @@ class Job:
 # -- plain arithmetic -----------------------------------------------------------------------------
 
 
-def _numbers(line: Line) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line; of a list (one value per parameter group) the first one."""
+def _numbers(line: Line) -> dict[str, float]:
+    """Return the numbers of a line; of a list (one value per parameter group) the first one."""
+    found: dict[str, float] = {}
     for key, value in line.items():
-        if isinstance(value, list):
+        if type(value) is list:
             value = next((one for one in value if one is not None), None)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if type(value) is float:
+            found[key] = value
+        elif type(value) is int:  # and not bool
             try:
-                yield key, float(value)
+                found[key] = float(value)
             except OverflowError:  # a whole number beyond all floats, in a stranger's file
-                yield key, math.copysign(math.inf, value > 0 or -1)
+                found[key] = math.copysign(math.inf, value > 0 or -1)
+    del found["step"], found["time"]
+    return found
 
 
 def _positive(value: object) -> float | None:

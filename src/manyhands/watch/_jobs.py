@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from manyhands.watch._job import Job
+from manyhands.watch._job import WatchedJob
 
 LOOK_EVERY = 2.0  # seconds between two looks into a folder
 SUFFIX = ".jsonl"
@@ -17,7 +17,7 @@ class Jobs:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._folders = [path for path in paths if path.is_dir()]
-        self._jobs = {path: Job(path) for path in paths if path not in self._folders}
+        self._jobs = {path: WatchedJob(path) for path in paths if path not in self._folders}
         self._looked = -LOOK_EVERY
         self._look()
 
@@ -27,14 +27,14 @@ class Jobs:
         for folder in self._folders:
             for path in sorted(folder.glob(f"*{SUFFIX}")):
                 if path not in self._jobs:
-                    self._jobs[path] = Job(path)
+                    self._jobs[path] = WatchedJob(path)
 
     @property
-    def all(self) -> list[Job]:
+    def all(self) -> list[WatchedJob]:
         """The jobs as they were read last."""
         return list(self._jobs.values())
 
-    def read(self, seconds: float = 0.3) -> list[Job]:
+    def read(self, seconds: float = 0.3) -> list[WatchedJob]:
         """Take in what is new, for about so many seconds at most, and return all jobs."""
         if time.monotonic() - self._looked >= LOOK_EVERY:
             self._look()
