@@ -501,7 +501,7 @@ class ScaledOptimizer(OptimizerWrapper):
     # Accelerate looks for the argument in the signature.
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and their measurements."""
-        if self._keeps_gradients() or self._in_mid_step:
+        if self._keeps_gradients():
             return
         self._tracker.forget()
         self._binding.zero_grad(set_to_none)
@@ -515,8 +515,10 @@ class ScaledOptimizer(OptimizerWrapper):
         return isinstance(accumulation, GatedAccumulation) and not accumulation.sync_gradients
 
     def _keeps_gradients(self) -> bool:
-        """Whether a loop that clears after every pass is in mid-step."""
-        return self._pass_accumulates is not None and self._tap.step.passes > 0
+        """Whether a loop that clears in every pass is in mid-step."""
+        if self._pass_accumulates is not None:  # it may clear before a step's first pass, too
+            return self._tap.step.passes > 0
+        return self._in_mid_step
 
     def forget_gradients(self) -> None:
         """Drop the measurements of gradients that were cleared in a way that cannot be detected."""
