@@ -366,7 +366,7 @@ def test_snapshot_is_plain_numbers():
     snapshot = scaled.snapshot()
     assert set(snapshot) == {
         "step", "progress", "scale", "workers", "passes", "gain", "lr", "factor", "sqr", "var",
-        "noise_scale", "skipped", "nonfinite",
+        "noise_scale", "skipped", "short", "nonfinite",
     }  # fmt: skip
     for value in snapshot.values():
         for number in value if isinstance(value, list) else [value]:
@@ -456,6 +456,7 @@ def test_a_schedule_driven_by_progress_passes_for_one_of_torchs():
     x, y = make_batches(1, 2)
     backward(model, x[0], y[0], 2)
     optimizer.step()
+    optimizer.set_progress(2.5)
     for _ in range(3):  # trainers call it for each process; it follows the progress
         schedule.step()
     assert schedule.last_epoch == 2

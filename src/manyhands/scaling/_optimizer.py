@@ -498,13 +498,13 @@ class ScaledOptimizer(OptimizerWrapper):
         factors = sum(self._factors)
         return self._counts.progress + sum(average.raw_sqr) + sum(average.raw_var) + factors
 
-    # Accelerate looks for the argument in the signature.
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    # Accelerate looks for `set_to_none` in the signature.
+    def zero_grad(self, set_to_none: bool = True, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""
         if self._keeps_gradients():
             return
         self._tracker.forget()
-        self._binding.zero_grad(set_to_none)
+        self._binding.zero_grad(set_to_none, **kwargs)
 
     @YieldingProperty
     def _in_mid_step(self) -> bool:
