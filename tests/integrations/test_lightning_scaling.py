@@ -558,12 +558,12 @@ def test_public_names_are_documented_with_examples_that_run():
 
 
 def test_which_batches_make_a_step():
-    from manyhands.integrations.lightning import _passes
+    from manyhands.integrations import _step_passes
 
-    assert doctest.testmod(_passes).failed == 0
+    assert doctest.testmod(_step_passes).failed == 0
     first = 0
     for passes in (1, 3, 2, 2, 7):
-        step = _passes.StepPasses(passes, start=first)
+        step = _step_passes.StepPasses(passes, start=first)
         ends = [n for n in range(first + 1, first + passes + 1) if n % step == 0]
         assert (first % step, ends) == (0, [first + passes])
         first += passes

@@ -82,7 +82,9 @@ def micro_batches_of(data):
 class Plain:
     """One process that sees all ranks' micro-batches: nothing of ours, and no Trainer."""
 
-    def __init__(self, clip=1.0, schedule=lambda step: 1.0, autocast=None, weighted=True):
+    def __init__(
+        self, clip=1.0, schedule=lambda step: 1.0, autocast=None, weighted=True, smoothing=None
+    ):
         self.model = net()
         # Trainer's two groups: matrices are decayed, norms and biases are not
         norms = [p for name, p in self.model.named_parameters() if "norm" in name]
@@ -90,7 +92,7 @@ class Plain:
         self.groups = [others, norms]
         self.optimizer = SGD([{"params": params} for params in self.groups], lr=RATE, momentum=0.9)
         self.clip, self.schedule, self.autocast = clip, schedule, autocast
-        self.weighted = weighted
+        self.weighted, self.smoothing = weighted, smoothing
         self.sums = [[0.0, 0.0] for _ in self.groups]
         self.weight, self.progress, self.steps = 0.0, 0.0, 0
         self.gain = 1.0
@@ -113,7 +115,7 @@ class Plain:
         total, scale = sum(counts), len(batches)
         for param, *parts in zip(params, *grads, strict=True):
             param.grad = sum(parts) / total
-        theta = max(1 - scale / 1000, 0.0)
+        theta = max(1 - scale / 1000, 0.0) if self.smoothing is None else self.smoothing
         self.weight = theta * self.weight + 1 - theta
         estimates, first = [], 0
         for group, sums in zip(self.groups, self.sums, strict=True):
@@ -369,6 +371,62 @@ def test_data_that_runs_out_in_the_middle_of_a_step(tmp_path):
     assert_as(run_ranks(1, train), plain)
 
 
+# -- a batch that sets itself -------------------------------------------------------------------
+
+
+def ramping(rule):
+    return mh.Ramp(rule, max_scale=12, goal="steps", every=1)
+
+
+def run_ramp(data, folder, resume=None, end=30, ramp=ramping, passes=1, **options):
+    """Return the parameters, the progress, the steps, and the scale of each step."""
+    options = {"max_steps": end, **LINEAR, **options}
+    trainer = trainer_of(data, folder, rule=False, passes=passes, **options)
+    attach(trainer, mh.AdaScale, by_progress=True, ramp=ramp, smoothing=0.9)
+    trainer.train(resume_from_checkpoint=resume)
+    scales = [line["scale"] for line in trainer.state.log_history if "loss" in line]
+    return values(trainer), rule_in(trainer).progress, trainer.state.global_step, scales
+
+
+def test_a_ramp_takes_as_many_micro_batches_as_it_says(tmp_path):
+    """An epoch's last batches, too few for a step, are left out."""
+    data = samples(28)
+    (*ran, scales), (*other, _) = run_ranks(2, run_ramp, data, tmp_path)
+    assert set(scales) == {2.0, 4.0, 8.0, 12.0}
+    plain, batches = Plain(smoothing=0.9), micro_batches_of(data)
+    plain.schedule = lambda _: linear(30)(math.floor(plain.progress + 1e-9))
+    first = 0
+    for scale in map(int, scales):
+        if first + scale > len(batches):
+            first = 0
+        plain.step(batches[first : first + scale])
+        first += scale
+    assert_as([ran, other], plain, rtol=2e-3, atol=2e-5)
+
+
+def test_a_resumed_ramp_goes_on_where_it_was(tmp_path):
+    def whole_and_resumed():
+        whole = run_ramp(data, tmp_path, save_strategy="steps", save_steps=3)
+        return whole, run_ramp(data, tmp_path, resume=str(tmp_path / "checkpoint-3"))
+
+    data = samples(28)
+    for whole, resumed in run_ranks(2, whole_and_resumed):
+        torch.testing.assert_close(resumed[0], whole[0], rtol=0, atol=0)
+        assert resumed[1:] == whole[1:]
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"passes": 2}, "gradient_accumulation_steps=2, and a Ramp sets"),
+        ({"end": -1}, "max_steps is not set"),
+        ({"ramp": lambda rule: mh.Ramp(rule, max_scale=64)}, "more than the 28 small batches"),
+    ],
+)
+def test_what_a_ramp_cannot_do(changed, message, tmp_path):
+    raises_on_ranks(2, ValueError, run_ramp, samples(28), tmp_path, match=message, **changed)
+
+
 # -- checkpoints ------------------------------------------------------------------------------
 
 OSS = {"optimizer_cls_and_kwargs": (mh.OSS, {"optim": SGD, "lr": RATE, "momentum": 0.9})}
@@ -611,7 +669,7 @@ def other_passes(model, **options):
     "made, message",
     [
         (blocks, "LocalSGD is for workers that follow their own gradients"),
-        (ramped, "Use Ramp in a loop of your own"),
+        (ramped, "Let attach.. make it"),
         (other_passes, "gradient_accumulation_steps=3 .* num_gradients_to_accumulate=2"),
     ],
 )

@@ -17,25 +17,34 @@ Methods of Trainer that are replaced on the instance, by those of `Attachment`:
     get_batch_samples               fetches a step's micro-batches
     log                             adds the gain, the scale and the progress
     _save_optimizer_and_scheduler   lets every rank take part, where Trainer asks rank 0 alone (OSS)
-    _load_optimizer_and_scheduler   and adds what is left out of an optimizer under `fully_shard`
+    _load_optimizer_and_scheduler   and adds what the optimizer's file leaves out
+
+and, with a `Ramp`, whose steps do not all have the same number of micro-batches:
+
+    set_initial_training_values     says how many epochs there are: as many as the progress takes
+    _init_training_state            finds the place in the epoch at which a checkpoint was saved
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode
 
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
+from manyhands.integrations._step_passes import StepPasses
+from manyhands.ramp import Ramp
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -49,7 +58,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Attachment", "attach"]
 
-SCALING_FILE = "manyhands.pt"  # in a checkpoint of `fully_shard`, beside the optimizer's folder
+STATE_FILE = "manyhands.pt"  # in a checkpoint: what is not in the optimizer's state there
+
+MakeRamp: TypeAlias = Callable[[ScalingRuleBase], Ramp]
 
 
 def attach(
@@ -57,6 +68,7 @@ def attach(
     rule: Callable[..., ScalingRuleBase] | None = None,
     *,
     by_progress: bool = False,
+    ramp: MakeRamp | None = None,
     **options: Unpack[RuleOptions],
 ) -> Attachment:
     """Put a scaling rule around the optimizer of a Trainer. Call it before `train()`.
@@ -90,12 +102,18 @@ def attach(
         by_progress: count `max_steps` in progress: write the number of steps that you would train
             for at the small batch. The schedule is made for so many, and follows the progress;
             training ends when the progress has reached them, after fewer optimizer steps.
+        ramp: what is called with the rule and returns a `Ramp`, which then sets the number of
+            passes: `lambda rule: mh.Ramp(rule, max_scale=64)`. Leave `gradient_accumulation_steps`
+            at 1, and count by progress. The last micro-batches of an epoch are left out, if
+            they are fewer than a step has.
         options: further arguments of the rule.
     """
     _check_trainer(trainer, by_progress)
+    if ramp is not None:
+        _check_for_ramp(trainer, by_progress)
     if any(isinstance(each, Attachment) for each in trainer.callback_handler.callbacks):
         raise RuntimeError("this trainer has been attached to already. Call attach() once.")
-    attachment = Attachment(trainer, rule, by_progress, options)
+    attachment = Attachment(trainer, rule, by_progress, ramp, options)
     trainer.add_callback(attachment)
     return attachment
 
@@ -119,6 +137,7 @@ class Attachment(TrainerCallback):
         trainer: Trainer,
         make_rule: Callable[..., ScalingRuleBase] | None,
         by_progress: bool,
+        make_ramp: MakeRamp | None,
         options: RuleOptions,
     ) -> None:
         self._trainer = trainer
@@ -127,15 +146,23 @@ class Attachment(TrainerCallback):
         self._options = options
         self.rule: ScalingRuleBase | None = None
         """The rule, once `train()` has made the optimizer; None if there is only `OSS`."""
+        self.ramp: Ramp | None = None
+        """The ramp, likewise."""
+        self._make_ramp = make_ramp
+        self._scale = 1.0  # of the last step
+        self._taken = 0  # micro-batches of this epoch, by a ramp
         self._mean: WeightedMean | None = None  # of the step's tokens, if they are counted
         self._replaced: dict[str, Callable[..., Any]] = {}
-        for name in (
+        names = [
             "create_scheduler",
             "get_batch_samples",
             "log",
             "_save_optimizer_and_scheduler",
             "_load_optimizer_and_scheduler",
-        ):
+        ]
+        if make_ramp is not None:
+            names += ["set_initial_training_values", "_init_training_state"]
+        for name in names:
             self._replaced[name] = getattr(trainer, name)
             setattr(trainer, name, getattr(self, name))
 
@@ -146,7 +173,11 @@ class Attachment(TrainerCallback):
         trainer = self._trainer
         _check_trainer(trainer, self._by_progress)
         self.rule = self._find_or_make_rule()
-        _check_optimizer(trainer, self.rule, self._by_progress)
+        _check_optimizer(trainer, self.rule, self.ramp, self._by_progress)
+        if self._make_ramp is not None and self.ramp is None:
+            assert self.rule is not None
+            self.ramp = self._make_ramp(self.rule)
+            _check_ramp(self.ramp)
         scheduler = self._replaced["create_scheduler"](num_training_steps, *args, **kwargs)
         if self._by_progress and not isinstance(scheduler, ProgressScheduler):
             assert self.rule is not None
@@ -168,9 +199,12 @@ class Attachment(TrainerCallback):
                 trainer.optimizer, num_gradients_to_accumulate=passes, **self._options
             )
         assert isinstance(made, ScalingRuleBase)
+        # Trainer counts on its own: to accelerate it says that each step has one pass.
+        made._batch.accumulation = None
         if made is self.rule:  # in another call of `train`, which counts from 0 again
-            _set_passes(made, passes)
             made.set_progress(0.0)
+            if self.ramp is None:
+                _set_passes(made, passes)
         elif made.passes != passes:
             raise ValueError(
                 f"gradient_accumulation_steps={passes} in TrainingArguments, and the "
@@ -187,9 +221,16 @@ class Attachment(TrainerCallback):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
         """Fetch a step's micro-batches, and tell the rule how many they are, and how large."""
-        fetched = self._replaced["get_batch_samples"](epoch_iterator, num_batches, device)
+        passes = num_batches if self.ramp is None else self.ramp.passes
+        fetched = self._replaced["get_batch_samples"](epoch_iterator, passes, device)
         batches, items = fetched
         self._mean = None
+        if self.ramp is not None:
+            if len(batches) < passes:
+                return [], None
+            steps = StepPasses(passes, start=self._taken)
+            self._trainer.args.gradient_accumulation_steps = steps
+            self._taken += passes
         if self.rule is not None and batches:
             if len(batches) != self.rule.passes:
                 _set_passes(self.rule, len(batches))
@@ -219,14 +260,57 @@ class Attachment(TrainerCallback):
         if self._mean is not None and self._mean.passes_left:
             self._mean._begin_pass()
 
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Keep the scale of this step, for the logs: a ramp sets the next one's in `step`."""
+        if self.rule is not None:
+            self._scale = self.rule.scale
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **__: Any) -> None:
         """End the training when the progress is there."""
         schedule = self._trainer.lr_scheduler
         if self._by_progress and schedule.done:
             state.max_steps = state.global_step + 1  # the step that is being counted
 
+    def on_train_begin(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
+        """Check that an epoch has enough micro-batches for the largest step."""
+        if self.ramp is None or not has_length(train_dataloader):
+            return
+        most = len(train_dataloader) * self.ramp.scale / self.ramp.passes
+        if self.ramp.max_scale > most:
+            raise ValueError(
+                f"max_scale={self.ramp.max_scale:g} of the Ramp is more than the {most:g} small "
+                "batches of an epoch, and Trainer's steps do not go over its end. Lower it."
+            )
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Let the time until now be no part of a step."""
+        if self.ramp is not None:
+            self.ramp._step_began = None
+
+    on_evaluate = on_save = on_epoch_begin
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Let epochs go on until the progress is there."""
+        self._trainer.args.gradient_accumulation_steps = 1  # not those of the last step
+        _, *others = self._replaced["set_initial_training_values"](*args, **kwargs)
+        return (sys.maxsize, *others)
+
+    def _init_training_state(
+        self, max_steps: int, epoch_batches: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """Return the epochs and the micro-batches that a checkpoint has behind it."""
+        trainer = self._trainer
+        self._replaced["_init_training_state"](max_steps, epoch_batches, *args, **kwargs)
+        self._taken = 0
+        if not trainer.state.global_step:
+            return 0, 0
+        epochs, taken = divmod(round(trainer.state.epoch * epoch_batches), epoch_batches)
+        self._taken = 0 if trainer.args.ignore_data_skip else taken
+        return epochs, self._taken
+
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Drop passes that no step has followed: the data has run out without saying so before."""
+        self._taken = 0
         if self.rule is not None:
             self._trainer.model.zero_grad()  # the prepared optimizer's leaves them in mid-step
             self.rule.zero_grad()
@@ -245,9 +329,8 @@ class Attachment(TrainerCallback):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the gain, the scale and the progress to a training step's values."""
         if self.rule is not None and "loss" in logs:
-            scale = self.rule.scale
-            values = {"gain": self.rule.gain(), "scale": scale, "progress": self.rule.progress}
-            logs.update(values)
+            gain = self.rule.noise.gain(self._scale)
+            logs.update(gain=gain, scale=self._scale, progress=self.rule.progress)
         self._replaced["log"](logs, *args, **kwargs)
 
     # -- checkpoints -------------------------------------------------------------------------
@@ -258,17 +341,24 @@ class Attachment(TrainerCallback):
         if sharded is not None:
             sharded.consolidate_state_dict()
         self._replaced["_save_optimizer_and_scheduler"](output_dir)
+        state = {}
         if self.rule is not None and trainer.is_fsdp_enabled:
-            state = self.rule.scaling_state_dict()
-            if trainer.args.should_save:
-                torch.save(state, os.path.join(output_dir, SCALING_FILE))
+            state["rule"] = self.rule.scaling_state_dict()
+        if self.ramp is not None:
+            state["ramp"] = self.ramp.state_dict()
+        if state and trainer.args.should_save:
+            torch.save(state, os.path.join(output_dir, STATE_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        trainer = self._trainer
         self._replaced["_load_optimizer_and_scheduler"](checkpoint)
-        if self.rule is not None and trainer.is_fsdp_enabled and checkpoint is not None:
-            state = torch.load(os.path.join(checkpoint, SCALING_FILE), weights_only=True)
-            self.rule.load_scaling_state_dict(state)
+        file = None if checkpoint is None else os.path.join(checkpoint, STATE_FILE)
+        if file is None or not os.path.exists(file):
+            return
+        state = torch.load(file, weights_only=True)
+        if self.rule is not None and "rule" in state:
+            self.rule.load_scaling_state_dict(state["rule"])
+        if self.ramp is not None and "ramp" in state:
+            self.ramp.load_state_dict(state["ramp"])
 
 
 def _set_passes(rule: ScalingRuleBase, passes: int) -> None:
@@ -369,7 +459,9 @@ def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
             raise ValueError(message)
 
 
-def _check_optimizer(trainer: Trainer, rule: ScalingRuleBase | None, by_progress: bool) -> None:
+def _check_optimizer(
+    trainer: Trainer, rule: ScalingRuleBase | None, ramp: Ramp | None, by_progress: bool
+) -> None:
     """Raise for an optimizer that Trainer's loop cannot drive."""
     if rule is None and by_progress:
         raise ValueError(
@@ -383,8 +475,27 @@ def _check_optimizer(trainer: Trainer, rule: ScalingRuleBase | None, by_progress
             "averages them in every step, with DDP. Use Lightning, Accelerate or a loop of your "
             "own, and leave the model unwrapped."
         )
-    if rule is not None and rule._observer is not None:
+    if rule is not None and rule._observer is not ramp:
         raise ValueError(
-            "a Ramp changes the number of micro-batches in a step, and Trainer always takes "
-            "gradient_accumulation_steps of them. Use Ramp in a loop of your own."
+            "the rule has a Ramp already, of which Trainer does not know. Let attach() make it: "
+            "attach(trainer, ramp=lambda rule: mh.Ramp(rule, max_scale=...))."
         )
+
+
+def _check_for_ramp(trainer: Trainer, by_progress: bool) -> None:
+    passes = trainer.args.gradient_accumulation_steps
+    if passes != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={passes}, and a Ramp sets the number of passes itself. "
+            "Leave it at 1."
+        )
+    if not by_progress:
+        raise ValueError(
+            "with a Ramp, the number of optimizer steps says little about how far the training "
+            "is. Set by_progress=True, and max_steps to the steps at the small batch."
+        )
+
+
+def _check_ramp(ramp: Ramp) -> None:
+    if ramp._probe is not None:
+        raise ValueError("a Ramp's probe= is for loops of your own; in Trainer, leave it out.")

@@ -1,6 +1,6 @@
 """Lightning: callbacks for scaling rules and `Ramp`, strategies for sharding and blocks.
 
-_passes.py      how many passes a step has, and which batches they are
+_passes.py      how many passes a step has
 _checks.py      what cannot be right, found before the first step
 _clipping.py    `gradient_clip_val` for sharded gradients, and for gradients that are still scaled
 _scaling.py     `Scaling`: a scaling rule around the optimizer of `configure_optimizers`

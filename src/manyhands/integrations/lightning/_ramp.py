@@ -1,7 +1,7 @@
 """A batch that sets itself, as a callback: `Ramp` says how many batches the next step has.
 
-Lightning counts `accumulate_grad_batches` from the beginning of an epoch; `_passes.py` makes it
-count from the beginning of a step.
+Lightning counts `accumulate_grad_batches` from the beginning of an epoch; `_step_passes.py` makes
+it count from the beginning of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations.lightning._passes import StepPasses
+from manyhands.integrations._step_passes import StepPasses
 from manyhands.integrations.lightning._scaling import MakeRule, Scaling
 from manyhands.ramp import Ramp
 
