@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch.optim import Optimizer
@@ -49,9 +50,15 @@ def check_strategy(trainer: Trainer, what: str) -> None:
         )
 
 
+def callbacks_of(trainer: Any) -> list[Callback]:
+    """Return a Trainer's callbacks, an attribute that its class does not declare."""
+    callbacks: list[Callback] = trainer.callbacks
+    return callbacks
+
+
 def check_callbacks(trainer: Trainer, what: str) -> None:
     """Raise for a callback that steps without a gradient."""
-    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+    if any(isinstance(each, StochasticWeightAveraging) for each in callbacks_of(trainer)):
         raise ValueError(
             f"{what} measures the gradient of every step, and StochasticWeightAveraging runs an "
             "epoch without any. Use Lightning's WeightAveraging callback for averaged weights."

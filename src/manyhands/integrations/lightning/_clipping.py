@@ -42,7 +42,7 @@ def replace_clipping(plugin: Precision) -> None:
         else:
             plugin.clip_grad_by_norm(optimizer, clip_val)
 
-    plugin.clip_gradients = clip_gradients
+    vars(plugin)["clip_gradients"] = clip_gradients
 
 
 def restore_clipping(plugin: Precision) -> None:

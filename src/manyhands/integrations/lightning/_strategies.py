@@ -33,7 +33,7 @@ from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._methods import DiLoCo
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations.lightning._checks import only_optimizer
+from manyhands.integrations.lightning._checks import callbacks_of, only_optimizer
 from manyhands.integrations.lightning._clipping import replace_clipping, restore_clipping
 from manyhands.integrations.lightning._scaling import Scaling
 from manyhands.scaling._binding import KEY
@@ -317,7 +317,7 @@ class BlocksStrategy(OwnStrategy):
                     f"{', '.join(self._options)}. Give the options to one of the two."
                 )
             return
-        for callback in trainer.callbacks:
+        for callback in callbacks_of(trainer):
             if isinstance(callback, Scaling):
                 # inside the blocks: each device has a batch of its own
                 optimizer = callback.make_rule(trainer, optimizer, world_size=1)
