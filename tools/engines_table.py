@@ -9,8 +9,10 @@ For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two an
 
     =        bit for bit the training without a stop, on plain ranks
     ok       the same training up to the rounding of sums: on another number of workers
-    ok (r)   blocks on another number of workers: they begin with the saved anchor, bit for bit, and
-             all have the same parameters after their next round
+    ok (r)   blocks on another number of workers, or in a crew, whose checkpoint has one worker's
+             inner state for all: they begin with the saved anchor, bit for bit, and all have the
+             same parameters after their next round
+    –        nothing to try: torchft's lighthouse keeps a crew, and a crew is for blocks
     error    its text is below the table: a clear error before the first step
     WRONG    anything else
 
@@ -181,7 +183,7 @@ def close(ours, theirs):
     )
 
 
-def judge(cell, size, begun, resumed, whole):
+def judge(cell, size, begun, resumed, whole, crew):
     """Return one cell of the table, and an error's text."""
     for result in [*begun, *resumed]:
         if "error" in result:
@@ -189,10 +191,11 @@ def judge(cell, size, begun, resumed, whole):
     if len(resumed) != size or len({result["digest"] for result in resumed}) != 1:
         return "WRONG", "workers differ, or are missing"
     first = resumed[0]
-    if size == 2:
+    blocks = cell.startswith("blocks")
+    if size == 2 and not (blocks and crew):
         same = first["digest"] == whole[0]["digest"] and first["progress"] == whole[0]["progress"]
         return ("=", "") if same else ("WRONG", "not the training without a stop")
-    if cell.startswith("blocks"):
+    if blocks:
         same = {result["loaded"] for result in resumed} == {begun[0]["digest"]}
         return ("ok (r)", "") if same else ("WRONG", "not the saved anchor")
     progress = [first["progress"] or 0.0], [whole[0]["progress"] or 0.0]
@@ -213,7 +216,8 @@ def try_engine(start, folder, whole):
         resumed = results(again, "resume")
         for cell in (f"{sharding}, {rule}" for sharding in SHARDINGS for rule in RULES):
             if cell in resumed and cell in begun:
-                found = judge(cell, size, begun[cell], resumed[cell], whole[cell])
+                crew = start in (manyhands, torchft)
+                found = judge(cell, size, begun[cell], resumed[cell], whole[cell], crew)
             elif start is torchft and not cell.startswith("blocks"):
                 found = "–", ""
             else:
