@@ -147,7 +147,8 @@ def test_the_exit_code_says_that_nothing_fits(manyhands):
         (["planned_here:tokens", "--dtype", "float17"], "--dtype takes a type of torch"),
         (["planned_here:tokens", "--autocast", "int64"], "autocast must be a torch.dtype"),
         (["planned_here:tokens", "--rule", "Ada"], "rule must be one of"),
-        (["planned_here:tokens", "--speed", "1TB"], 'such as "30TFLOP/s"'),
+        (["planned_here:tokens", "--speed", "1TFLOPS"], "give input as well"),
+        (["planned_here:ready", "--speed", "1TB", "--input", "2x4"], 'such as "30TFLOP/s"'),
         (["planned_here:tokens", "--input", "8x16"], "forward pass could not be run"),
     ],
 )
