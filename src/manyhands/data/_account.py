@@ -83,10 +83,11 @@ class Account:
         self.taken -= taken.get(own, 0)
         self._change(due=True)
 
-    def hand_out(self, steps: Mapping[int, int], step: int = 0) -> None:
+    def hand_out(self, steps: Mapping[int, int], step: int = 0, own: int | None = None) -> None:
         """Hand out what is due: to each worker for so many steps, and for those it loads ahead.
 
-        Since `committed_at` the workers have taken more samples already, until this `step`.
+        Since `committed_at` the workers have taken more samples already, until this `step`. `own`
+        is the number of this worker if each takes a number of steps of its own.
         """
         if self.rules is None or not self.due:
             return
@@ -102,11 +103,24 @@ class Account:
         ]
         if self.ledger.free:
             self._steps_left = None
+        elif own is not None:
+            self._steps_left = self._own_steps_left(amounts, len(steps), own)
         elif self.rules["drop_last"]:
             missing = len(amounts) < len(steps)
             self._steps_left = 0 if missing else max(0, min(amounts) // batch)
         else:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
+
+    def _own_steps_left(self, amounts: list[int], workers: int, own: int) -> int:
+        """Return how many steps this worker takes of the last samples, of which all get a part.
+
+        Each worker takes at least one, if any does: they hold a sync round afterwards.
+        """
+        assert self.rules is not None
+        batch, held = self.rules["batch"], count(self.ledger.held_by(own))
+        if not self.rules["drop_last"]:
+            return max(1, -(-held // batch)) if amounts else 0
+        return held // batch if len(amounts) == workers and min(amounts) >= batch else 0
 
     def to_plan(self, number: int) -> tuple[Spans, int | None]:
         """Return what a worker holds behind what its loop was given, and for how many steps.
