@@ -85,7 +85,7 @@ PLANS = {
     "MNIST": Plan(replace(TASKS["MNIST"], batch=8), pace=0.2, seconds=2.56),
     "Shakespeare": Plan(replace(TASKS["Shakespeare"], batch=2), pace=0.8, seconds=10.24),
 }
-OUTER: dict[str, Any] = {"lr": 1.0, "momentum": 0.5}
+OUTER: dict[str, Any] = {"lr": 1.0, "momentum": 0.8}
 
 
 CREW = harm.Plan(

@@ -70,7 +70,7 @@ class Schedule:
         return step + 1
 
 
-LATE = 1.25  # times a block's expected seconds, after which a worker ends it where it is
+LATE = 1.1  # times a block's expected seconds, after which a worker ends it where it is
 
 
 class OwnSchedule(Schedule):
