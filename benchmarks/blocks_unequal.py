@@ -85,7 +85,7 @@ PLANS = {
     "MNIST": Plan(replace(TASKS["MNIST"], batch=8), pace=0.2, seconds=2.56),
     "Shakespeare": Plan(replace(TASKS["Shakespeare"], batch=2), pace=0.8, seconds=10.24),
 }
-OUTER: dict[str, Any] = {"lr": 1.0, "momentum": 0.5}
+OUTER: dict[str, Any] = {"lr": 1.0, "momentum": 0.8}
 
 
 CREW = harm.Plan(
@@ -332,6 +332,8 @@ together.
 
 
 def speed_table(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "(Speeds are still to be measured, on a quiet machine.)"
     lines = [
         "| task | possible | equal steps | own steps | of what is possible |",
         "|---|--:|--:|--:|--:|",
@@ -367,7 +369,8 @@ def loss_table(name: str, rows: list[dict[str, Any]]) -> str:
         over = [excess(losses, found[other]) for other in (SYNCHRONOUS, EQUAL)]
         shown = " | ".join("" if math.isnan(each) else f"{100 * each:+.2f} %" for each in over)
         mean = statistics.mean(losses.values())
-        lines.append(f"| {label}, {len(losses)} seeds | {mean:.4f}{spread} | {shown} |")
+        many = f"{len(losses)} seed{'s' * (len(losses) > 1)}"
+        lines.append(f"| {label}, {many} | {mean:.4f}{spread} | {shown} |")
     aims = (excess(found[OWN], found[other]) for other in (SYNCHRONOUS, EQUAL))
     met = ["met" if over <= WITHIN else "not met" for over in aims]
     lines.append("")

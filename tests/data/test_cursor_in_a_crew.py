@@ -94,9 +94,12 @@ class DataWorkers(Workers):
 
 def train(crew, log, end, make, hook, pause=0.002, **options):
     loader = {"num_workers": options.pop("num_workers", 0)}
+    every = options.pop("every", EVERY)
+    if every is not EVERY:
+        pause *= crew.number + 1
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    optimizer = make(optimizer, every=EVERY, crew=crew, **options)
+    optimizer = make(optimizer, every=every, crew=crew, **options)
     account = optimizer._sync.account
     commit, begin = account.commit, account.begin
 
@@ -146,8 +149,13 @@ def test_nothing_is_lost_without_a_fault(store, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_workers": 2}, {"make": mh.DiLoCo, "overlap": 2}],
-    ids=["plain", "loader processes", "overlap"],
+    [
+        {},
+        {"num_workers": 2},
+        {"make": mh.DiLoCo, "overlap": 2},
+        {"every": mh.Seconds(0.04, first=3, own_steps=True)},
+    ],
+    ids=["plain", "loader processes", "overlap", "own steps"],
 )
 def test_workers_that_die_and_come_back_lose_no_sample(store, tmp_path, options):
     faults(store, tmp_path, workers=4, events=6, seed=1, **options)

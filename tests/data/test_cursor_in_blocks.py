@@ -1,5 +1,7 @@
 """A `Cursor` in blocks: samples are committed with the sync round, and handed out for the next."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import manyhands as mh
 from helpers.data_oracle import global_batches, permutation
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.blocks._schedule import OwnSchedule
+from manyhands.blocks.averaging import _round
 from manyhands.blocks.averaging._round import StepClock
 from manyhands.errors import RanksDisagree
 
@@ -205,3 +208,54 @@ def test_a_second_cursor_on_the_same_blocks_is_refused():
         mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
 
     raises_on_ranks(2, ValueError, run, match="these blocks have a Cursor already")
+
+
+# -- workers that take steps of their own ----------------------------------------------------------
+
+
+def unequal_epochs(count, speeds, drop_last=False, samples=SAMPLES):
+    """What this worker trained on in each epoch; only its steps advance its clock."""
+    clock = SimpleNamespace(now=0.0)
+    _round.time = SimpleNamespace(perf_counter=lambda: clock.now)
+    every = mh.Seconds(4.0, first=2, own_steps=True)
+    model, optimizer, cursor = make(every=every, drop_last=drop_last, samples=samples)
+    seen, positions = [], set()
+    for _ in range(count):
+        seen.append([])
+        for batch in cursor:
+            clock.now += speeds[dist.get_rank()]
+            step(model, optimizer, cursor, batch)
+            seen[-1] += batch.tolist()[: cursor.samples]
+            positions.add((optimizer.rounds, cursor.epoch * samples + cursor.position))
+    optimizer.synchronize()
+    return seen, sorted(positions), optimizer.own_steps, optimizer.rounds, model.weight.item()
+
+
+@pytest.mark.parametrize("samples", [40, 57, 101, 103])
+def test_unequal_workers_see_each_sample_once_and_the_fast_ones_see_more(samples):
+    found = run_ranks(3, unequal_epochs, 3, [1.0, 2.0, 4.0], samples=samples)
+    for epoch in range(3):
+        trained = [sample for seen, *_ in found for sample in seen[epoch]]
+        assert sorted(trained) == list(range(samples))
+    own = [steps for *_, steps, _, _ in found]
+    assert own[0] > own[1] > own[2]
+    assert len({(rounds, weight) for *_, rounds, weight in found}) == 1
+    committed = {}
+    for _, positions, *_ in found:
+        for rounds, position in positions:
+            assert committed.setdefault(rounds, position) == position
+
+
+def test_unequal_workers_leave_out_less_than_a_batch_each():
+    found = run_ranks(3, unequal_epochs, 2, [1.0, 2.0, 4.0], drop_last=True)
+    for epoch in range(2):
+        trained = [sample for seen, *_ in found for sample in seen[epoch]]
+        assert len(set(trained)) == len(trained) and len(trained) > SAMPLES - 30
+    assert len({(rounds, weight) for *_, rounds, weight in found}) == 1
+
+
+def test_an_overlap_of_own_steps_is_an_error():
+    def overlapping():
+        make(every=mh.Seconds(4.0, first=4, least=2, own_steps=True), overlap=1)
+
+    raises_on_ranks(2, ValueError, overlapping, match="a Cursor needs overlap=0")

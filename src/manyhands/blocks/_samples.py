@@ -34,12 +34,16 @@ class BlockSamples:
     @property
     def number(self) -> int:
         """This worker's number."""
-        members = self._sync.members
-        return members.numbers[members.workers.rank]
+        return self._sync.number
 
     def begin(self, rules: Mapping[str, Any], ledger: Ledger) -> None:
         """Begin with this ledger, or go on with that of the members that are here already."""
         account = self.account
+        if self._sync.every.own_steps and self._sync.schedule.overlap:
+            raise ValueError(
+                "a Cursor needs overlap=0 with own_steps=True: while a round is in flight, it is "
+                "not known how many samples each worker has taken meanwhile. Leave overlap out."
+            )
         if account.rules is None:
             account.begin(rules, ledger, self._sync.state.steps)
         elif not account.received:

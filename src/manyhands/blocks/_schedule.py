@@ -26,7 +26,7 @@ Everything here is plain integers and floats.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.blocks._checks import flag, real, whole
@@ -61,19 +61,24 @@ class Schedule:
         """The steps that this worker takes in the block."""
         return self.length
 
+    def into(self, step: int) -> int:
+        """Return how many steps of the block this worker has taken after this common count."""
+        return step - self.start
+
     def advance(self, step: int) -> int:
         """Take a step of this worker's; return the common count, which was `step` before it."""
         return step + 1
 
 
-LATE = 1.25  # times a block's expected seconds, after which a worker ends it where it is
+LATE = 1.1  # times a block's expected seconds, after which a worker ends it where it is
 
 
 class OwnSchedule(Schedule):
     """A block in which this worker takes a number of steps of its own.
 
     taken      steps that it has taken in the block
-    plan       all workers' numbers of steps, by rank, from the last sync round; empty: none yet
+    plan       the workers' numbers of steps, from the last sync round, by the workers' own numbers;
+               `length` for one that is not in it
     seconds    what the block takes on the slowest worker; 0: no step was timed yet
     ahead      the mean of the workers' steps so far, minus the common count. The count is a whole
                number, and a worker may end a block early: the next block makes up for both
@@ -85,12 +90,15 @@ class OwnSchedule(Schedule):
     def __init__(self, length: int, overlap: int = 0, start: int = 0) -> None:
         super().__init__(length, 1, overlap, start)
         self._own, self.taken = length, 0
-        self.plan: list[int] = []
+        self.plan: dict[int, int] = {}
         self.seconds = self.ahead = 0.0
 
     @property
     def own(self) -> int:
         return self._own
+
+    def into(self, step: int) -> int:
+        return self.taken
 
     def advance(self, step: int) -> int:
         self.taken += 1
@@ -118,7 +126,7 @@ class OwnSchedule(Schedule):
 
     def begin(self, step: int, length: int) -> None:
         super().begin(step, length)
-        self._own, self.taken = length, 0
+        self._own, self.taken, self.plan = length, 0, {}
 
     def begin_next(self) -> None:
         """Begin the next block, with the numbers of this one until others are known."""
@@ -134,22 +142,22 @@ class OwnSchedule(Schedule):
         """Continue as this worker was when it was saved."""
         self._own, self.taken = own, taken
 
-    def load(self, plan: Sequence[int], rank: int | None, seconds: float, ahead: float) -> None:
+    def load(self, plan: Mapping[int, int], number: int, seconds: float, ahead: float) -> None:
         """Take over the numbers of a block that was saved, or that another worker is in."""
-        self.plan, self.seconds, self.ahead = list(plan), seconds, ahead
-        self._own = plan[rank] if plan and rank is not None else self.length
+        self.plan, self.seconds, self.ahead = dict(plan), seconds, ahead
+        self._own = plan.get(number, self.length)
 
-    def follow(self, plan: Sequence[int], rank: int | None, taken: float, seconds: float) -> None:
+    def follow(self, plan: Mapping[int, int], number: int, taken: float, seconds: float) -> None:
         """Give the block, which has begun, the numbers of steps in `plan`.
 
-        `taken` is the mean of the workers' steps in the block before. A worker without a rank in
-        the plan has just come, and takes as many steps as the others do in the mean.
+        `number` is this worker's, and `taken` the mean of all workers' steps in the block before.
         """
-        self.plan, self.seconds = list(plan), seconds
+        self.plan, self.seconds = dict(plan), seconds
         self.ahead += taken
         # A longer block than the overlap: until its numbers were known, steps were not counted.
-        self.length = max(self.overlap + 1, round(self.ahead + sum(plan) / len(plan)))
-        self._own = self.length if rank is None else plan[rank]
+        mean = sum(plan.values()) / len(plan)
+        self.length = max(self.overlap + 1, round(self.ahead + mean))
+        self._own = plan.get(number, self.length)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ from manyhands.data._account import Account
 class BlockPlan(TypedDict, total=False):
     """With own steps: what all workers know of the present block."""
 
-    plan: list[int]  # every worker's steps, by rank
+    plan: list[tuple[int, int]]  # every worker's number, and its steps
     pace: list[float]  # the schedule's `seconds` and `ahead`
 
 
@@ -263,15 +263,21 @@ class Sync:
     @property
     def between_blocks(self) -> bool:
         """Whether no steps of this worker are missing in the anchor, but those of an overlap."""
-        into_block = self.state.steps - self.schedule.start
+        into_block = self.schedule.into(self.state.steps)
         just_merged = not self.pending and into_block == self.schedule.overlap
         return just_merged or not self.state.diverged
 
     def seconds_to_merge(self) -> float:
         """Return about how long it takes until this block's steps are in the anchor."""
-        step, schedule = self.state.steps, self.schedule
-        steps = max(0, schedule.start + schedule.length + schedule.overlap - step)
-        return steps * self.runner.clock.seconds_per_step(step)
+        schedule = self.schedule
+        steps = max(0, schedule.own + schedule.overlap - schedule.into(self.state.steps))
+        seconds, taken = self.runner.clock.elapsed(self.state.own)
+        return steps * seconds / max(taken, 1)
+
+    @property
+    def number(self) -> int:
+        """This worker's number: its rank, or that in a crew."""
+        return self.members.numbers[self.members.workers.rank]
 
     @property
     def alone(self) -> bool:
@@ -340,7 +346,10 @@ class Sync:
         if work.told:
             weight = float(max(work.samples, 1))
         elif self.every.own_steps:  # 1 for a worker that takes as many steps as the mean
-            weight = max(work.steps, 1) / self.schedule.length
+            steps: float = work.steps
+            if self.account.rules is not None:  # a `Cursor`, whose last batches may be short
+                steps = note.drawn / self.account.rules["batch"]
+            weight = max(steps, 1 / self.schedule.length) / self.schedule.length
         return replace(_note_of(note, work), weight=weight)
 
     def _merge(self) -> None:
@@ -385,21 +394,20 @@ class Sync:
     def _plan_block(self, schedule: OwnSchedule, result: RoundResult) -> None:
         """Give each worker its number of steps in the block that has begun, from the notes."""
         assert isinstance(self.every, Seconds)
-        included, rank = result.included, self.members.workers.rank
+        included, numbers = result.included, self.members.numbers
         stepped = [note for note in result.notes if note.taken > 0]
         if not included or not stepped or min(note.seconds for note in stepped) <= 0:
             return  # nothing was timed
+        if len(numbers) != len(result.notes):  # a round that was restored from a checkpoint
+            numbers = range(len(result.notes))
         # A worker that has just come was not timed: it takes as long as the others in the mean.
         mean = sum(note.seconds for note in stepped) / len(stepped)
         seconds = [note.seconds if note.taken > 0 else mean for note in result.notes]
-        plan = self.every.share(seconds)
-        slowest = max(steps * each for steps, each in zip(plan, seconds, strict=True))
-        taken = sum(result.notes[r].taken for r in included) / len(included)
-        # (a round that was saved by a run with other workers has other ranks)
-        known = rank if len(plan) == self.members.workers.size else None
-        if known is not None:
-            self.account.paces = dict(zip(self.members.numbers, plan, strict=True))
-        schedule.follow(plan, known, taken, slowest)
+        steps = self.every.share(seconds)
+        slowest = max(n * each for n, each in zip(steps, seconds, strict=True))
+        taken = sum(result.notes[rank].taken for rank in included) / len(included)
+        plan = self.account.paces = dict(zip(numbers, steps, strict=True))
+        schedule.follow(plan, self.number, taken, slowest)
 
     def _record_result(self, result: RoundResult) -> None:
         self.stats.record(result, self.members.numbers)
@@ -558,12 +566,12 @@ class Sync:
     def hand_out_samples(self) -> None:
         """Hand out what is left of the epoch, if that has changed, until the next sync round."""
         account, numbers, overlap = self.account, self.members.numbers, self.schedule.overlap
-        if self.every.own_steps:
+        if self.every.own_steps and self.state.steps >= self.state.warmup:
             # a worker that has just come may take as many as the fastest
             most = max(account.paces.values(), default=self.schedule.length)
             twice = 2 if overlap else 1
             paces = {n: twice * account.paces.get(n, most) + overlap for n in numbers}
-            account.hand_out(paces, None if overlap else 0, own=numbers[self.members.workers.rank])
+            account.hand_out(paces, None if overlap else 0, own=self.number)
             return
         steps = self._steps_to_round()
         if overlap:  # training goes on while the round is in flight
@@ -598,17 +606,16 @@ class Sync:
         schedule = self.schedule
         if not isinstance(schedule, OwnSchedule):
             return {}
-        return {"plan": list(schedule.plan), "pace": [schedule.seconds, schedule.ahead]}
+        plan = list(schedule.plan.items())
+        return {"plan": plan, "pace": [schedule.seconds, schedule.ahead]}
 
     def load_block(self, state: Counters) -> None:
         """Enter the saved block, with the drift of the last one."""
         start, length = state["block"]
         self.schedule.begin(start, length)
         if isinstance(self.schedule, OwnSchedule):
-            workers = self.members.workers
-            plan = state.get("plan", [])
-            rank = workers.rank if len(plan) == workers.size else None
-            self.schedule.load(plan, rank, *state.get("pace", [0.0, 0.0]))
+            plan = {number: steps for number, steps in state.get("plan", [])}
+            self.schedule.load(plan, self.number, *state.get("pace", [0.0, 0.0]))
         *drift, self.stats.seconds = state["drift"]
         self.stats.drift = Drift(*drift)
 

@@ -114,6 +114,8 @@ class Account:
         ]
         if self.ledger.free:
             self._steps_left = None
+        elif own is not None:
+            self._steps_left = self._own_steps_left(amounts, len(steps), own)
         elif self.rules["drop_last"]:
             missing = len(amounts) < len(steps)
             self._steps_left = 0 if missing else max(0, min(amounts) // batch)
