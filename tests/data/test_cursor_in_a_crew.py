@@ -55,7 +55,7 @@ class DataWorkers(Workers):
         everything = [event for number in self.incarnations for event in self.events(number)]
         first = min(event["time"] for event in everything if event["event"] == "commit")
         anew = [e for e in everything if e["event"] == "begin" and e["round"] == 0]
-        assert all(event["time"] < first for event in anew), "all were lost at once: a busy machine"
+        assert all(event["time"] < first for event in anew), "a worker began anew"
         rounds = {}  # by number: what each worker took
         trained = {}  # by worker: (number of the round before, samples since then)
         for number in self.incarnations:
