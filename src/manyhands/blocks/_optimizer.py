@@ -23,6 +23,7 @@ from manyhands._core.wrappers import (
     OptimizerWrapper,
     ScalerSignals,
     SharedAttribute,
+    YieldingProperty,
     apply_signals,
     supports_amp,
     unscale,
@@ -485,7 +486,7 @@ class Blocks(OptimizerWrapper):
         else:
             self.synchronize()
 
-    @property
+    @YieldingProperty
     def _block_samples(self) -> BlockSamples | None:
         """What a `Cursor` needs to hand out this worker's samples; None without other workers."""
         return None if self.alone else BlockSamples(self._sync)
@@ -508,7 +509,7 @@ class Blocks(OptimizerWrapper):
             return True
         return self._sync.seconds_to_merge() > stop_notice.seconds_left / 2
 
-    @property
+    @YieldingProperty
     def _in_crew(self) -> bool:
         return isinstance(self._sync.members, ElasticMembers)
 

@@ -569,9 +569,8 @@ class Sync:
         if self.every.own_steps and self.state.steps >= self.state.warmup:
             # a worker that has just come may take as many as the fastest
             most = max(account.paces.values(), default=self.schedule.length)
-            twice = 2 if overlap else 1
-            paces = {n: twice * account.paces.get(n, most) + overlap for n in numbers}
-            account.hand_out(paces, None if overlap else 0, own=self.number)
+            paces = {n: account.paces.get(n, most) for n in numbers}
+            account.hand_out(paces, own=self.number)
             return
         steps = self._steps_to_round()
         if overlap:  # training goes on while the round is in flight

@@ -89,27 +89,20 @@ class Account:
         self.taken -= taken.get(own, 0)
         self._change(due=True)
 
-    def hand_out(
-        self, steps: Mapping[int, int], since: int | None = 0, own: int | None = None
-    ) -> None:
+    def hand_out(self, steps: Mapping[int, int], since: int = 0, own: int | None = None) -> None:
         """Hand out what is due: to each worker for so many steps, and for those it loads ahead.
 
-        The workers have taken `since` steps more than they have committed; None: an unknown number.
-        If each takes a number of steps of its own, `own` is the number of this worker.
+        The workers have taken `since` steps more than they have committed. If each takes a number
+        of steps of its own, `own` is the number of this worker.
         """
         if self.rules is None or not self.due:
             return
-        batch, more = self.rules["batch"], since or 0
-        ahead = more + self.rules["ahead"]
+        batch, ahead = self.rules["batch"], since + self.rules["ahead"]
         wanted = {number: (each + ahead) * batch for number, each in steps.items()}
-        pinned = self.rules["samples"] if since is None else since * batch
-        before, self.ledger = self.ledger, self.ledger.hand_out(wanted, pinned)
+        before, self.ledger = self.ledger, self.ledger.hand_out(wanted, since * batch)
         self._change(due=False)
-        if own is not None:
-            self._steps_left = self._own_steps_left(own)
-            return
         amounts = [
-            count(spans) - (more * batch if before.held_by(number) else 0)
+            count(spans) - (since * batch if before.held_by(number) else 0)
             for number, spans in self.ledger.held
         ]
         if self.ledger.free:
@@ -122,16 +115,17 @@ class Account:
         else:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
 
-    def _own_steps_left(self, own: int) -> int | None:
-        """Return how many steps this worker has left, whatever the others have."""
+    def _own_steps_left(self, amounts: list[int], workers: int, own: int) -> int:
+        """Return how many steps this worker has left of the last samples.
+
+        Every worker takes one at least, or none does: each holds one round a block.
+        """
         assert self.rules is not None
-        if self.ledger.free:
-            return None
         batch, left = self.rules["batch"], count(self.ledger.held_by(own)) - self.taken
         if self.rules["drop_last"]:
-            return left // batch
-        # One step at least: each worker holds one round a block, and so each needs a block.
-        return max(-(-left // batch), 1 if self.ledger.held and not self.taken else 0)
+            each_has_one = len(amounts) == workers and min(amounts) >= batch
+            return left // batch if each_has_one else 0
+        return max(-(-left // batch), 1 if amounts and not self.taken else 0)
 
     def to_plan(self, number: int) -> tuple[Spans, int | None]:
         """Return what a worker holds behind what its loop was given, and for how many steps.
