@@ -294,22 +294,6 @@ def test_a_writer_without_a_method_is_refused(tmp_path):
         Record(tmp_path / "a.jsonl", writer=[])
 
 
-def test_weights_and_biases_offline_keep_what_they_got(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="wandb is missing: pip install wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    run = wandb.init(project="manyhands", mode="offline", dir=tmp_path)
-    optimizer = Optimizer()
-    with Record(tmp_path / "a.jsonl", optimizer, writer=run) as record:
-        optimizer.steps += 1
-        record.step(loss=0.5)
-        optimizer.steps += 1  # a step stays open until the next one, for values of your own
-        record.step(loss=0.25)
-    summary = {key: run.summary[key] for key in ("_step", "manyhands/loss", "manyhands/lr/0")}
-    run.finish()
-    assert summary == {"_step": 1, "manyhands/loss": 0.5, "manyhands/lr/0": 0.1}
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-
-
 def test_options_for_readers_are_in_the_header(tmp_path):
     config = {"lr": 0.1, "path": tmp_path, "sizes": (1, 2), "nested": {"on": True, "no": None}}
     with Record(tmp_path / "a.jsonl", Optimizer(), batch_size=8, until=1e3, config=config):
