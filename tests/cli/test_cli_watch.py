@@ -95,7 +95,9 @@ def test_a_port_that_is_taken_is_said(manyhands):
 
 
 def start(tmp_path, *arguments):
-    code = "from manyhands.cli import main; main()"
+    # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heed}; from manyhands.cli import main; main()"
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code, "watch", *arguments],
         cwd=tmp_path,

@@ -28,7 +28,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -241,8 +240,8 @@ class Enrollment:
             silent = self.silent
             self._check_siblings(roster, waited)
             called = (called or time.monotonic()) if roster.ended else None
-            late_since = math.inf if called is None else time.monotonic() - called
-            if waited > self.patience or late_since > self.longest_wait:
+            late_for = 0.0 if called is None else time.monotonic() - called
+            if waited > self.patience or late_for > self.longest_wait:
                 # Living members that have not come for so long are treated as lost. While their
                 # generation goes on, they are in a block, and come after it.
                 silent |= set(roster.absent(silent))
