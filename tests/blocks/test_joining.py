@@ -260,8 +260,8 @@ def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
         if number == 1:
             original = _sync.Sync._write_note
 
-            def write_note(self, finite, state):
-                note = original(self, finite, state)
+            def write_note(self, finite, state, *, ends_block=True):
+                note = original(self, finite, state, ends_block=ends_block)
                 return replace(note, step=note.step + (note.step >= 20))
 
             _sync.Sync._write_note = write_note

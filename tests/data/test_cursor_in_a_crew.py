@@ -165,6 +165,18 @@ def test_workers_that_die_and_come_back_lose_no_sample(store, tmp_path, options)
     faults(store, tmp_path, workers=4, events=6, seed=1, **options)
 
 
+def test_as_many_joiners_as_are_expected_do_not_begin_anew(store, tmp_path):
+    with DataWorkers(store, tmp_path, expected=1, stall=5.0) as workers:
+        workers.start([0], pause=0.03)
+        workers.until(lambda: bool(workers.events(0, "commit")))
+        workers.start([1], pause=0.03)  # in the middle of a block
+        workers.present(2)
+        assert workers.events(1, "begin")[0]["round"] > 0
+        workers.stop_soon()
+        workers.finish()
+        workers.each_sample_once()
+
+
 def test_a_worker_that_was_stopped_loses_no_sample(store, tmp_path):
     with DataWorkers(store, tmp_path, expected=3, stall=0.5) as workers:
         workers.start(range(3))
