@@ -36,6 +36,7 @@ FIT = {"fixed_ms": 120.0, "pass_ms": 0.5, "predicted_ms": 130.0, "actual_ms": 13
 SLOW = "50 Mbit/s, 20 ms"
 
 
+@pytest.mark.long
 def test_the_smoke_test_trains_in_every_kind_of_way_and_writes_nothing():
     pytest.importorskip("sklearn", reason="scikit-learn, which has the digits, is missing")
     before = files()

@@ -270,6 +270,7 @@ def test_unequal_workers_agree_after_each_round_and_leave_after_the_same_one(
         assert {e["workers"] for e in done} == {3}
 
 
+@pytest.mark.long
 def test_unequal_workers_that_are_killed_and_come_back_never_differ(store, tmp_path):
     with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
         start_unequal(workers, 500, make=mh.DiLoCo)
@@ -288,6 +289,7 @@ def test_unequal_workers_that_are_killed_and_come_back_never_differ(store, tmp_p
 # -- a late member, and too few of them ------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_member_that_hangs_is_waited_for_by_what_rounds_took_before(store, tmp_path):
     """It is alive, as its heartbeat shows, and would be waited for for 600 s otherwise."""
 
@@ -312,6 +314,7 @@ def test_a_member_that_hangs_is_waited_for_by_what_rounds_took_before(store, tmp
         assert workers.last(0, "done", "steps") == 900
 
 
+@pytest.mark.long
 def test_fewer_than_a_quorum_wait_until_another_comes(store, tmp_path):
     with BlockWorkers(store, tmp_path, expected=3, quorum=2, stall=1.0) as workers:
         workers.start(range(3), 300, {"every": 5}, pause=0.005)
@@ -328,6 +331,7 @@ def test_fewer_than_a_quorum_wait_until_another_comes(store, tmp_path):
         assert {(e["steps"], e["value"], e["workers"]) for e in done} == {(300, -300.0, 2)}
 
 
+@pytest.mark.long
 def test_the_half_that_is_cut_off_from_the_store_waits_and_comes_back(store, tmp_path, monkeypatch):
     """Two of five workers lose the store, and so the others: three go on, and lose nothing."""
     monkeypatch.setattr(_store, "STORE_TIMEOUT", 2.0)
@@ -356,6 +360,7 @@ def test_the_half_that_is_cut_off_from_the_store_waits_and_comes_back(store, tmp
         assert far.last(3, "done", "value") == -900.0
 
 
+@pytest.mark.long
 def test_a_crew_cut_in_two_goes_on_in_the_half_with_the_quorum(store, tmp_path):
     """All reach the store, and none of 0, 1 and 2 reaches 3 or 4 while the file is there."""
     cut = tmp_path / "cut"

@@ -128,6 +128,7 @@ def test_a_crew_has_the_losses_of_fixed_ranks(tmp_path):
     assert [(tmp_path / f"crew.{worker}").read_text() for worker in range(2)] == expected
 
 
+@pytest.mark.long
 def test_torchfts_lighthouse_gives_the_same_losses(tmp_path):
     coordination = pytest.importorskip("torchft.coordination", reason="torchft is missing")
     expected, _ = losses_under(kubeflow, tmp_path, "--blocks")

@@ -68,6 +68,7 @@ def script(name, steps, folder):
     return ["bash", name]
 
 
+@pytest.mark.long
 def test_before_the_time_is_up_the_job_saves_and_is_queued_again(slurm):
     with (slurm / "out").open("w") as out:
         job = subprocess.Popen(

@@ -88,6 +88,7 @@ def losses(folder, name="losses"):
     return {step: sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)}
 
 
+@pytest.mark.long
 def test_a_sigterm_to_the_agent_costs_no_step(tmp_path):
     options = torchrun("--standalone", "--nproc-per-node", "2")
     arguments = [SCRIPT, "--losses", "losses", "--steps", "30", "--pause", "0.1"]
