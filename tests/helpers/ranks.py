@@ -179,12 +179,12 @@ class _Rank:
         self.connection.send("leave")
 
     def result(self) -> Any:
-        self.process.join(10)
+        self.process.join(30)
         if self.process.exitcode != 0:
             raise RanksFailed(
                 f"rank {self.rank} returned, but leaving the process group "
                 + (
-                    "took more than 10 s."
+                    "took more than 30 s."
                     if self.process.exitcode is None
                     else f"ended it with exit code {self.process.exitcode}."
                 )
