@@ -288,7 +288,7 @@ def write(rows: Sequence[Row]) -> None:
         "learning rate and schedule. A step takes `overhead + passes`: a stated time, so that the\n"
         "best fixed batch is a fact of the noise and not of a machine. Every run ends at the\n"
         "progress of the small batch's whole run. Means over "
-        f"{SEEDS} seeds, and the range of the scores; of Shakespeare over one seed.\n\n"
+        f"{SEEDS} seeds, and the range of the scores; of Shakespeare under SGD over one seed.\n\n"
         "```bash\npython benchmarks/ramp.py --data ../shared/data\n```\n\n"
         "| workload | overhead | batch | time | over the best | steps | small batches | score |\n"
         "|---|--:|---|--:|--:|--:|--:|--:|\n" + "\n".join(lines) + "\n\n"
