@@ -13,7 +13,6 @@ same command goes on where it was interrupted.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +23,7 @@ import peers
 
 peers.this_checkout()
 
+import json_lines  # noqa: E402
 import torch  # noqa: E402
 from blocks.learning import TASKS, WORKERS, Task, run  # noqa: E402
 
@@ -103,14 +103,11 @@ def train_all(task: Task, folder: Path, quick: bool) -> None:
         print(f"{task.name}, seed {seed}, {name}: {loss:.4f}", flush=True)
         if not quick:
             line = {"key": key, "task": task.name, "name": name, "seed": seed, "loss": loss}
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            json_lines.append(RESULTS, line)
 
 
 def rows() -> list[dict[str, Any]]:
-    if not RESULTS.exists():
-        return []
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return json_lines.read(RESULTS)
 
 
 def page(found: list[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 def append(path: Path, row: dict[str, Any]) -> None:
     """Add a row, on a line of its own even if an interruption has cut off the last one."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_bytes() if path.exists() else b""
     cut_off = bool(before) and not before.endswith(b"\n")
     with path.open("a") as file:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import json_lines
+
 from quality.plan import Run
 from quality.training import Outcome
 
@@ -18,15 +20,9 @@ class Store:
     path: Path
 
     def __post_init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        if not self.path.exists():
-            return
-        for line in self.path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:  # the line that an interruption cut off
-                continue
-            self.rows[row["key"]] = row
+        self.rows: dict[str, dict[str, Any]] = {
+            row["key"]: row for row in json_lines.read(self.path)
+        }
 
     def __contains__(self, run: Run) -> bool:
         return run.key in self.rows
@@ -41,10 +37,7 @@ class Store:
         result["score"] = round(outcome.score, 5) if math.isfinite(outcome.score) else None
         result["cpu_seconds"] = round(outcome.cpu_seconds, 2)
         row = {"key": run.key, **asdict(run), **result}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        cut_off = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a") as file:
-            file.write(("\n" if cut_off else "") + json.dumps(row) + "\n")
+        json_lines.append(self.path, row)
         self.rows[run.key] = row
 
     def forget(self, workloads: Collection[str]) -> None:

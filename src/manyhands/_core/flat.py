@@ -182,6 +182,11 @@ def norm(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(parts)
 
 
+def are_rows(elements: Tensor) -> bool:
+    """Return whether these are rows with gaps between them (`scaling/_rotation.py`)."""
+    return elements.dim() == 2 and elements.stride(1) == 1 and not elements.is_contiguous()
+
+
 def norm_of_rows(rows: Tensor) -> Tensor:
     """Return the norm of a matrix whose rows may have gaps between them, without a copy."""
     dtype = accumulation_dtype(rows.dtype)

@@ -560,8 +560,7 @@ class Sync:
         numbers, notes = self.members.numbers, result.notes
         if len(numbers) == len(notes):  # not so in a round restored from a checkpoint
             taken = {n: int(note.drawn) for n, note in zip(numbers, notes, strict=True)}
-            own = numbers[self.members.workers.rank]
-            self.account.commit(taken, own, step)
+            self.account.commit(taken, self.number, step)
 
     def hand_out_samples(self) -> None:
         """Hand out what is left of the epoch, if that has changed, until the next sync round."""

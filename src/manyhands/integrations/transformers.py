@@ -285,7 +285,7 @@ class Attachment(TrainerCallback):
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Let the time until now be no part of a step."""
         if self.ramp is not None:
-            self.ramp._step_began = None
+            self.ramp.skip_time()
 
     on_evaluate = on_save = on_epoch_begin
 

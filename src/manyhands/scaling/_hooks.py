@@ -31,7 +31,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.flat import SHORT, norm, norm_of_rows
+from manyhands._core.flat import SHORT, are_rows, norm, norm_of_rows
 from manyhands._core.sharded import ShardedGradient, is_dtensor, local_shard
 from manyhands.scaling._step_stats import Norm
 
@@ -96,7 +96,7 @@ class PlainNorm:
         return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
-        rows = [_are_rows(elements) for _, elements, *_ in slices]
+        rows = [are_rows(elements) for _, elements, *_ in slices]
         whole = [elements for (_, elements, *_), are in zip(slices, rows, strict=True) if not are]
         norms = iter(self.many([], whole))
         return [
@@ -120,11 +120,6 @@ class PlainNorm:
 
     def load_state(self, state: list[list[float]]) -> None:
         pass
-
-
-def _are_rows(elements: Tensor) -> bool:
-    """Return whether these are rows with gaps between them (`_rotation.py`)."""
-    return elements.dim() == 2 and elements.stride(1) == 1 and not elements.is_contiguous()
 
 
 def _is_simple(grad: Tensor) -> bool:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
-from manyhands._core.flat import flatten, norm
+from manyhands._core.flat import are_rows, flatten, norm
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
@@ -271,8 +271,8 @@ class PreconditionedNorm:
 
 def _split(tensor: Tensor) -> Sequence[Tensor]:
     """Return blocks of at most `BLOCK` elements, each in one piece of memory."""
-    if tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.size(1) < tensor.stride(0):
-        rows = tensor.unbind()  # with gaps between them (`_rotation.py`): no copy
+    if are_rows(tensor):
+        rows = tensor.unbind()  # no copy
         return rows if tensor.size(1) <= BLOCK else [b for row in rows for b in row.split(BLOCK)]
     return flatten(tensor).split(BLOCK)
 

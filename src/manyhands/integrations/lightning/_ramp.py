@@ -120,7 +120,7 @@ class BatchRamp(Scaling):
     def _pause(self) -> None:
         """Let the time until now be no part of a step."""
         if self._ramp is not None:
-            self._ramp._step_began = None
+            self._ramp.skip_time()
 
     def _restore(self, trainer: Trainer) -> None:
         super()._restore(trainer)
