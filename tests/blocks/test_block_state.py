@@ -171,15 +171,12 @@ class Life(RuleBasedStateMachine):
         assert falls or state.version >= self.state.version
         self.state = state
 
-    def settle(self, kept, elastic, joins):
+    def settle(self, kept, elastic, joins, due=()):
         """The oldest round in flight is kept, or undone; then the members regroup."""
         fragments, overlaps, work = self.sent.pop(0)
         if not kept:
             self.change(self.state.undo([] if overlaps else fragments))
-            self.regroup(joins)
-            if self.state.retry:
-                self.send(self.state.retry, overlaps=False)
-                self.settle(True, False, False)
+            self.regroup(joins, due)
             return
         complete = len(fragments) == FRAGMENTS
         # Of two rounds in flight, the second was sent with the first one's work, too.
@@ -189,12 +186,12 @@ class Life(RuleBasedStateMachine):
         if not overlaps:
             self.moved -= set(fragments)
         if elastic:
-            self.regroup(joins)
+            self.regroup(joins, due)
 
-    def regroup(self, joins):
+    def regroup(self, joins, due=()):
         """All members begin without rounds in flight; this one may be behind the others."""
         self.sent.clear()
-        self.change(self.state.regroup())
+        self.change(self.state.regroup(due))
         if joins:
             source = replace(self.state, steps=self.state.steps + 1, rounds=self.state.rounds + 1)
             diverged, retry = source.diverged, source.retry
@@ -203,6 +200,10 @@ class Life(RuleBasedStateMachine):
             self.change(joined, falls=not joined.has_anchor)
             self.moved, self.steps_since_joining, self.unmerged = set(), 0, 0
         assert self.state.in_flight == 0
+        assert not due or not self.state.diverged or self.state.retry == tuple(due)
+        if self.state.retry:
+            self.send(self.state.retry, overlaps=False)
+            self.settle(True, False, False)
 
     def send(self, fragments, overlaps):
         self.sent.append((tuple(fragments), overlaps, self.state.work))
@@ -233,9 +234,14 @@ class Life(RuleBasedStateMachine):
         self.send(sorted(fragments), overlaps=True)
 
     @precondition(lambda self: self.sent)
-    @rule(kept=st.booleans(), elastic=st.booleans(), joins=st.booleans())
-    def merge(self, kept, elastic, joins):
-        self.settle(kept, elastic, joins)
+    @rule(
+        kept=st.booleans(),
+        elastic=st.booleans(),
+        joins=st.booleans(),
+        due=st.sampled_from([(), ALL]),
+    )
+    def merge(self, kept, elastic, joins, due):
+        self.settle(kept, elastic, joins, due)
 
     @precondition(lambda self: self.state.diverged and not self.sent)
     @rule(

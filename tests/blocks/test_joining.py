@@ -74,6 +74,8 @@ class Joiners(Workers):
 
 
 def train(crew, log, steps, options, params, slow):
+    options = dict(options)
+    calls_at = options.pop("calls_at", lambda steps: False)  # of synchronize()
     model = Net()
     optimizer = mh.LocalSGD(SGD(params(model), lr=1.0), model=model, crew=crew, **options)
     log("in", steps=optimizer.steps, size=crew.size)
@@ -82,6 +84,8 @@ def train(crew, log, steps, options, params, slow):
         model.second.grad = 2 * torch.ones_like(model.second)
         model.wide.grad = torch.ones_like(model.wide)
         optimizer.step()
+        if calls_at(optimizer.steps):
+            optimizer.synchronize()
         log("step", steps=optimizer.steps, size=crew.size)
         time.sleep(0.1 if slow.exists() else 0.002)
     optimizer.finish()
@@ -160,6 +164,23 @@ def test_names_do_not_matter_where_one_model_is_wrapped_and_do_where_they_are_mo
     assert bare.differences(unknown.text, unknown.digest) == []
     assert len(bare.differences(moved.text, moved.digest)) == 2
     assert "description" in bare.differences("{}", moved.digest)[0]  # a stranger's
+
+
+def test_one_that_comes_while_the_others_synchronize_takes_part(store, tmp_path):
+    """The mean in flight lets it in, and synchronize() holds a further round."""
+    options = {"every": 6, "overlap": 3, "fragments": 2, "calls_at": lambda n: n % 6 in (1, 4)}
+    with Joiners(store, tmp_path, expected=2, stall=5.0) as workers:
+        (tmp_path / "slow").touch()
+        workers.start([0, 1], options=options)
+        workers.step(0, 3)
+        workers.start([2], options=options)
+        workers.until(lambda: bool(workers.events(2, "in")), 30.0)
+        (tmp_path / "slow").unlink()
+        workers.finish(60.0)
+        done = [workers.events(number, "done")[-1] for number in range(3)]
+        assert workers.events(2, "in")[0]["steps"] % 6 in (1, 4)  # let in by synchronize()
+        for e in done:
+            assert e["first"] == close_to(-STEPS) and e["undone"] == 0
 
 
 def test_many_differences_are_cut_short():

@@ -411,6 +411,22 @@ def test_a_crew_of_one_has_blocks_of_the_stated_time():
     assert optimizer.steps == 28
 
 
+def test_a_round_that_is_repeated_is_merged_at_once(monkeypatch):
+    monkeypatch.setattr(_round, "time", _round.time)  # restores it
+    clock, crew = Clock(), mh.Crew()
+    settle, answers = crew.settle, iter([True, True, False])
+    monkeypatch.setattr(crew, "settle", lambda arrived, _: settle(arrived and next(answers, True)))
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=EVERY, crew=crew)
+    for seconds in [1.0] * 4 + [100.0] * 3:  # the second block ends early: 1 step of 8
+        clock.now += seconds
+        param.grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer.snapshot()["undone"] == 1
+    assert optimizer.own_steps < optimizer.steps
+    assert not optimizer._sync.state.diverged and not optimizer._sync.pending
+
+
 # -- the schedule by itself ------------------------------------------------------------------------
 
 

@@ -9,7 +9,8 @@
                   that ends a warm-up has taken place
     diverged      parameters may differ from the anchor
     just_joined   no step was taken since the state transfer, so there is nothing to contribute
-    retry         fragments of an undone round, which the members repeat when they have regrouped
+    retry         fragments that the members synchronize as soon as they have regrouped: those of
+                  an undone round, or those that `synchronize()` was about to send
     in_flight     rounds that were sent, and neither merged nor undone yet
     own           steps that this worker has taken itself, since it began
     work          of these, the steps that are in no kept round yet, and were not given up
@@ -212,9 +213,13 @@ class BlockState:
 
     # -- members and state that change ---------------------------------------------------------
 
-    def regroup(self) -> BlockState:
-        """Give up all rounds in flight: other members begin without them."""
-        return replace(self, in_flight=0)
+    def regroup(self, due: Sequence[int] = ()) -> BlockState:
+        """Give up all rounds in flight: other members begin without them.
+
+        If workers are apart, the new members hold a round about the fragments that are `due`.
+        """
+        retry = tuple(due) if due and self.diverged else self.retry
+        return replace(self, in_flight=0, retry=retry)
 
     def join(self, steps: int, rounds: int, *, diverged: bool, retry: Sequence[int]) -> BlockState:
         """Take over another member's state.

@@ -84,11 +84,5 @@ class BlockSamples:
         self.hand_out()
 
     def synchronize(self) -> None:
-        """Hold a sync round with all other workers, which call this after as many steps.
-
-        If it lets joiners in, which do not expect a further round, the loop goes on with them.
-        """
-        regroups = self._sync.regroups
-        self._sync.merge_pending()
-        if self._sync.regroups == regroups:
-            self._sync.sync_now()
+        """Hold a sync round with all other workers, which call this after as many steps."""
+        self._sync.sync_now()

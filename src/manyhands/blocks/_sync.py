@@ -150,6 +150,7 @@ class Sync:
         self.joined_late = False  # whether this worker received another one's state
         self._options_checksum = fingerprint(options)
         self.regroups = 0  # how often the members have changed
+        self._due_after_merges: Sequence[int] = ()  # fragments that `sync_now` is about to send
         self.samples: int | None = None  # of the step that is being taken, if they are known
         self._compared = False  # whether the first block was searched for identical moves
         resets = extras.state == "reset" or state.in_local_warmup
@@ -228,13 +229,20 @@ class Sync:
         self.schedule.begin(start, self.schedule.length)
 
     def sync_now(self) -> None:
-        """Merge all that is in flight, and then synchronize all fragments if any has diverged."""
+        """Merge all that is in flight, and then synchronize all fragments if any has diverged.
+
+        Joiners that come as something is merged take part in the round that follows.
+        """
         self.end_block()
-        self.merge_pending()
-        if not (self.state.diverged and self.anchor.buckets):
-            return
-        self._send(range(self.schedule.fragments), self.now)
-        self._merge()
+        fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
+        self._due_after_merges = fragments
+        try:
+            self.merge_pending()
+        finally:
+            self._due_after_merges = range(0)
+        if self.state.diverged and fragments:
+            self._send(fragments, self.now)
+            self._merge()
 
     def close(self) -> None:
         """Hold a last sync round if the crew's other members are done, too.
@@ -502,12 +510,12 @@ class Sync:
             self.runner.forget_last()
             self.regroups += 1
             self.account.due = True  # other members share what is left
-            self.state = self.state.regroup()
+            self.state = self.state.regroup(self._due_after_merges)
             self.members.regroup(self.state.version)
             self.anchor.reset_residuals()
             self.transfer_state()
         if self.state.retry:
-            self._send(self.state.retry, self.state.steps)
+            self._send(self.state.retry, self.now)
             self._merge()
         self.hand_out_samples()
 
