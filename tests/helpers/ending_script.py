@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # DDP imports it, which takes as long as all else: once, before the forks
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
