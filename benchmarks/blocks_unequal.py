@@ -27,10 +27,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +45,7 @@ os.environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).resolve().parent)  #
 import json_lines  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from blocks.learning import TASKS, Task, loss_of, lr_at  # noqa: E402
+from blocks.learning import TASKS, Task, in_processes, loss_of, lr_at  # noqa: E402
 from faults import harm, tally  # noqa: E402
 
 import manyhands as mh  # noqa: E402
@@ -177,27 +175,8 @@ def train(plan: Plan, folder: Path, seed: int, name: str, asleep: bool) -> dict[
 
 def run(plan: Plan, folder: Path, seed: int, name: str, asleep: bool = False) -> dict[str, Any]:
     """Train in processes of its own; return the figures of all ranks."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as temporary:
-        store, results = str(Path(temporary, "store")), Path(temporary, "results")
-        workers = 1 if name == SYNCHRONOUS else len(plan.speeds)
-
-        def work(rank: int) -> None:
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
-            )
-            json_lines.append(results, train(plan, folder, seed, name, asleep))
-            dist.barrier()
-            dist.destroy_process_group()
-
-        processes = [context.Process(target=work, args=(rank,)) for rank in range(workers)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError(f"a worker of {name} failed")
-        ranks = json_lines.read(results)
+    workers = 1 if name == SYNCHRONOUS else len(plan.speeds)
+    ranks = in_processes(workers, lambda: train(plan, folder, seed, name, asleep), name)
     return {
         "loss": max(each["loss"] for each in ranks),
         "rate": sum(each["steps"] for each in ranks) / max(each["seconds"] for each in ranks),

@@ -3,12 +3,14 @@
 import os
 import random
 from collections.abc import Iterator
+from types import ModuleType
 
 import hypothesis
 import pytest
 import torch
 
-from manyhands.engines._listening import listener
+from helpers.lightning_runs import import_lightning
+from manyhands.engines._stopping import listener
 
 # The same examples in every run, and as much time as a busy machine needs for one.
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
@@ -44,3 +46,9 @@ def _signals() -> Iterator[None]:
     """A test that listens to stop notices must not leave this process deaf to SIGTERM."""
     yield
     listener.stop()
+
+
+@pytest.fixture(scope="module")
+def lightning() -> ModuleType:
+    """Lightning, imported before the ranks are forked."""
+    return import_lightning()

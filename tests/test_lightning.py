@@ -5,11 +5,7 @@ device), so that nothing of a Trainer's is left in the process of the other test
 """
 
 import contextlib
-import importlib.util
-import logging
 import math
-import os
-import warnings
 
 import pytest
 import torch
@@ -18,21 +14,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader
 
 import manyhands as mh
+from helpers import lightning_runs
+from helpers.lightning_runs import (
+    MARKS,
+    as_under_torchrun,
+    cosine,
+    data,
+    loss_of,
+    net,
+    own_loader,
+    trainer_of,
+    values,
+)
 from helpers.pages import ROOT, run_page
 from helpers.ranks import raises_on_ranks, run_ranks
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("lightning") is None,
-        reason="lightning is missing: pip install lightning",
-    ),
-    # Lightning's advice, and what it does that torch 2.13 has other names for by now.
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated"),
-]
+pytestmark = MARKS
 
 BATCHES, EPOCHS = 8, 2
 RULES = {
@@ -65,36 +64,13 @@ CHEAP = ["AdaScale", "AdaScale of OSS", "DiLoCo"]
 SETTINGS = {"plain": (1, "32-true", None), "all": (2, "bf16-mixed", 0.05)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightning():
-    """Imported once, before the ranks are forked."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import lightning
-        import lightning.fabric
-        import lightning.pytorch
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return lightning
-
-
 def cheap_first(names):
     return [name if name in CHEAP else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-
-
 def batches():
     """This rank's."""
-    drawn = torch.randn(2, BATCHES, 8, 4, generator=torch.Generator().manual_seed(0))
-    return list(drawn[dist.get_rank()])
-
-
-def values(module):
-    return [param.detach().clone() for param in module.parameters()]
+    return list(data(BATCHES)[dist.get_rank()])
 
 
 def plain(make, passes, precision, clip, steps=EPOCHS * BATCHES, averaged=True):
@@ -102,8 +78,8 @@ def plain(make, passes, precision, clip, steps=EPOCHS * BATCHES, averaged=True):
     model = net()
     wrapped = DistributedDataParallel(model) if averaged and dist.get_world_size() > 1 else model
     optimizer = make(model.parameters(), passes)
-    schedule = CosineAnnealingLR(optimizer, T_max=20)
-    data = batches()
+    schedule = cosine(optimizer)
+    own = batches()
     for i in range(steps):
         last = (i + 1) % passes == 0
         if i % passes == 0:
@@ -111,7 +87,7 @@ def plain(make, passes, precision, clip, steps=EPOCHS * BATCHES, averaged=True):
         unaveraged = not last and wrapped is not model
         with wrapped.no_sync() if unaveraged else contextlib.nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-                loss = wrapped(data[i % BATCHES]).square().mean() / passes
+                loss = loss_of(wrapped, own[i % BATCHES]) / passes
             loss.backward()
         if last:
             if clip is not None:
@@ -124,85 +100,40 @@ def plain(make, passes, precision, clip, steps=EPOCHS * BATCHES, averaged=True):
 # -- Lightning --------------------------------------------------------------------------------
 
 
-def as_under_torchrun():
-    """What Lightning looks for: then it does not start workers of its own."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(TORCHELASTIC_RUN_ID="none", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-
-
-def module_of(make, passes, **methods):
-    import lightning as L
-
-    class Module(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = net()
-
-        def training_step(self, batch, _):
-            return self.net(batch).square().mean()
-
-        def validation_step(self, batch, _):
-            self.net(batch).square().mean()
-
-        def configure_optimizers(self):
-            optimizer = make(self.parameters(), passes)
-            schedule = CosineAnnealingLR(optimizer, T_max=20)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-            }
-
-    return type("Module", (Module,), methods)()
-
-
-def on_their_own():
+def strategy_of(averaged):
     from lightning.pytorch.strategies import DDPStrategy
 
     class OnTheirOwn(DDPStrategy):
         def configure_ddp(self):
             pass
 
-    return OnTheirOwn()
+    return "auto" if averaged or dist.get_world_size() == 1 else OnTheirOwn()
+
+
+def module_of(make, passes, **methods):
+    def validation_step(self, batch, _):  # without a log, whose mean would be a collective
+        loss_of(self.net, batch)
+
+    methods = {"validation_step": validation_step, **methods}
+    return lightning_runs.module_of(lambda params: make(params, passes), cosine, **methods)
 
 
 def loaders():
     """To train and to validate with."""
-    return [DataLoader(batches(), batch_size=None)] * 2
+    return [own_loader(BATCHES)] * 2
 
 
-def trainer_of(epochs=EPOCHS, averaged=True, **options):
-    import lightning as L
-
-    size = dist.get_world_size()
-    strategy = "auto" if size == 1 else "ddp" if averaged else on_their_own()
-    if size > 1:
-        as_under_torchrun()
-    switched_off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    options = {**dict.fromkeys(switched_off, False), **options}
-    return L.Trainer(
-        accelerator="cpu",
-        devices=size,
-        strategy=strategy,
-        max_epochs=epochs,
-        use_distributed_sampler=False,
-        **options,
-    )
-
-
-def fit(make, passes, precision, clip, epochs=EPOCHS, averaged=True, save=None, resume=None):
-    module = module_of(make, passes)
+def fit(make, passes, precision, clip, epochs=EPOCHS, averaged=True, **files):
     trainer = trainer_of(
-        epochs,
-        averaged,
+        strategy_of(averaged),
+        max_epochs=epochs,
         accumulate_grad_batches=passes,
         precision=precision,
         gradient_clip_val=clip,
     )
-    trainer.fit(module, *loaders(), ckpt_path=resume)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return values(module), getattr(module.optimizers(), "progress", None)
+    module = module_of(make, passes)
+    result = lightning_runs.fit(module, trainer, BATCHES, validate=True, **files)
+    return result["params"], result["progress"]
 
 
 def assert_same(ranks, expected):
@@ -269,7 +200,7 @@ def test_progress_ends_the_training():
     def train():
         methods = (configure_optimizers, on_train_batch_end)
         module = module_of(None, 2, **{method.__name__: method for method in methods})
-        trainer = trainer_of(epochs=20, accumulate_grad_batches=2)
+        trainer = trainer_of(max_epochs=20, accumulate_grad_batches=2)
         trainer.fit(module, *loaders())
         rule = module.optimizers()
         return rule.progress, trainer.global_step, rule.param_groups[0]["lr"]
@@ -284,7 +215,7 @@ def test_what_is_asked_of_and_set_on_lightnings_optimizer_is_the_rules():
     def training_step(self, batch, i):
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self.net(batch).square().mean())
+        self.manual_backward(loss_of(self.net, batch))
         optimizer.step()
         if i == 3:
             optimizer.set_progress(100.0)
@@ -292,7 +223,7 @@ def test_what_is_asked_of_and_set_on_lightnings_optimizer_is_the_rules():
     def train():
         module = module_of(RULES["AdaScale"], 1, training_step=training_step)
         module.automatic_optimization = False
-        trainer_of(epochs=1).fit(module, *loaders())
+        trainer_of(max_epochs=1).fit(module, *loaders())
         used, rule = module.optimizers(), module.optimizers().optimizer
         return used.progress, rule.progress, used.snapshot() == rule.snapshot()
 
@@ -307,7 +238,7 @@ def test_fewer_passes_at_the_end_of_an_epoch_are_an_error():
 
 
 @pytest.mark.parametrize("policy, steps", [("count", 3), ("drop", 2)])
-def test_fewer_passes_at_the_end_of_an_epoch_as_the_rule_was_told(policy, steps):
+def test_fewer_passes_at_the_end_of_an_epoch_as_the_rule_is_set(policy, steps):
     def train():
         def make(params, passes):
             return mh.LinearScale(
@@ -324,12 +255,12 @@ def test_fewer_passes_at_the_end_of_an_epoch_as_the_rule_was_told(policy, steps)
             step = batches()[start : start + 3]
             optimizer.zero_grad()
             for x in step:
-                (model(x).square().mean() / len(step)).backward()
+                (loss_of(model, x) / len(step)).backward()
             optimizer.param_groups[0]["lr"] = 0.05 * len(step) * factor(start // 3)
             optimizer.step()
         return values(model)
 
-    def factor(step):  # of the schedule in `module_of`
+    def factor(step):  # of the schedule
         return (1 + math.cos(math.pi * step / 20)) / 2
 
     ((ran, expected),) = run_ranks(1, lambda: (train()[0], loop()))
@@ -348,7 +279,7 @@ def half(**methods):
 
     module = module_of(make, 1, **methods)
     clip = None if methods else 0.05
-    trainer = trainer_of(plugins=[plugin], gradient_clip_val=clip)
+    trainer = trainer_of(max_epochs=EPOCHS, plugins=[plugin], gradient_clip_val=clip)
     trainer.fit(module, *loaders())
     return values(module), module.optimizers().progress
 
@@ -361,11 +292,11 @@ def test_float16_is_clipped_in_a_hook():
     def loop():
         model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=16.0)
         optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.05), grad_scaler=scaler)
-        schedule = CosineAnnealingLR(optimizer, T_max=20)
+        schedule = cosine(optimizer)
         for x in batches() * EPOCHS:
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
-                loss = model(x).square().mean()
+                loss = loss_of(model, x)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.05)
@@ -396,7 +327,7 @@ def fabric_loop(make, passes, precision, clip, steps, averaged=True, save=None, 
     fabric.launch()
     model = net()
     optimizer = make(model.parameters(), passes)
-    schedule = CosineAnnealingLR(optimizer, T_max=20)
+    schedule = cosine(optimizer)
     if averaged:
         model, optimizer = fabric.setup(model, optimizer)
     else:
@@ -404,7 +335,7 @@ def fabric_loop(make, passes, precision, clip, steps, averaged=True, save=None, 
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if resume is not None:
         fabric.load(resume, state)
-    data = batches()
+    own = batches()
     for i in steps:
         last = (i + 1) % passes == 0
         if i % passes == 0:
@@ -412,7 +343,7 @@ def fabric_loop(make, passes, precision, clip, steps, averaged=True, save=None, 
         unaveraged = averaged and size > 1 and not last
         with fabric.no_backward_sync(model) if unaveraged else contextlib.nullcontext():
             with contextlib.nullcontext() if averaged else fabric.autocast():
-                loss = model(data[i % BATCHES]).square().mean() / passes
+                loss = loss_of(model, own[i % BATCHES]) / passes
             fabric.backward(loss)
         if last:
             if clip is not None and averaged:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import json_lines
 import torch
 import torch.distributed as dist
 from quality.workloads import mnist, shakespeare
@@ -154,28 +155,32 @@ def in_blocks(
 
 def run(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
     """The same in processes of its own."""
+    workers = WORKERS if method else 1
+    losses = in_processes(workers, lambda: {"loss": learn(task, folder, seed, method)}, str(method))
+    return float(losses[0]["loss"])
+
+
+def in_processes(
+    workers: int, work: Callable[[], dict[str, float]], name: str
+) -> list[dict[str, float]]:
+    """Return what `work` returns on each rank of a gloo group of forks, in their order."""
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as name:
-        store, result = str(Path(name, "store")), Path(name, "loss")
-        workers = WORKERS if method else 1
+    with tempfile.TemporaryDirectory() as temporary:
+        store, results = str(Path(temporary, "store")), Path(temporary, "results")
 
-        def work(rank: int) -> None:
-            if method:
-                dist.init_process_group(
-                    "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
-                )
-            loss = learn(task, folder, seed, method)
-            if rank == 0:
-                result.write_text(repr(loss))
-            if method:
-                dist.barrier()
-                dist.destroy_process_group()
+        def work_as(rank: int) -> None:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
+            )
+            json_lines.append(results, {"rank": rank, **work()})
+            dist.barrier()
+            dist.destroy_process_group()
 
-        processes = [context.Process(target=work, args=(rank,)) for rank in range(workers)]
+        processes = [context.Process(target=work_as, args=(rank,)) for rank in range(workers)]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
-            raise RuntimeError(f"a worker of {method} failed")
-        return float(result.read_text())
+            raise RuntimeError(f"a worker of {name} failed")
+        return sorted(json_lines.read(results), key=lambda row: row["rank"])

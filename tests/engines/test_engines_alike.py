@@ -16,7 +16,7 @@ from helpers.crew_workers import SECRET, Store, fork
 from helpers.pages import ROOT, free_port, in_told_forks
 from helpers.ranks import run_ranks
 from manyhands._core.stop_notice import stop_notice
-from manyhands.engines._listening import listener
+from manyhands.engines._stopping import listener
 
 SCRIPT = str(ROOT / "examples" / "engines" / "train.py")
 KNOWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

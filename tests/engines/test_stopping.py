@@ -15,7 +15,7 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands._core.stop_notice import stop_notice
-from manyhands.engines._listening import listener
+from manyhands.engines._stopping import listener
 
 STEPS = 12
 

@@ -1,7 +1,7 @@
 """Runs of Lightning on forked ranks, and the same training written plainly in one process.
 
 The data are those of two ranks. `fit` trains a `Trainer` on the ranks that it is called on, and
-`alone` goes through the same batches, in steps as large, without Lightning and without ranks.
+`Alone` goes through the same batches, in steps as large, without Lightning and without ranks.
 """
 
 import contextlib
@@ -9,14 +9,18 @@ import importlib.util
 import logging
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
 MARKS = [
+    pytest.mark.usefixtures("lightning"),
     pytest.mark.skipif(
         importlib.util.find_spec("lightning") is None,
         reason="lightning is missing: pip install lightning",
@@ -28,6 +32,9 @@ MARKS = [
     pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable"),
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated"),
 ]
+sgd = partial(SGD, lr=0.05, momentum=0.9)
+adamw = partial(AdamW, lr=0.01)
+cosine = partial(CosineAnnealingLR, T_max=20)
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
@@ -36,6 +43,7 @@ def import_lightning():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import lightning
+        import lightning.fabric
         import lightning.pytorch
 
         import manyhands.integrations.lightning  # noqa: F401
@@ -98,6 +106,12 @@ def module_of(make_optimizer, make_schedule=None, interval="step", **methods):
             return {"optimizer": optimizer, "lr_scheduler": config}
 
     return type("Module", (Module,), methods)()
+
+
+def scaling(*args, **options):
+    from manyhands.integrations.lightning import Scaling
+
+    return Scaling(*args, **options)
 
 
 def trainer_of(strategy="auto", **options):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, RMSprop
+from torch.optim import SGD, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader
 
@@ -17,14 +17,17 @@ from helpers.lightning_runs import (
     MARKS,
     Alone,
     Resumable,
+    adamw,
     assert_alike,
+    cosine,
     data,
     fit,
-    import_lightning,
     loss_of,
     module_of,
     net,
     own_loader,
+    scaling,
+    sgd,
     trainer_of,
     values,
 )
@@ -34,14 +37,6 @@ from helpers.ranks import raises_on_ranks, run_ranks
 pytestmark = MARKS
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightning():
-    return import_lightning()
-
-
-sgd = partial(SGD, lr=0.05, momentum=0.9)
-adamw = partial(AdamW, lr=0.01)
-cosine = partial(CosineAnnealingLR, T_max=20)
 RULES = {
     "SGD": (sgd, None, mh.AdaScale),
     "AdamW": (adamw, None, mh.AdamScale),
@@ -49,12 +44,6 @@ RULES = {
     "sqrt": (adamw, partial(mh.SqrtScale, rescale_adam=True), None),
     "legw": (sgd, lambda optimizer, **o: mh.LEGWScale(3, 64, optimizer, batch_size=8, **o), None),
 }
-
-
-def scaling(*args, **options):
-    from manyhands.integrations.lightning import Scaling
-
-    return Scaling(*args, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -502,7 +491,7 @@ def two_optimizers(self):
 
 def test_several_optimizers_are_an_error():
     failing(
-        "configure_optimizers returned 2.*wrap each of them yourself",
+        "configure_optimizers returned 2.*wrap each in configure_optimizers yourself",
         methods={"configure_optimizers": two_optimizers},
         attributes={"automatic_optimization": False},
     )
@@ -529,7 +518,7 @@ def test_averaged_weights_of_lightnings_kind_are_an_error():
 
 def test_progress_in_manual_optimization_is_an_error():
     failing(
-        "use mh.ProgressScheduler there",
+        "use mh.ProgressScheduler in training_step",
         trainer={"callbacks": lambda: [scaling(by_progress=True)]},
         attributes={"automatic_optimization": False},
     )
@@ -547,7 +536,7 @@ def test_a_ramp_or_progress_in_blocks_is_an_error():
         return [BatchRamp(max_scale=4)]
 
     for callbacks, match in (
-        (ramp, "BatchRamp lets each device take steps of its own number"),
+        (ramp, "BatchRamp would choose another number of steps"),
         (lambda: [scaling(by_progress=True)], "in blocks each has a progress of its own"),
     ):
         failing(match, trainer={"strategy": in_blocks, "callbacks": callbacks}, ranks=2)
@@ -563,7 +552,7 @@ def test_passes_that_are_said_twice_are_an_error():
 def test_other_strategies_are_an_error():
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
-    from manyhands.integrations.lightning._checks import check_strategy
+    from manyhands.integrations.lightning._trainer import check_strategy
 
     for kind, advice in ((FSDPStrategy, "FullyShardedStrategy"), (DeepSpeedStrategy, "ZeRO-2")):
 

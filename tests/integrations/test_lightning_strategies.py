@@ -7,20 +7,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import manyhands as mh
 from helpers.lightning_runs import (
     MARKS,
     Alone,
+    adamw,
     assert_alike,
+    cosine,
     data,
     fit,
-    import_lightning,
     loss_of,
     module_of,
     net,
     own_loader,
+    scaling,
+    sgd,
     trainer_of,
     values,
 )
@@ -29,26 +31,10 @@ from helpers.ranks import raises_on_ranks, run_ranks
 pytestmark = MARKS
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightning():
-    return import_lightning()
-
-
-sgd = partial(SGD, lr=0.05, momentum=0.9)
-adamw = partial(AdamW, lr=0.01)
-cosine = partial(CosineAnnealingLR, T_max=20)
-
-
 def strategy_of(name, *args, **options):
     import manyhands.integrations.lightning as ml
 
     return getattr(ml, name)(*args, **options)
-
-
-def scaling():
-    from manyhands.integrations.lightning import Scaling
-
-    return Scaling()
 
 
 SHARDINGS = {

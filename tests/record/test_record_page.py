@@ -8,7 +8,7 @@ import pytest
 from helpers.pages import ROOT, run_page
 from manyhands.record import Record
 from manyhands.report import write_report
-from manyhands.report._panels import choose_scale, running_mean, thin
+from manyhands.report._curves import choose_scale, running_mean, thin
 
 PAGE = ROOT / "docs" / "record.md"
 

@@ -11,8 +11,8 @@ import pytest
 
 from manyhands.record import Record, read_record
 from manyhands.record._process import is_alive, this_process
-from manyhands.watch import Jobs, WatchedJob, _buckets, _growing, _job, _server
-from manyhands.watch._growing import GrowingRecord
+from manyhands.record._run import GrowingRecord
+from manyhands.watch import Jobs, WatchedJob, _jobs, _points, _server
 
 pytestmark = pytest.mark.quick
 
@@ -125,7 +125,7 @@ def test_what_is_kept_does_not_grow_with_the_run(path):
     assert 50 <= len(curves["x"]["step"]) <= 100
     assert max(curves["high"]["loss"]) == 1e6 + 777 % 7  # a single spike is still seen
     assert curves["mean"]["loss"][-2] == pytest.approx(3.0, rel=0.02)
-    assert len(job._marks) <= _job.MARKS
+    assert len(job._marks) <= _jobs.MARKS
 
 
 @pytest.mark.parametrize(
@@ -357,5 +357,5 @@ def test_any_header_can_be_watched(path, key):
 
 
 def test_examples_run():
-    for module in (_buckets, _growing, _job, _server):
+    for module in (_points, _jobs, _server):
         assert doctest.testmod(module).failed == 0

@@ -1,6 +1,6 @@
 """Whether this process was asked to stop: the one place where that is kept.
 
-Signals, a file and engines give the notice (`engines/_listening.py`). A notice reaches ranks at
+Signals, a file and engines give the notice (`engines/_stopping.py`). A notice reaches ranks at
 different moments, and some ranks never. So nobody acts on it alone: a scaling rule sends it along
 with each step's numbers, blocks send it with each sync round, and `mh.stopping` asks the other
 ranks where neither of them does.

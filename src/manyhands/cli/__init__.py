@@ -19,7 +19,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
 
 COMMANDS = [
     "checkpoint",
@@ -45,8 +48,8 @@ def main() -> None:
     app()()
 
 
-def app() -> Any:
-    """Return the program, a `typer.Typer` with every command."""
+def app() -> typer.Typer:
+    """Return the program, with every command."""
     import typer
 
     program = typer.Typer(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -260,7 +260,7 @@ def _write_optimizer(
         on_tensor(key, reader.index.tensors[key].nbytes)
         return _read_tensor(reader, key, path.parent)
 
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, object]] = []
     names: list[str] = []
     for group in meta["groups"]:
         # torch numbers the parameters through all groups.

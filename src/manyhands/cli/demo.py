@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,6 +26,7 @@ from rich.table import Table
 import manyhands
 from manyhands.cli._terminal import stop
 from manyhands.record import Run, read_record
+from manyhands.record._run import Line
 from manyhands.report import write_report
 
 BATCH = 4  # images in a small batch
@@ -126,7 +127,7 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
         command += [f"--nproc-per-node={training.workers}"]
     command += [*script, *training.options, f"--record={record}", f"--name={training.name}"]
     bar = bars.add_task(training.name, total=steps, shown="starting")
-    newest: dict[str, Any] = {}
+    newest: Line = {}
     with _run_process(command, log) as process:
         lines = _follow(record)
         running = True
@@ -174,7 +175,7 @@ def _run_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[byt
             process.wait()
 
 
-def _follow(record: Path) -> Iterator[list[dict[str, Any]]]:
+def _follow(record: Path) -> Iterator[list[Line]]:
     """Yield the lines that were completed since the last `next`."""
     while not record.exists():
         yield []
@@ -185,7 +186,7 @@ def _follow(record: Path) -> Iterator[list[dict[str, Any]]]:
             yield [json.loads(line) for line in complete]
 
 
-def _schedule_position(training: Training, line: dict[str, Any]) -> float:
+def _schedule_position(training: Training, line: Line) -> float:
     """Return the position in the schedule, in steps of the baseline."""
     if training.counts_gain:
         return float(line.get("progress", 0.0))
@@ -207,7 +208,7 @@ def _progress_bars(console: Console) -> Progress:
     )
 
 
-def _newest_accuracy(line: dict[str, Any]) -> str:
+def _newest_accuracy(line: Line) -> str:
     if "accuracy" not in line:
         return "starting"
     return f"{line['accuracy']:.1%} right after {line['step']:,} steps"
@@ -223,7 +224,7 @@ def _comparison(runs: Sequence[Run]) -> Table:
             run.name,
             f"{last['accuracy']:.1%}",
             f"{_steps(run):,}",
-            f"{_samples(run):,.0f}",
+            f"{_samples_seen(run):,.0f}",
             f"{last['time']:.1f} s",
             f"{last['progress'] / last['step']:.1f}",
         )
@@ -237,7 +238,7 @@ def _verdict(runs: Sequence[Run], workers: int, accumulate: int) -> str:
     lines = [
         f"AdaScale against the baseline: {points:+.1f} points of accuracy (another --seed shows "
         f"how much of that is chance), steps divided by {_steps(baseline) / _steps(adascale):.1f}, "
-        f"samples multiplied by {_samples(adascale) / _samples(baseline):.1f}.",
+        f"samples multiplied by {_samples_seen(adascale) / _samples_seen(baseline):.1f}.",
         "Ramp chooses the batch of each step for the most progress in a second on this machine.",
         "The linear runs see as many samples as the baseline.",
     ]
@@ -254,5 +255,5 @@ def _steps(run: Run) -> int:
     return int(run.lines[-1]["step"])
 
 
-def _samples(run: Run) -> float:
+def _samples_seen(run: Run) -> float:
     return float(run.lines[-1]["samples"])

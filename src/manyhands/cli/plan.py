@@ -16,67 +16,80 @@ from manyhands.cli._terminal import import_object, stop
 from manyhands.planning import Plan
 from manyhands.planning import plan as make_plan
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="The function that builds the model, such as my_module:build_model.",
+    ),
+]
+OptimizerName = Annotated[str, typer.Option(help="An optimizer of torch.optim.")]
+OptimizerOptions = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="An option such as momentum=0.9; repeat for more."),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Number of workers.")]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory of each worker, such as 24GiB.")
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="One worker's input, such as 8x3x224x224 or labels=8x128:int64, to measure "
+        "activations; repeat for each argument of forward().",
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="Type of the parameters, such as bfloat16.")
+]
+Autocast = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="Type to which autocast casts in the forward pass."),
+]
+RuleName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A scaling rule, such as AdamScale.")
+]
+BlocksName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A method of blocks, such as DiLoCo.")
+]
+Backend = Annotated[str, typer.Option(metavar="nccl|gloo", help="Communication backend.")]
+LineRate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE", help="Each worker's line to the others, such as 50Mbit or 10Gbit/s."
+    ),
+]
+PassSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", help="Time of one pass on one worker, to compare with the line's."
+    ),
+]
+Speed = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        help="What a worker computes in a second, such as 30TFLOP/s: gives the time of a pass.",
+    ),
+]
+
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:FUNCTION",
-            help="The function that builds the model, such as my_module:build_model.",
-        ),
-    ],
-    optimizer: Annotated[str, typer.Option(help="An optimizer of torch.optim.")] = "adamw",
-    optimizer_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An option such as momentum=0.9; repeat for more."),
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 8,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of each worker, such as 24GiB.")
-    ] = None,
-    input: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]SHAPE[:DTYPE]",
-            help="One worker's input, such as 8x3x224x224 or labels=8x128:int64, to measure "
-            "activations; repeat for each argument of forward().",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Type of the parameters, as bfloat16.")
-    ] = None,
-    autocast: Annotated[
-        str | None,
-        typer.Option(metavar="DTYPE", help="Type to which autocast casts in the forward pass."),
-    ] = None,
-    rule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A scaling rule, such as AdamScale.")
-    ] = None,
-    blocks: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A method of blocks, such as DiLoCo.")
-    ] = None,
-    backend: Annotated[
-        str, typer.Option(metavar="nccl|gloo", help="Communication backend.")
-    ] = "nccl",
-    line: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="Each worker's line to the others, such as 50Mbit or 10Gbit/s."
-        ),
-    ] = None,
-    pass_seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", help="Time of one pass on one worker, to compare with the line's."
-        ),
-    ] = None,
-    speed: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="What a worker computes in a second, such as 30TFLOP/s: gives the time of a pass.",
-        ),
-    ] = None,
+    model: Model,
+    optimizer: OptimizerName = "adamw",
+    optimizer_option: OptimizerOptions = None,
+    workers: Workers = 8,
+    memory: Memory = None,
+    input: Inputs = None,
+    dtype: Dtype = None,
+    autocast: Autocast = None,
+    rule: RuleName = None,
+    blocks: BlocksName = None,
+    backend: Backend = "nccl",
+    line: LineRate = None,
+    pass_seconds: PassSeconds = None,
+    speed: Speed = None,
 ) -> None:
     """Compare ways to train a model on several workers: bytes held, bytes sent, what fits.
 

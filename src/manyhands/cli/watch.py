@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.cli._terminal import printable, stop
-from manyhands.watch import Jobs, JobState, WatchedJob, serve
+from manyhands.watch import Jobs, JobState, serve
 
 STYLES = {"running": "green", "silent": "yellow", "died": "red", "failed": "red", "damaged": "red"}
-WIDEST = 16  # blocks of a bar
+WIDEST = 16  # characters of a bar
 LAST_EVENTS = 8
 
 
@@ -37,7 +37,7 @@ def watch(
         bool, typer.Option("--terminal", help="Show the jobs here instead of on a page.")
     ] = False,
     once: Annotated[
-        bool, typer.Option("--once", help="Show the jobs here as they are now, and end.")
+        bool, typer.Option("--once", help="Show the jobs here once, as they are now, and end.")
     ] = False,
     show: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
@@ -73,8 +73,7 @@ def _serve(jobs: Jobs, port: int | None, show: bool) -> None:
 
 
 def _show_once(jobs: Jobs) -> None:
-    found = jobs.read(seconds=60.0)
-    states = [job.state() for job in found]
+    states = [job.state() for job in jobs.read(seconds=60.0)]
     Console(highlight=False).print(_view(states))
     if any(state.state in ("died", "failed", "damaged") for state in states):
         raise typer.Exit(1)
@@ -82,7 +81,7 @@ def _show_once(jobs: Jobs) -> None:
 
 def _show_live(jobs: Jobs) -> None:
     def view() -> RenderableType:
-        return _view([job.state() for job in _read(jobs)])
+        return _view([job.state() for job in jobs.read(seconds=0.5)])
 
     with Live(view(), console=Console(highlight=False), auto_refresh=False) as live:
         try:
@@ -93,15 +92,11 @@ def _show_live(jobs: Jobs) -> None:
             return
 
 
-def _read(jobs: Jobs) -> Sequence[WatchedJob]:
-    return jobs.read(seconds=0.5)
-
-
 def _view(states: Sequence[JobState]) -> RenderableType:
-    """Return a block of lines for each job, and what has happened last."""
-    blocks: list[RenderableType] = [_block(state) for state in states]
+    """Return some lines for each job, and a table of what has happened last."""
+    shown: list[RenderableType] = [_job_lines(state) for state in states]
     if not states:
-        blocks.append(Text("There is no record yet."))
+        shown.append(Text("There is no record yet."))
     events = [(state.name, event) for state in states for event in state.events]
     if events:
         table = Table("job", "step", "event", box=None, title="What happened", title_justify="left")
@@ -109,11 +104,11 @@ def _view(states: Sequence[JobState]) -> RenderableType:
             style = "red" if event.kind == "fault" else ""
             cells = (printable(name), f"{event.step:,}", printable(event.text))
             table.add_row(*map(Text, cells), style=style)
-        blocks.append(table)
-    return Group(*blocks)
+        shown.append(table)
+    return Group(*shown)
 
 
-def _block(state: JobState) -> RenderableType:
+def _job_lines(state: JobState) -> RenderableType:
     head = Text.assemble(
         (printable(state.name), "bold"), "  ", (state.state, STYLES.get(state.state, "dim"))
     )

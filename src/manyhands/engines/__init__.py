@@ -1,4 +1,4 @@
-"""Engines: what starts a run's processes, tells them who they are, and asks them to stop.
+"""Engines: what starts a run's processes, gives them their ranks, and asks them to stop.
 
 An engine is torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI, Kubeflow or torchft.
 A script names none of them:
@@ -13,7 +13,6 @@ A script names none of them:
 
     _places.py      who this process is, from the environment variables of each engine
     _ray.py         the same from Ray Train, with its checkpoints and its notice
-    _listening.py   where a stop notice comes from: signals, a file, an engine
-    _stopping.py    do all ranks know of it? `mh.stopping`
+    _stopping.py    a stop notice, and `mh.stopping`: one answer of all ranks
     _job.py         `mh.start` and `Job`: the engine as a script sees it
 """

@@ -36,8 +36,8 @@ from manyhands.checkpoint import load as load_checkpoint
 from manyhands.checkpoint import save as save_checkpoint
 from manyhands.checkpoint._values import HasState
 from manyhands.engines import _ray
-from manyhands.engines._listening import listener
 from manyhands.engines._places import Place, find_place, find_worker_number
+from manyhands.engines._stopping import listener
 
 RESTART = 75  # EX_TEMPFAIL: this process could not go on, and should be started again
 STOP_CODE_VARIABLE = "MANYHANDS_STOP_CODE"  # the exit code after a stop notice, if not 0
@@ -244,7 +244,7 @@ class Job:
         )
         if ray:
             numbers = {k: v for k, v in values.items() if isinstance(v, int | float)}
-            _ray.report(saving.path, {"step": step, **numbers})
+            _ray.report_checkpoint(saving.path, {"step": step, **numbers})
         return saving.path
 
     def load(

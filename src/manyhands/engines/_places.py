@@ -52,12 +52,12 @@ def find_place(variables: Variables) -> Place:
     for engine in ENGINES:
         place = engine(variables)
         if place is not None:
-            _check(place)
+            _check_rank(place)
             return place
     return Place()
 
 
-def _check(place: Place) -> None:
+def _check_rank(place: Place) -> None:
     if not 0 <= place.rank < place.world_size:
         raise ValueError(
             f"{place.engine} says that this process is rank {place.rank} of {place.world_size}. "

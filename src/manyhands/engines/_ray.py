@@ -72,7 +72,7 @@ def folder_in_storage(name: str) -> Path:
     return Path(storage.experiment_fs_path, name)
 
 
-def report(path: Path, metrics: dict[str, Any]) -> None:
+def report_checkpoint(path: Path, metrics: dict[str, object]) -> None:
     """Tell Ray of a checkpoint that lies in its storage. Call it on every worker."""
     import ray.train
     from ray.train.v2.api.report_config import CheckpointUploadMode

@@ -1,8 +1,25 @@
-"""`mh.stopping`: is this the last step? One answer for all ranks.
+"""A stop notice: where it comes from, and `mh.stopping`, the one answer of all ranks.
 
-A stop notice reaches ranks at different moments, and may reach only one of them. Ranks that train
-one model have to stop after the same step, or those that go on would wait for the others forever.
-Who carries the answer:
+**Where a notice comes from.** Signals, a file that appears, and what an engine says:
+
+    SIGTERM          torchrun, `manyhands run`, Slurm, Kubernetes, systemd, most others
+    SIGUSR1          Slurm, where a job asks for it: `--signal=USR1@120`
+    SIGUSR2          submitit
+    a file           MANYHANDS_STOP_FILE, or `mh.start(stop_file=...)`
+    Ray's draining   `_ray.py`
+
+A handler only notes the signal; the training loop finds the note at the end of its step. The
+handlers that were there before are called by `Job.leave`, when everything is saved: submitit's
+puts the job into the queue again.
+
+**DataLoader workers.** Some engines signal a whole process group: torchrun's agent, systemd, Slurm.
+That would kill the processes that load data, and the step under way could not be finished. So a
+process that a DataLoader forks blocks these signals. It still ends with its DataLoader, or when its
+parent is gone.
+
+**Is this the last step?** A notice reaches ranks at different moments, and may reach only one of
+them. Ranks that train one model have to stop after the same step, or those that go on would wait
+for the others forever. The answer travels in what ranks send anyway, where there is something:
 
     a scaling rule   its own collective, in every step: all ranks know when `step` returns
     blocks           the note that each worker sends in a sync round: all stop at its end
@@ -15,8 +32,14 @@ one step more: a notice in step k ends the training after step k + 1.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -25,7 +48,122 @@ from torch.optim import Optimizer
 from manyhands._core.ranks import RankGroup
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import OptimizerWrapper, gradient_ranks, unwrap
-from manyhands.engines._listening import listener
+
+STOP_FILE_VARIABLE = "MANYHANDS_STOP_FILE"
+GRACE_VARIABLE = "MANYHANDS_GRACE"
+
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+# -- listening -------------------------------------------------------------------------------------
+
+
+class Listener:
+    """The signals that this process listens to, and their earlier handlers."""
+
+    def __init__(self) -> None:
+        self.earlier: dict[int, Handler] = {}
+        self._files: set[Path] = set()
+        self._chosen = False  # whether the script has chosen the signals
+        self._listens = False
+        self._hooked_forks = False
+
+    def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
+        """Listen to these signals and to this file. It may be called often.
+
+        If the script chooses no signals, they are the engine's.
+        """
+        if self._listens and numbers is None and file is None:  # `stopping` calls it in every step
+            return
+        stop_notice.grace = _grace() or stop_notice.grace
+        file = file or os.environ.get(STOP_FILE_VARIABLE)
+        if file and (path := Path(file).absolute()) not in self._files:
+            self._files.add(path)
+            stop_notice.sources.append(lambda: str(path) if path.exists() else "")
+        # Python allows handlers in the main thread only. Ray trains in another one, and says
+        # itself when to stop.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if numbers is None:
+            numbers = [] if self._chosen else _signals_of_engine()
+        else:
+            self._chosen = True
+        self._listens = True
+        for number in numbers:
+            if number not in self.earlier:
+                # The earlier handler is noted first: a signal may come between the two lines.
+                self.earlier[number] = signal.getsignal(number)
+                signal.signal(number, _note_signal)
+        if not self._hooked_forks and hasattr(os, "register_at_fork"):
+            self._hooked_forks = True
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def stop(self) -> None:
+        """Give the signals back to their earlier handlers, and forget the notice."""
+        for number, handler in self.earlier.items():
+            if signal.getsignal(number) is _note_signal:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self.earlier.clear()
+        self._files.clear()
+        self._chosen = self._listens = False
+        stop_notice.sources.clear()
+        stop_notice.clear()
+
+    def call_earlier_handler(self) -> None:
+        """Call the handler that the received signal had before, if it is a function."""
+        for number, handler in list(self.earlier.items()):
+            if signal.Signals(number).name == stop_notice.reason and callable(handler):
+                handler(number, None)
+
+    def _after_fork(self) -> None:
+        if self.earlier and _is_data_loading(sys._getframe()):
+            signal.pthread_sigmask(signal.SIG_BLOCK, self.earlier.keys())
+
+
+listener = Listener()
+
+
+def _note_signal(number: int, _: FrameType | None) -> None:
+    stop_notice.give(signal.Signals(number).name)
+
+
+def _grace() -> float | None:
+    """Return the seconds from a notice to the kill, if the environment has them."""
+    text = os.environ.get(GRACE_VARIABLE)
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        raise ValueError(
+            f"{GRACE_VARIABLE} is the number of seconds between a stop notice and the end of the "
+            f"process, got {text!r}."
+        ) from error
+
+
+def _signals_of_engine() -> list[int]:
+    """Return the signals with which this process's engine stops it, if the system has them.
+
+    SIGUSR1 and SIGUSR2 may mean something else under other engines, such as "print the stack".
+    """
+    names = ["SIGTERM"]
+    if "SLURM_JOB_ID" in os.environ:
+        names.append("SIGUSR1")
+    if "SUBMITIT_EXECUTOR" in os.environ:
+        names.append(f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}")
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+def _is_data_loading(frame: FrameType | None) -> bool:
+    """Return whether a DataLoader is among the callers: a forked process has its parent's stack."""
+    from torch.utils.data import dataloader
+
+    while frame is not None:
+        if frame.f_code.co_filename == dataloader.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- one answer ------------------------------------------------------------------------------------
 
 
 def stopping(
@@ -35,25 +173,25 @@ def stopping(
 
     Call it on every rank at the end of every step. Give it the optimizer: a scaling rule or blocks
     carry the answer with what they send anyway. With any other optimizer, or without one, ranks
-    vote, with a sum of one number that runs beside the next step.
+    vote: a sum of one number, which runs while the next step does.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> for step in range(3):
     ...     optimizer.step()
-    ...     if mh.stopping(optimizer):  # SIGTERM, or what else the engine sends
+    ...     if mh.stopping(optimizer):  # SIGTERM, or another notice of the engine's
     ...         mh.save("run", model=model, optimizer=optimizer, step=step)
     ...         break
 
-    The process listens from the first call of `stopping` or `start` on. When it was asked to stop,
-    it has until the engine kills it, 30 s with most, to end its step and to save. Blocks stop at
-    the end of a sync round. A worker of a crew stops there too if its block ends in time; otherwise
-    at once, and its steps since the last round are lost.
+    The process listens from the first call of `stopping` or `start` on. Once it is asked to stop,
+    it has to end its step and to save before the engine kills it: after 30 s with most engines.
+    Blocks stop at the end of a sync round. A worker of a crew stops there too if its block ends in
+    time. If not, it stops at once, and its steps since the last round are lost.
 
     Args:
-        optimizer: what the loop steps.
-        process_group: the ranks that stop together, if they vote; all, by default.
+        optimizer: the optimizer that the loop steps.
+        process_group: the ranks that stop together, if they vote; by default all ranks.
     """
     listener.start()
     wanted = stop_notice.received
@@ -83,7 +221,7 @@ class StopVote:
         self._stopped = False
 
     def ask(self, wanted: bool) -> bool:
-        """Return whether any rank has wanted to stop when it asked last; ask again."""
+        """Return whether any rank wanted to stop when it was last asked; ask again."""
         if self._ranks.size == 1:
             return wanted
         before = self._pending
@@ -99,13 +237,14 @@ class StopVote:
 
 
 # A vote has a group of its own, and ends with the group that it is for.
-_votes: weakref.WeakKeyDictionary[Any, StopVote] = weakref.WeakKeyDictionary()
+_votes: weakref.WeakKeyDictionary[dist.ProcessGroup, StopVote] = weakref.WeakKeyDictionary()
 
 
 def _vote_of(ranks: RankGroup) -> StopVote:
     if ranks.size == 1:
         return StopVote(ranks)
     key = ranks.group or dist.group.WORLD
+    assert key is not None  # several ranks have a group
     vote = _votes.get(key)
     if vote is None:
         vote = _votes[key] = StopVote(ranks)

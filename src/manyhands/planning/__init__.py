@@ -1,11 +1,13 @@
 """Compute which sharding a model needs: bytes held and bytes sent, before anything is trained.
 
-A model's way to a plan
-    _plan.py    what was given; the four ways, and the cheapest that fits
-    _model.py   modules and optimizers → sizes; state, read off a stand-in; activations
-    _costs.py   sizes → bytes per worker, bytes sent, collectives (integers)
-    _line.py    bytes sent → seconds on a line, and which way to use over it
-    _table.py   the plan as rows, as a table, in words and in code to paste; "24GiB" ↔ bytes
+The files in the order in which a model becomes a plan:
+
+    _plan.py       `plan`: the four ways, and the cheapest that fits
+    _arguments.py  arguments → a module, its optimizers, a rule, a method of blocks
+    _model.py      modules and optimizers → sizes; state, read off a stand-in; activations
+    _costs.py      sizes → bytes per worker, bytes sent, collectives (integers)
+    _line.py       bytes sent → seconds on a line, and which way to use over it
+    _table.py      the plan as rows, as a table, in words and in code to paste; "24GiB" ↔ bytes
 """
 
 from manyhands.planning._plan import plan

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -26,31 +26,15 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands._core.ranks import SENT_ALONE
+from manyhands.planning._arguments import PlannedOptimizer
 from manyhands.planning._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.sharding.wrapping._pick import pick_modules
 from manyhands.sharding.wrapping._policies import default_auto_wrap_policy
-from manyhands.sharding.zero._slice_optimizer import choose_layout
 
 T = TypeVar("T")
 
 PRIMES = (5, 7, 11, 13, 17, 19)
 TRIAL_STEPS = 2  # the first step may make less state than the second
-
-
-@dataclass(frozen=True)
-class PlannedOptimizer:
-    """An optimizer: its class, its arguments, and groups of parameters with their options."""
-
-    kind: type[Optimizer]
-    arguments: dict[str, Any]
-    groups: list[tuple[dict[str, Any], list[Tensor]]]
-    exists: bool = False  # the user has made it, with parameters
-
-    @cached_property
-    def elementwise(self) -> bool:
-        options = [{**self.arguments, **options} for options, _ in self.groups]
-        options = options or [self.arguments]
-        return choose_layout(self.kind, None, options) == "even"
 
 
 # -- sizes -------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from manyhands.planning._arguments import PlannedOptimizer
 from manyhands.planning._costs import ModelSizes
 from manyhands.planning._line import LinePlan, PassPlan, format_rate, format_seconds
-from manyhands.planning._model import PlannedOptimizer, pick_by_size
+from manyhands.planning._model import pick_by_size
 
 FSDP_NAME = "FullyShardedDataParallel"
 DDP_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)"

@@ -3,7 +3,7 @@
 A process number alone may be another's by now, and another machine's processes cannot be seen. So
 the identity has four parts: the boot of the kernel, the namespace of process numbers (a container
 has its own), the number, and the moment at which the process began, in the kernel's clock ticks.
-Linux tells all of them in `/proc`. Elsewhere, and from another machine, nothing is known.
+Linux has all of them in `/proc`. On other systems, and from another machine, nothing is known.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 _PROC = Path("/proc")
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> dict[str, object]:
     """Return this process's identity, in plain JSON."""
-    return {"host": platform.node(), "pid": os.getpid(), **_place(), "started": _start(os.getpid())}
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        **_pid_space(),
+        "started": _start(os.getpid()),
+    }
 
 
 def is_alive(process: object) -> bool | None:
     """Return whether a process of `this_process` runs; None if that cannot be seen from here."""
     if not isinstance(process, dict):
         return None
-    pid, started, here = process.get("pid"), process.get("started"), _place()
+    pid, started, here = process.get("pid"), process.get("started"), _pid_space()
     if type(pid) is not int or type(started) is not int or None in here.values():
         return None
     if any(process.get(key) != value for key, value in here.items()):
@@ -33,7 +37,8 @@ def is_alive(process: object) -> bool | None:
     return _start(pid) == started
 
 
-def _place() -> dict[str, str | None]:
+def _pid_space() -> dict[str, str | None]:
+    """Return within what process numbers are unique: this boot, and this namespace."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "namespace": os.readlink(_PROC / "self/ns/pid")}

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path
@@ -112,7 +112,7 @@ class Record:
         self.path = Path(path)
         self.name = self.path.stem if name is None else name
         ranks = RankGroup.of()
-        _check_options(every, rank, mode, writer, ranks)
+        _check_writing(every, rank, mode, writer, ranks)
         _check_positive(batch_size=batch_size, until=until)
         keys = _collect_keys(sources)
 
@@ -267,7 +267,7 @@ def _sender(writer: object) -> Callable[[Line], None]:
     return send_each if hasattr(writer, "add_scalar") else send_together
 
 
-def _scalars(line: Line) -> Iterable[tuple[str, Any]]:
+def _scalars(line: Line) -> Iterator[tuple[str, Real]]:
     for key, value in to_columns(line):
         if key not in _OUR_KEYS and isinstance(value, Real):
             yield f"manyhands/{key}", value
@@ -285,7 +285,7 @@ def _check_positive(**options: object) -> None:
             raise ValueError(f"{name} must be a number above 0, got {value!r}. It may be left out.")
 
 
-def _check_options(every: int, rank: int, mode: str, writer: object, ranks: RankGroup) -> None:
+def _check_writing(every: int, rank: int, mode: str, writer: object, ranks: RankGroup) -> None:
     if every < 1:
         raise ValueError(
             f"every must be at least 1, got {every}. It is the number of steps from one line to "
@@ -370,7 +370,7 @@ def describe(value: object) -> str:
     return f"{value!r:.50} of type {type(value).__name__}"
 
 
-def to_plain_json(value: object) -> Any:
+def to_plain_json(value: object) -> object:
     """Return numbers, texts, lists and dicts as they are, and the text of anything else."""
     if isinstance(value, Mapping):
         return {str(key): to_plain_json(entry) for key, entry in value.items()}

@@ -1,5 +1,6 @@
 """Records to one page with figures.
 
+    _curves.py   a run's columns → curves: numbers, thinned out, smoothed, on a scale
     _panels.py   runs → figures: which there are, which curves are in each, on which scale
     _page.py     figures and a table → one HTML file
     page.html, page.css, page.js   the page's frame, its look, and what happens on a click

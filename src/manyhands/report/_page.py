@@ -14,19 +14,14 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING
 
 from manyhands.record import Run, read_record
-from manyhands.report._panels import (
-    WINDOW,
-    WINDOWS,
-    Panel,
-    axes,
-    batch_size,
-    numbers,
-    panels,
-    samples,
-)
+from manyhands.report._curves import WINDOW, WINDOWS, batch_size, numbers, samples
+from manyhands.report._panels import Panel, axes, panels
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 # Most colour-blind readers can tell these apart, on white and on black.
 _COLOURS = ("#3d85c6", "#e07b00", "#1f9e77", "#c2569b", "#7d6bd6", "#b8960c", "#d1495b", "#2aa5bd")
@@ -34,7 +29,7 @@ _AXES = {"progress": "progress", "step": "steps", "samples": "samples", "time": 
 _HEIGHTS = {"best": "best fit", "all": "all values", "log": "log scale"}
 _SMOOTHING = {**{str(window): name for name, window in WINDOWS.items()}, "0.0": "off"}
 _NO_VALUE = "–"
-# parts of the names of values of which the highest is best; of all others it is the lowest
+# Parts of the names of values whose best is the highest; of all others the best is the lowest.
 _HIGHER = ("acc", "score", "reward", "auc", "f1", "bleu", "precision", "recall", "psnr", "return")
 
 RunOrPath = Run | str | os.PathLike[str]
@@ -57,7 +52,7 @@ def write_report(
     'report.html'
 
     A long curve is thinned out to about 2,000 points, in which a single spike stays visible. Each
-    figure begins with the vertical scale on which its curves can be told apart, also if one of
+    figure begins with the vertical scale on which its curves can be distinguished, also if one of
     them diverges; on the page, the reader can choose all values, a log scale, the smoothing, and
     what the curves stand against. A value that never changes is a row of a table.
     """
@@ -108,7 +103,7 @@ def _page(runs: list[Run], title: str) -> str:
     )
 
 
-def _figure(panel: Panel) -> Any:
+def _figure(panel: Panel) -> Figure:
     """Return a plotly figure. `page.js` adds the page's colours and the horizontal axis."""
     from plotly import graph_objects
 
@@ -264,7 +259,7 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             *(
                 cell
                 for key in own
-                for cell in (_format_cell(_last_value(run, key)), _best(run, key))
+                for cell in (_format_cell(_last_value(run, key)), _best_cell(run, key))
             ),
         ]
         for run in runs
@@ -277,7 +272,7 @@ def _best_word(key: str) -> str:
     return "highest" if any(part in key.lower() for part in _HIGHER) else "lowest"
 
 
-def _best(run: Run, key: str) -> str:
+def _best_cell(run: Run, key: str) -> str:
     """Return the best value, and the step that had it."""
     if key not in run.columns:
         return _NO_VALUE
@@ -294,13 +289,13 @@ def _format_rate(run: Run, unit: str) -> str:
     """Return samples a second, from the first line to the last; steps, if the batch is unknown."""
     if len(run.lines) < 2:
         return _NO_VALUE
-    done: Sequence[Any] = samples(run)
-    if batch_size(run) is None:
-        done = [line["step"] for line in run.lines]
+    begin, *_, end = samples(run)
+    if begin is None or end is None:
+        begin, end = run.lines[0]["step"], run.lines[-1]["step"]
     else:
         unit = " samples" * bool(unit)
     seconds = run.lines[-1]["time"] - run.lines[0]["time"]
-    return _format_cell((done[-1] - done[0]) / seconds) + unit if seconds > 0 else _NO_VALUE
+    return _format_cell((end - begin) / seconds) + unit if seconds > 0 else _NO_VALUE
 
 
 def _numbers_of(run: Run, column: str) -> list[float]:

@@ -5,8 +5,9 @@
     /curves/2    the curves of the third job; the page asks again when its version has changed
 
 The server listens on 127.0.0.1 and nowhere else, and only reads. A page of the web must not read
-through it either (DNS rebinding: a stranger's name that means 127.0.0.1), so a request whose Host
-is not this machine's own name is refused. Nothing on the page may be loaded from elsewhere.
+through it either: a stranger's host name may be made to mean 127.0.0.1 (DNS rebinding). So a
+request whose Host is not this machine's own name is refused. Nothing on the page may be loaded from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
-from typing import Any
 
 from manyhands.report import describe_column
 from manyhands.watch._jobs import Jobs
@@ -27,7 +27,7 @@ from manyhands.watch._jobs import Jobs
 ADDRESS = "127.0.0.1"
 PORT = 8642  # unless another is asked for; if it is taken, a free one
 OWN_NAMES = ("127.0.0.1", "localhost")
-READ_EVERY = 0.2  # seconds; more requests are answered with what was read last
+READ_EVERY = 0.2  # seconds; requests in between are answered with what was read last
 DIGITS = 6
 FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css")}
 FILES["/page.js"] = ("page.js", "text/javascript")
@@ -63,7 +63,7 @@ class WatchServer(ThreadingHTTPServer):
         if path in FILES:
             name, kind = FILES[path]
             return (files(__package__) / name).read_bytes(), kind
-        with self._lock:  # a job is not made for several threads
+        with self._lock:  # each request has a thread, and a job may be used by one at a time
             now = time.monotonic()
             if now - self._read >= READ_EVERY:
                 self._jobs.read()
@@ -73,7 +73,7 @@ class WatchServer(ThreadingHTTPServer):
             return None
         return json.dumps(to_strict_json(found), allow_nan=False).encode(), "application/json"
 
-    def _numbers(self, path: str) -> dict[str, Any] | None:
+    def _numbers(self, path: str) -> dict[str, object] | None:
         jobs = self._jobs.all
         if path == "/jobs":
             states = [{**asdict(job.state()), "version": job.version} for job in jobs]
@@ -90,7 +90,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 class WatchHandler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD, of this machine's own browser only."""
+    """Answer GET and HEAD, for this machine's own browser only."""
 
     timeout = 10.0  # seconds for a request to arrive
     server: WatchServer
@@ -125,7 +125,7 @@ class WatchHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing: a page asks every second."""
+        """Log nothing: a page asks every second."""
 
 
 def serve(jobs: Jobs, port: int | None = None) -> WatchServer:
@@ -141,7 +141,7 @@ def serve(jobs: Jobs, port: int | None = None) -> WatchServer:
         return WatchServer(jobs, 0)
 
 
-def to_strict_json(value: object) -> Any:
+def to_strict_json(value: object) -> object:
     """Return `value` with short numbers, and names in place of those that are not finite.
 
     >>> to_strict_json({"loss": [0.123456789, float("nan")]})

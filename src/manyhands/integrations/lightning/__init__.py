@@ -1,15 +1,11 @@
 """Lightning: callbacks for scaling rules and `Ramp`, strategies for sharding and blocks.
 
-_passes.py      how many passes a step has
-_checks.py      what cannot be right, found before the first step
-_clipping.py    `gradient_clip_val` for sharded gradients, and for gradients that are still scaled
-_scaling.py     `Scaling`: a scaling rule around the optimizer of `configure_optimizers`
-_ramp.py        `BatchRamp`: the same, with a batch that sets itself
+_trainer.py     what both ask a Trainer, check in it, and change in it while it fits
+_callbacks.py   `Scaling`: a rule around the optimizer; `BatchRamp`: a batch that sets itself, too
 _strategies.py  `OSSStrategy`, `ShardedDDPStrategy`, `FullyShardedStrategy`, `BlocksStrategy`
 """
 
-from manyhands.integrations.lightning._ramp import BatchRamp
-from manyhands.integrations.lightning._scaling import Scaling
+from manyhands.integrations.lightning._callbacks import BatchRamp, Scaling
 from manyhands.integrations.lightning._strategies import (
     BlocksStrategy,
     FullyShardedStrategy,

@@ -1,7 +1,7 @@
-"""Strategies: who holds what, and when to talk, under Lightning's Trainer.
+"""Strategies for Lightning's Trainer: who holds what, and when to talk.
 
 Each starts the ranks as Lightning's `DDPStrategy` does, and puts a wrapper of ours in the place of
-DistributedDataParallel. So they take what DDPStrategy takes (`timeout`, `start_method`, ...).
+DistributedDataParallel. So each takes DDPStrategy's options (`timeout`, `start_method`, ...).
 
     strategy               model                  optimizer           a checkpoint has
     OSSStrategy            DDP                    OSS                 the plain state, gathered
@@ -33,9 +33,13 @@ from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._methods import DiLoCo
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations.lightning._checks import callbacks_of, only_optimizer
-from manyhands.integrations.lightning._clipping import replace_clipping, restore_clipping
-from manyhands.integrations.lightning._scaling import Scaling
+from manyhands.integrations.lightning._callbacks import Scaling
+from manyhands.integrations.lightning._trainer import (
+    callbacks_of,
+    only_optimizer,
+    replace_clipping,
+    restore_clipping,
+)
 from manyhands.scaling._binding import KEY
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding.fsdp._options import FSDPOptions
@@ -45,7 +49,7 @@ from manyhands.sharding.wrapping._wrap import auto_wrap, enable_wrap
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 
-# What Lightning's own strategy takes by name; it passes all else on to DistributedDataParallel.
+# The options of Lightning's own strategy; it passes all others on to DistributedDataParallel.
 OF_DDP_STRATEGY = {
     name
     for name, parameter in inspect.signature(DDPStrategy.__init__).parameters.items()
@@ -56,7 +60,7 @@ OF_DDP_STRATEGY = {
 class OwnStrategy(DDPStrategy):
     """Base of the strategies here: what they have in common."""
 
-    model: Any  # Lightning's: the LightningModule, or the wrapper around it
+    model: Any  # Lightning's: the LightningModule, or the wrapper around it; None before `setup`
     optimizers: list[Optimizer]
 
     def setup(self, trainer: Trainer) -> None:
@@ -139,7 +143,7 @@ class ShardedDDPStrategy(OSSStrategy):
 
     def __init__(self, **options: Any) -> None:
         self._of_wrapper = _take(options, ShardedDataParallel)
-        _check_known(options, type(self).__name__, "OSS, ShardedDataParallel")
+        _check_options_known(options, type(self).__name__, "OSS, ShardedDataParallel")
         super().__init__(**options)
 
     def configure_ddp(self) -> None:
@@ -151,7 +155,7 @@ class ShardedDDPStrategy(OSSStrategy):
         use_sharded_scaler(self.precision_plugin)
         self.model = ShardedDataParallel(self.model, self.optimizers, **self._of_wrapper)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> StateDict:
         """Return the model's state, once all parameters of the last step have arrived."""
         self._settle()
         return super().lightning_module_state_dict()
@@ -189,7 +193,7 @@ class FullyShardedStrategy(OwnStrategy):
     def __init__(self, policy: Policy | Classes | None = None, **options: Any) -> None:
         self._policy = policy
         self._of_wrapper = _take(options, FSDPOptions)
-        _check_known(options, type(self).__name__, "FullyShardedDataParallel")
+        _check_options_known(options, type(self).__name__, "FullyShardedDataParallel")
         self._root: FullyShardedDataParallel | None = None
         super().__init__(**options)
 
@@ -210,7 +214,7 @@ class FullyShardedStrategy(OwnStrategy):
             if next(module.parameters(), None) is None:  # such as a metric
                 module.to(self.root_device)
 
-    def _setup_model(self, model: nn.Module) -> Any:
+    def _setup_model(self, model: nn.Module) -> FullyShardedDataParallel:  # type: ignore[override]
         if self._root is None or self._root.module is not model:
             options = {"state_dict_device": "cpu", **self._of_wrapper}
             if self.root_device.type != "cpu":
@@ -224,10 +228,10 @@ class FullyShardedStrategy(OwnStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Average gradients in every pass: a device has no room for all of them."""
+        """Average gradients in every pass: a device has no room for whole gradients."""
         yield
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> StateDict:
         """Return the plain model's state; every rank takes part."""
         return self._model_in_use.state_dict()
 
@@ -248,7 +252,7 @@ class FullyShardedStrategy(OwnStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's slices of the plain optimizer's state."""
-        # `Scaling` may have taken the only state out, and loaded it
+        # Fewer states than optimizers: `Scaling` loads a checkpoint without a rule by itself.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             rest = {k: v for k, v in state.items() if k != KEY}
             shard = self._model_in_use.get_shard_from_optim_state_dict(rest)
@@ -323,7 +327,7 @@ class BlocksStrategy(OwnStrategy):
                 optimizer = callback.make_rule(trainer, optimizer, world_size=1)
         self.optimizers = [self._make(optimizer, **self._options)]
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> StateDict:
         """Return the model's state after a sync round; every rank takes part."""
         self._synchronize()
         return super().lightning_module_state_dict()
@@ -372,15 +376,18 @@ def as_oss(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
     if hidden:
         raise ValueError(
             f"{kind.__name__} does not keep its argument(s) {', '.join(hidden)} among its "
-            f"defaults, so an OSS like it cannot be made. {advice}"
+            f"defaults, so they cannot be passed on to an OSS. {advice}"
         )
     names = {each.name for each in accepted}
     arguments = {name: value for name, value in optimizer.defaults.items() if name in names}
-    # The same dicts: schedulers write into them.
+    # OSS gets the same dicts of the groups, into which schedulers write the learning rate.
     oss = OSS(optimizer.param_groups, optim=kind, **options, **arguments)
     if oss.optim.defaults != optimizer.defaults:
-        raise ValueError(f"an OSS of {kind.__name__} got other defaults than it has. {advice}")
-    # torch's schedulers warn unless the optimizer that they were made for has stepped
+        raise ValueError(
+            f"an OSS of {kind.__name__} would have other defaults than this one has. {advice}"
+        )
+    # torch's schedulers warn unless the optimizer that they were made for has stepped. It never
+    # steps now: the OSS does.
     vars(optimizer)["_opt_called"] = True
     return oss
 
@@ -411,7 +418,7 @@ def _take(options: dict[str, Any], of: type) -> dict[str, Any]:
     return {name: options.pop(name) for name in sorted(names & options.keys())}
 
 
-def _check_known(options: Mapping[str, Any], name: str, wrapper: str) -> None:
+def _check_options_known(options: Mapping[str, object], name: str, wrapper: str) -> None:
     unknown = sorted(options.keys() - OF_DDP_STRATEGY)
     if unknown:
         raise TypeError(

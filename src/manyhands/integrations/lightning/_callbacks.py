@@ -1,4 +1,6 @@
-"""A scaling rule as a callback: what a loop of one's own would tell the rule is found here.
+"""Callbacks for Lightning's Trainer: a scaling rule, and a batch that sets itself.
+
+In a loop of your own you give a rule these things. A callback finds them in the Trainer:
 
     passes      how many batches a step has: Trainer's number, or fewer at the end of an epoch
     loss scale  the precision plugin's gradient scaler
@@ -7,29 +9,39 @@
 
 The optimizer of `configure_optimizers` is replaced by the rule around it in `on_fit_start`: after
 the strategy has made the optimizers, and before Lightning loads a checkpoint.
+
+`BatchRamp` adds a `Ramp`, which says how many batches the next step has. Lightning counts
+`accumulate_grad_batches` from the beginning of an epoch; `_step_passes.py` makes it count from the
+beginning of a step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Literal, TypedDict, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import SGD, Adam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations.lightning._checks import (
+from manyhands.integrations._step_passes import StepPasses
+from manyhands.integrations.lightning._trainer import (
+    LightningAccumulation,
     check_callbacks,
     check_manual,
     check_passes,
     check_strategy,
     only_optimizer,
+    replace_clipping,
+    restore_clipping,
 )
-from manyhands.integrations.lightning._clipping import replace_clipping, restore_clipping
-from manyhands.integrations.lightning._passes import LightningAccumulation
+from manyhands.ramp import Ramp
+from manyhands.ramp._decision import Goal
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -66,11 +78,11 @@ class Scaling(Callback):
     scale are logged, and shown in the progress bar. The last step of an epoch may have fewer
     batches: its gradient is their mean, and it is scaled as the smaller batch that it is.
 
-    A checkpoint of a run without a rule can be loaded, too. Its steps are counted as progress.
+    A checkpoint of a run without a rule can be loaded, too. Its steps then count as progress.
 
     Args:
-        rule: a rule's class, or another function that is called with the optimizer and the
-            options. By default `AdaScale` for SGD, `AdamScale` for Adam, AdamW and RMSprop.
+        rule: a rule's class, or a function that is called with the optimizer and the options, and
+            returns a rule. By default `AdaScale` for SGD, `AdamScale` for Adam, AdamW and RMSprop.
         by_progress: count in small-batch steps: `max_steps`, `max_epochs` and the schedulers are
             those of the small batch on one device, and end with the progress, after fewer
             optimizer steps (and perhaps more epochs).
@@ -84,7 +96,7 @@ class Scaling(Callback):
         *,
         by_progress: bool = False,
         log: bool = True,
-        **options: Any,
+        **options: object,
     ) -> None:
         if rule is not None and (isinstance(rule, Optimizer) or not callable(rule)):
             raise TypeError(
@@ -94,8 +106,8 @@ class Scaling(Callback):
         self._make, self._options = rule, options
         self._by_progress, self._log = by_progress, log
         self._rule: ScalingRuleBase | None = None
-        self._steps = 0  # that the rule had taken after the last batch
-        self._bare: dict[str, Any] | None = None  # a checkpoint without a rule, to be loaded
+        self._steps = 0  # the rule's steps, counted after the last batch
+        self._bare: StateDict | None = None  # a checkpoint without a rule, to be loaded
         self._end: float | None = None  # the progress to train for
         # Trainer's `max_steps` and `max_epochs`, while progress is counted instead
         self._limits: tuple[int, int | None] | None = None
@@ -109,7 +121,9 @@ class Scaling(Callback):
 
     # -- before the first step -----------------------------------------------------------------
 
-    def make_rule(self, trainer: Trainer, optimizer: Optimizer, **options: Any) -> ScalingRuleBase:
+    def make_rule(
+        self, trainer: Trainer, optimizer: Optimizer, **options: object
+    ) -> ScalingRuleBase:
         """Return a rule around this optimizer, for this Trainer; a strategy may call it."""
         name = type(self).__name__
         module = trainer.lightning_module
@@ -119,7 +133,8 @@ class Scaling(Callback):
         check_passes(module, self._options, name)
         if self._rule is not None:  # of an earlier fit
             self._rule.unhook()
-        automatic = module.automatic_optimization  # else training_step accumulates, if anybody
+        # In manual optimization only training_step knows, so the user gives the number of passes.
+        automatic = module.automatic_optimization
         found = {
             "num_gradients_to_accumulate": LightningAccumulation(trainer) if automatic else 1,
             "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
@@ -130,11 +145,11 @@ class Scaling(Callback):
         return self._rule
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what was loaded before, perhaps to validate a checkpoint."""
+        """Forget what an earlier call of the Trainer has loaded, perhaps to validate."""
         self._bare = None
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict
     ) -> None:
         """Keep the optimizer's state of a run without a rule, which a rule could not load."""
         states = checkpoint.get("optimizer_states", [])
@@ -162,7 +177,7 @@ class Scaling(Callback):
         if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
             raise ValueError(
                 f"{type(self).__name__}(by_progress=True) would end the training at another step "
-                "on each device: in blocks each has a progress of its own. Leave it out."
+                "on each device: in blocks each has a progress of its own. Leave by_progress out."
             )
         trainer.fit_loop.setup_data()  # so that the number of batches is known
         epoch = trainer.num_training_batches * rule.scale / rule.passes
@@ -176,7 +191,7 @@ class Scaling(Callback):
                 f"{type(self).__name__}(by_progress=True) needs the length of an epoch, and the "
                 'data has none. Give the Trainer max_steps, and schedulers with interval="step".'
             )
-        # Lightning's count of steps includes those that the loss scale has skipped.
+        # No limits of Lightning's: its count of steps includes those that the scaler has skipped.
         self._limits = trainer.max_steps, trainer.max_epochs
         trainer.fit_loop.epoch_loop.max_steps = trainer.fit_loop.max_epochs = -1
         for config in trainer.lr_scheduler_configs:
@@ -184,7 +199,8 @@ class Scaling(Callback):
                 continue
             every = config.frequency * (epoch if config.interval == "epoch" else 1)
             config.scheduler = cast(
-                Any, ProgressScheduler(config.scheduler, rule, every=every, end=self._end)
+                LRScheduler,  # Lightning asks for no more than its methods
+                ProgressScheduler(config.scheduler, rule, every=every, end=self._end),
             )
             config.interval, config.frequency = "step", 1
 
@@ -198,8 +214,8 @@ class Scaling(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
     ) -> None:
         steps = self._steps_taken()
@@ -249,3 +265,136 @@ def _default_rule(optimizer: Optimizer) -> MakeRule:
         "a rule: Scaling(mh.SqrtScale) multiplies the learning rate by the root of the scale, "
         "Scaling(mh.AdaScale) by the gain."
     )
+
+
+# -- a batch that sets itself ----------------------------------------------------------------------
+
+
+class RampOptions(TypedDict, total=False):
+    """The options of `Ramp` that `BatchRamp` takes by name."""
+
+    goal: Goal
+    efficiency: float | None
+    decay: Literal["rate", "batch"]
+    every: int
+    growth: float
+
+
+class BatchRamp(Scaling):
+    """`Scaling` with a `Ramp`: each step accumulates as many batches as pay.
+
+    >>> import lightning, torch, manyhands as mh
+    >>> from manyhands.integrations.lightning import BatchRamp
+    >>> ramp = BatchRamp(max_scale=16, goal="samples")
+    >>> trainer = lightning.Trainer(
+    ...     accelerator="cpu", callbacks=[ramp], logger=False, enable_checkpointing=False
+    ... )
+
+    The first step has the Trainer's `accumulate_grad_batches`. `Ramp` sets the number of all later
+    ones.
+
+    Args:
+        max_scale: the largest batch (all devices, all passes) in small batches.
+        rule: as in `Scaling`.
+        by_progress: as in `Scaling`.
+        log: as in `Scaling`.
+        options: arguments of `Ramp` (`goal`, `efficiency`, `decay`, `every`, `growth`); all others
+            are the rule's.
+    """
+
+    def __init__(
+        self,
+        max_scale: float,
+        rule: MakeRule | None = None,
+        *,
+        by_progress: bool = False,
+        log: bool = True,
+        **options: object,
+    ) -> None:
+        names = RampOptions.__annotations__.keys() & options.keys()
+        self._max_scale = max_scale
+        self._ramp_options = cast("RampOptions", {name: options.pop(name) for name in names})
+        super().__init__(rule, by_progress=by_progress, log=log, **options)
+        self._ramp: Ramp | None = None
+        self._loaded: StateDict | None = None  # until there is a Ramp to load it
+        self._own_passes: int | None = None  # Trainer's `accumulate_grad_batches`, before `fit`
+        self._begins = True  # whether the next batch is the first of a step
+
+    @property
+    def ramp(self) -> Ramp:
+        """The ramp; it exists from the beginning of `fit`."""
+        if self._ramp is None:
+            raise RuntimeError("the ramp is made by Trainer.fit(): there is none yet.")
+        return self._ramp
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what an earlier call of the Trainer has loaded."""
+        super().setup(trainer, pl_module, stage)
+        self._loaded = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "BatchRamp sets how many batches Lightning accumulates, and with "
+                "automatic_optimization=False training_step does that: use mh.Ramp in it."
+            )
+        self._own_passes = trainer.accumulate_grad_batches
+        super().on_fit_start(trainer, pl_module)
+        if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
+            raise ValueError(
+                "BatchRamp would choose another number of steps for each device, and in blocks all "
+                "devices take equally many. Use Scaling and accumulate_grad_batches."
+            )
+        self._ramp = Ramp(self.rule, self._max_scale, **self._ramp_options)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning loads callbacks before the optimizers exist, and the optimizers' state after
+        # `on_fit_start`: so here is the first place where the ramp and the rule's state are there.
+        if self._loaded is not None:
+            self.ramp.load_state_dict(self._loaded)
+            self._loaded = None
+        self._begins = True
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begins = True
+        self._pause()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        if self._begins:
+            self._begins = False
+            trainer.accumulate_grad_batches = StepPasses(self.ramp.passes, start=batch_idx)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        self._begins = self._steps_taken() != self._steps  # before the base class compares them
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        """Leave the time since the last step out of the ramp's measurements."""
+        if self._ramp is not None:
+            self._ramp.skip_time()
+
+    def _restore(self, trainer: Trainer) -> None:
+        super()._restore(trainer)
+        if self._own_passes is not None:
+            trainer.accumulate_grad_batches = self._own_passes
+
+    def state_dict(self) -> StateDict:
+        """Return the ramp's state, for Lightning's checkpoint."""
+        return {} if self._ramp is None else self._ramp.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Keep the state until the ramp is made."""
+        self._loaded = state_dict or None
