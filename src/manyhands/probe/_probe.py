@@ -6,7 +6,7 @@ trains on T micro-batches, and a forward pass counts as a third of a pass:
     cost = R K (T + H / 3) <= budget            T: a multiple of every scale's step
 
 Every repeat has micro-batches of its own, in the order in which they come. Its K branches are
-trained on them one after the other, each from the same state (`_snapshot.py`).
+trained on them one after the other, each from the same state (`_branches.py`).
 
 All ranks call `probe_batch` together. The losses are averaged over the ranks, so all come to the
 same verdicts. The probe's own collectives are small: one for each branch, one for each repeat.
@@ -30,9 +30,8 @@ from manyhands._core.modules import no_sync_of
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.trees import tensors_in
 from manyhands.checkpoint._random import random_state, set_random_state
-from manyhands.probe._branches import Branches, LossFunction, seed_generators
+from manyhands.probe._branches import Branches, LossFunction, TrainingSnapshot, seed_generators
 from manyhands.probe._result import ProbedScale, ProbeResult
-from manyhands.probe._snapshot import TrainingSnapshot
 from manyhands.probe._verdict import (
     MEANINGFUL,
     LossDifference,

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
 from manyhands.ramp._ramp import Ramp
-from manyhands.ramp._step_loader import StepLoader, StepSize, step_size
 from manyhands.scaling._adaptdl import AdaptiveDataParallel, ScalarWriter, pass_source
 
 

@@ -11,7 +11,7 @@ So all ranks come to the same decision (`_decision.py`) without a further collec
 changes the number of backward passes of the next steps, and with it the scale. The rule then
 changes the learning rate as it does at any scale.
 
-All ranks end a pass over the data together, with the last whole step (`_supply.py`).
+All ranks end a pass over the data together, with the last whole step (`_micro_batches.py`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ from manyhands.ramp._decision import (
     Goal,
     Limits,
     Noise,
+    ScheduleWatch,
     StepTime,
     decide,
     efficiency,
 )
 from manyhands.ramp._measured import Evidence, StepTimes, SyncRounds, memory_for
-from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
-from manyhands.ramp._step_loader import MicroBatches, StepLoader, StepSize
-from manyhands.ramp._supply import Supply
+from manyhands.ramp._micro_batches import (
+    MicroBatches,
+    StepLoader,
+    StepSize,
+    Supply,
+    warn_of_batch_norm,
+)
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._settings import parse_passes
 from manyhands.scaling._step_stats import RankReport

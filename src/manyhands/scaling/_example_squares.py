@@ -19,7 +19,7 @@ Each function returns one number per example, by parameter name. Only `wanted` n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,3 +211,57 @@ def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     step = max(1, CHUNK // size)
     pieces = zip(*(tensor.split(step) for tensor in tensors), strict=True)
     return [tuple(_widen(piece) for piece in together) for together in pieces]
+
+
+# -- what a user chooses ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Which layers measure the gradients of single examples, and where the examples are.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> noise = mh.NoiseScale(optimizer, model=model, examples=mh.Examples(layers="norm"))
+
+    Args:
+        layers: "all", or some of "norm" (LayerNorm, RMSNorm, GroupNorm), "linear", "embedding" and
+            "conv" (one and two dimensions), as one name or several.
+        batch_dim: the dimension of the inputs along which the examples are: 0, or 1 for models
+            that have time first.
+    """
+
+    layers: str | Sequence[str] = "all"
+    batch_dim: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = set(self.groups) - set(GROUPS)
+        if unknown or not self.groups:
+            raise ValueError(
+                f"layers must be 'all' or some of {', '.join(map(repr, GROUPS))}, got "
+                f"{self.layers!r}."
+            )
+        if self.batch_dim not in (0, 1):
+            raise ValueError(f"batch_dim must be 0 or 1, got {self.batch_dim!r}.")
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The kinds of layers that were asked for."""
+        if self.layers == "all":
+            return GROUPS
+        return (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+
+
+def parse_examples(examples: bool | Examples, model: nn.Module | None) -> Examples | None:
+    """Return the options, or None if examples are not measured; raise if that cannot work."""
+    if not isinstance(examples, (bool, Examples)):
+        raise TypeError(
+            f"examples must be True, False or an mh.Examples(...), got {type(examples).__name__}. "
+            "The model goes to model=."
+        )
+    if not examples:
+        return None
+    if model is None:
+        raise ValueError("examples= needs the model whose layers are measured: model=...")
+    return Examples() if examples is True else examples

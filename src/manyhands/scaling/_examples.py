@@ -35,8 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands.scaling._example_squares import LAYER_KINDS, LayerKind
-from manyhands.scaling._settings import Examples
+from manyhands.scaling._example_squares import LAYER_KINDS, Examples, LayerKind
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 

@@ -22,26 +22,23 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import rank_group_of
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
-from manyhands.scaling._accumulation import (
-    Accumulation,
-    accumulation_of,
-    parse_accumulation,
-    parse_short_step,
-)
+from manyhands.scaling._example_squares import Examples, parse_examples
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
 from manyhands.scaling._rotation import check_share, default_share, parse_measured
 from manyhands.scaling._settings import (
+    Accumulation,
     Batch,
-    Examples,
     Option,
     Options,
+    accumulation_of,
     check_smoothing,
     describe_mismatches,
     load_options,
-    parse_examples,
+    parse_accumulation,
     parse_passes,
+    parse_short_step,
     save_options,
 )
 from manyhands.scaling._step_stats import StepStats

@@ -21,30 +21,28 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._core.state_parts import plain_optimizer
 from manyhands._core.wrappers import LossScaler, unwrap
-from manyhands.scaling._accumulation import (
-    Accumulation,
-    ShortStep,
-    parse_accumulation,
-    parse_short_step,
-)
 from manyhands.scaling._binding import KEY
+from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import VAR_FLOOR
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState, check_progress
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._rotation import default_share, parse_measured
 from manyhands.scaling._settings import (
+    Accumulation,
     Batch,
-    Examples,
     Option,
     OptionMismatch,
     Options,
+    ShortStep,
     check_divided,
     check_scale,
     check_var_floor,
     describe_mismatches,
     load_options,
+    parse_accumulation,
     parse_passes,
+    parse_short_step,
     save_options,
 )
 from manyhands.scaling._tap import TapState

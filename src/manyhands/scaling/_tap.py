@@ -36,12 +36,13 @@ from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
+from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import ExampleNorms
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
 from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
 from manyhands.scaling._rotation import RotatingNorms, parse_measured
-from manyhands.scaling._settings import Batch, Examples
+from manyhands.scaling._settings import Batch
 from manyhands.scaling._step_stats import (
     NO_BACKWARD,
     NO_REPORT,

@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 
 
 class LightningAccumulation:
-    """Says how many passes a step has in a Trainer: see `scaling/_accumulation.py`."""
+    """Says how many passes a step has in a Trainer: see `scaling/_settings.py`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

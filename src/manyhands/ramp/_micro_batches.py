@@ -1,15 +1,21 @@
-"""Whole steps of micro-batches, from a data loader whose micro-batches grow.
+"""The micro-batches of a step: from any loop's loader, or from a loader whose micro-batches grow.
 
-One *unit* is the part of the small batch that one rank has: `batch_size` divided by the ranks. A
-step has so many units on each rank. They come as few passes as memory allows:
+**Any loader** (`Supply`). A step takes as many micro-batches as it has passes, and more are kept
+ready for the steps to come. All ranks take equally many, and end together: a rank whose data has
+ended reports how many it has left before any rank needs more. The reports travel in the rule's own
+collective.
 
-    units <= most        one pass, of a size from a short list (1, 2, 3, 4, 6, 8, 12, ...): a
-                         compiled model sees few shapes
+**A loader whose micro-batches grow** (`StepLoader`). One *unit* is the part of the small batch that
+one rank has: `batch_size` divided by the number of ranks. A step has the same number of units on
+each rank. They come in as few passes as memory allows:
+
+    units <= most        one pass, of a size from a short list (1, 2, 3, 4, 6, 8, 12, ...), so that
+                         a compiled model sees few shapes
     units > most         passes of `most` units each
 
 All ranks draw the same order of the samples, and take neighbouring parts of it. So every sample
-comes once in a pass over the data, and a run that continues on other ranks goes on behind the
-last step's samples. At the end of the data a step has as many whole units as are left.
+comes once in a pass over the data, and a run that is continued on other ranks begins after the last
+step's samples. At the end of the data a step has as many whole units as are left.
 
 With worker processes (`num_workers`) micro-batches are ordered ahead, so a new size comes a few
 steps later: on all ranks at the same step.
@@ -18,17 +24,21 @@ steps later: on all ranks at the same step.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from manyhands._core.ranks import RankGroup
+from manyhands.scaling._optimizer import ScaledOptimizer
+from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
@@ -117,6 +127,81 @@ class MicroBatches(Generic[Batch]):
             with self._no_sync():
                 yield batch
         yield last
+
+
+class Supply:
+    """How many micro-batches this rank has ready, and how many all ranks have."""
+
+    def __init__(self, optimizer: ScaledOptimizer) -> None:
+        self._optimizer = optimizer
+        self._steps = 0  # of the optimizer
+        self._ready = 0  # micro-batches on this rank
+        self._left = 0  # how many all ranks had left when they last reported
+        # Micro-batches that were handed out: now, at the last report, and at the report of the
+        # step before.
+        self._handed_out, self._reported_at, self._reported_before = 0, 0, 0
+
+    def steps(
+        self,
+        loader: Iterable[Batch],
+        passes: Callable[[], int],
+        look_ahead: Callable[[], int],
+    ) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of one step after another, until a rank's data has ended.
+
+        `passes` says how many the next step shall have, `look_ahead` how many to keep ready.
+        """
+        batches = iter(loader)
+        ready: deque[Batch] = deque()
+        _fill(ready, batches, look_ahead())
+        self._left = self._agree(len(ready))
+        steps = -1
+        while True:
+            if self._left == 0 and self._steps == steps:
+                # The loop has left out its last step, which would have reported what is left.
+                self._left = self._agree(len(ready))
+            if self._left == 0:
+                return
+            count, steps = min(passes(), self._left), self._steps
+            step = [ready.popleft() for _ in range(count)]
+            _fill(ready, batches, look_ahead())
+            self._ready = len(ready)
+            self._handed_out += count
+            self._left -= count  # `step_ended` knows better, if the step is taken
+            yield step
+
+    def report(self) -> int:
+        """Return how many micro-batches this rank has ready, for the step under way."""
+        self._reported_at = self._handed_out
+        return self._ready
+
+    def step_ended(self, reports: Sequence[RankReport]) -> None:
+        """Learn from all ranks' reports how many are left."""
+        # With delayed statistics the reports are older than the step that has just ended.
+        delayed = self._optimizer._delayed
+        reported_at = self._reported_before if delayed else self._reported_at
+        self._reported_before = self._reported_at
+        self._steps += 1
+        if reports:
+            used_since = self._handed_out - reported_at
+            self._left = int(min(report.batches for report in reports)) - used_since
+
+    def _agree(self, ready: int) -> int:
+        """Return how many micro-batches the rank with the fewest has: once in a pass over data."""
+        ranks: RankGroup = self._optimizer._ranks
+        if ranks.size == 1:
+            return ready
+        param = next(p for group in self._optimizer.param_groups for p in group["params"])
+        return int(min(number for (number,) in ranks.all_gather([float(ready)], param.device)))
+
+
+def _fill(ready: deque[Batch], batches: Iterator[Batch], count: int) -> None:
+    """Fetch micro-batches until `count` are ready, or the data has ended."""
+    while len(ready) < count:
+        try:
+            ready.append(next(batches))
+        except StopIteration:
+            return
 
 
 class StepLoader(DataLoader[Any]):
@@ -293,3 +378,16 @@ def _check_arguments(dataset: Dataset[Any], batch_size: int, options: dict[str, 
             raise ValueError(f"{name} must be None: AdaptiveDataLoader orders the samples itself.")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
+
+
+def warn_of_batch_norm(model: nn.Module, smallest: int, largest: int) -> None:
+    """Warn if a model's normalisation would see micro-batches of several sizes."""
+    names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if names and largest > smallest:
+        warnings.warn(
+            f"the statistics of {names[0] or type(model).__name__} "
+            f"({len(names)} layer(s) of batch normalisation) are those of a micro-batch, which may "
+            f"grow from {smallest} to {largest} samples on each rank. Leave max_local_batch_size "
+            "out to keep micro-batches as they are: then only their number grows.",
+            stacklevel=2,
+        )
