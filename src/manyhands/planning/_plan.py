@@ -51,7 +51,7 @@ from manyhands.planning._table import (
 )
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
-from manyhands.sharding.fsdp._optimizer_guard import NEED_WHOLE
+from manyhands.sharding.fsdp._checks import NEED_WHOLE
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 
 LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of its elements

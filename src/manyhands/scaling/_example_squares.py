@@ -213,7 +213,7 @@ def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [tuple(_widen(piece) for piece in together) for together in pieces]
 
 
-# -- what a user chooses ----------------------------------------------------------------------------
+# -- what a user chooses ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

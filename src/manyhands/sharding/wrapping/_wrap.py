@@ -26,15 +26,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.sharding._agreement import GroupLike
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-from manyhands.sharding.wrapping._pick import children, pick_modules
 from manyhands.sharding.wrapping._policies import (
     POLICY_KEYWORDS,
     Classes,
     Policy,
     as_policy,
+    children,
     default_auto_wrap_policy,
     keywords_of,
     name_of,
+    pick_modules,
 )
 
 Wrapper: TypeAlias = Callable[..., nn.Module]
