@@ -203,10 +203,10 @@ def decide(
     else:
         # Grow if the noise that is surely there asks for it; shrink if the most there may be does.
         used = noise.shifted(+1.0)
-        target = _best(used, time, scale_per_pass, limits)
+        target = _best_passes(used, time, scale_per_pass, limits)
         if target < passes_here:
             used = noise.shifted(-1.0)
-            target = min(_best(used, time, scale_per_pass, limits), passes_here)
+            target = min(_best_passes(used, time, scale_per_pass, limits), passes_here)
         price = _price(time, scale_per_pass, limits)
         if price is not None:
             now, best = (goodput(used, price, scale_per_pass, p) for p in (passes_here, target))
@@ -222,7 +222,7 @@ def decide(
     return Decision(passes_here, "stay", target)
 
 
-def _best(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
+def _best_passes(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
     """Return the best number of passes for this noise."""
     price = _price(time, scale_per_pass, limits)
     if price is not None:

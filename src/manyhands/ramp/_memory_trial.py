@@ -60,7 +60,7 @@ def largest_micro_batch(
     """
     ranks = RankGroup.of(process_group)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    _check(model, batch, most, memory, device)
+    _check_trial(model, batch, most, memory, device)
     allowed = (_free(device) if memory is None else parse_bytes(memory)) - (
         parse_bytes(reserve) if reserve else 0
     )
@@ -155,7 +155,7 @@ def _free(device: torch.device) -> int:
     return int(0.9 * torch.accelerator.get_memory_info(device)[0])
 
 
-def _check(
+def _check_trial(
     model: nn.Module, batch: Any, most: int, memory: float | str | None, device: torch.device
 ) -> None:
     sizes = {0 if tensor.dim() == 0 else len(tensor) for tensor in tensors_in(batch)}

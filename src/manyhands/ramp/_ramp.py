@@ -138,7 +138,7 @@ class Ramp:
         probe_every: int = 1000,
     ) -> None:
         limits = Limits(goal=goal, efficiency=efficiency, growth=growth)
-        _check_options(max_scale, limits, decay, {"every": every, "probe_every": probe_every})
+        _check_ramp(max_scale, limits, decay, {"every": every, "probe_every": probe_every})
         optimizer = _rule(optimizer)
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
@@ -568,7 +568,7 @@ def _rule(optimizer: Optimizer) -> ScalingRuleBase:
     return optimizer
 
 
-def _check_options(
+def _check_ramp(
     max_scale: float,
     limits: Limits,
     decay: str,

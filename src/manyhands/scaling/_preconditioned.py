@@ -223,7 +223,7 @@ class PreconditionedNorm:
                 second = second.clamp(min=whole.mean() * self.floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
         least, any_below = self._find_floor(index, state["step"], whole)
-        pairs = zip(_split(grad), _split(second), strict=True)
+        pairs = zip(_split_into_blocks(grad), _split_into_blocks(second), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
         if single and eps < NEGLIGIBLE * math.sqrt(least):
             squares = torch.stack(list(self._squares(pairs, least if any_below else None)))
@@ -281,7 +281,7 @@ class PreconditionedNorm:
         return self._scratch[dtype][:size]
 
 
-def _split(tensor: Tensor) -> Sequence[Tensor]:
+def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
     """Return blocks of at most `BLOCK` elements, each in one piece of memory."""
     if are_rows(tensor):
         rows = tensor.unbind()  # no copy

@@ -143,7 +143,9 @@ class RotatingNorms:
         assert self._turn is not None
         number, width = self._long[index]
         total = self._order[index].numel()
-        ranges = _blocks_in(start, start + flat.numel(), total, number, width, self.k, self._turn)
+        ranges = _blocks_of_turn(
+            start, start + flat.numel(), total, number, width, self.k, self._turn
+        )
         parts: list[GradientSlice] = []
         for offset, rows, size in ranges:
             take = partial(_take_blocks, offset - start, rows, size, width * self.k)
@@ -175,7 +177,7 @@ def _divide_into_blocks(numel: int, k: int) -> tuple[int, int]:
     return number, numel // (k * number)
 
 
-def _blocks_in(
+def _blocks_of_turn(
     start: int, stop: int, total: int, number: int, width: int, k: int, turn: int
 ) -> Iterator[Blocks]:
     """Yield the blocks of a turn in a range of a tensor of `total` elements, as few at a time.
