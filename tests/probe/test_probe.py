@@ -377,7 +377,7 @@ def attempt(optimizer=None, batches=500, **options):
         (
             {"optimizer": lambda p: mh.AdaScale(mh.LocalSGD(torch.optim.SGD(p, lr=0.1)))},
             TypeError,
-            "cannot undo blocks",
+            "cannot undo the sync rounds of blocks",
         ),
         (
             {

@@ -83,7 +83,7 @@ class TrainingSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring everything back, bit for bit. Called on every rank."""
+        """Bring everything back, bit for bit. Call it on every rank."""
         rule, plain = self._rule, self._layers.plain
         rule.zero_grad()
         for other in self._not_stepped:
@@ -113,7 +113,7 @@ class TrainingSnapshot:
         set_random_state(self._random)
 
     def _settle(self) -> None:
-        """Wait for what is under way, and free gathered parameters: copies would be stale."""
+        """Wait for collectives under way, and free gathered parameters, which would be stale."""
         for module in self._model.modules():
             if isinstance(module, ModuleWrapper):
                 module.settle()
@@ -171,7 +171,7 @@ def _restore_dict(entries: dict[str, Any], before: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Branches:
-    """What all branches have in common."""
+    """Trains and evaluates branches: what all of them have in common."""
 
     model: nn.Module
     rule: ScalingRuleBase
@@ -181,9 +181,9 @@ class Branches:
     no_sync: Callable[[], AbstractContextManager[Any]]
 
     def train(self, passes: int, micro_batches: Sequence[Any]) -> bool:
-        """Train with so many passes in each step; return whether the gradients stayed finite."""
+        """Train with `passes` passes in each step; return whether the gradients stayed finite."""
         rule = self.rule
-        if rule._batch.scale is not None:  # of the whole batch, which is another one now
+        if rule._batch.scale is not None:  # the scale of a whole batch, which changes now
             rule._batch.set_scale(per_pass=rule._batch.scale / rule._batch.passes)
         before = rule.scale
         rule._batch.passes = passes
@@ -221,7 +221,7 @@ class Branches:
 
 
 def cooled(step: int, steps: int, cooldown: float) -> float:
-    """Return what the rate of a step is multiplied by.
+    """Return the factor of the learning rate in a step.
 
     >>> [round(cooled(step, 5, 0.4), 3) for step in range(5)]
     [1.0, 1.0, 1.0, 0.75, 0.25]
@@ -239,7 +239,7 @@ def _set_rates(rule: ScalingRuleBase, rates: Sequence[Any], factor: float) -> No
 
 
 def seed_generators(seed: int, repeat: int, rank: int) -> None:
-    """Seed all random generators: alike for every branch of a repeat, otherwise on each rank."""
+    """Seed all random generators: the same for all branches of a repeat, another on each rank."""
     number = random.Random(f"{seed} {repeat} {rank}").getrandbits(32)
     random.seed(number)
     torch.manual_seed(number)

@@ -78,7 +78,7 @@ class WeightedMean:
         if ranks is None:
             ranks = RankGroup.of(process_group)
         own = [sum(numbers), float(sum(number > 0 for number in numbers)), float(len(numbers))]
-        # A mistake is told to all ranks, which would wait for this one.
+        # The mistake is sent to all ranks: they would wait for this one.
         own = [*own, 0.0] if mistake is None else [0.0, 0.0, 0.0, 1.0]
         rows = [own] if ranks.size == 1 else ranks.all_gather(own, _device_of(optimizer))
         if mistake is not None:

@@ -106,7 +106,7 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
     """
     buffers = []
     for members in _split_into_buffers(sizes, largest):
-        starts, total = _lay_out(members)
+        starts, total = _assign_starts(members)
         number = math.ceil(total / (SPARE * largest)) if largest else 1
         # Rounding the bucket up keeps its slices equal, and aligned; the rest is padding.
         size = _round_up(-(-total // number), workers * ALIGN)
@@ -134,7 +134,7 @@ def whole_layout(
     buffers = []
     for members in _split_into_buffers(sizes, largest):
         members = sorted(members, key=lambda entry: owner[entry[0]])
-        starts, total = _lay_out(members)
+        starts, total = _assign_starts(members)
         ends = [0] * workers
         for index, size in members:
             ends[owner[index]] = starts[index] + _round_up(size, ALIGN)
@@ -162,7 +162,7 @@ def _split_into_buffers(
         yield group
 
 
-def _lay_out(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
+def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
     """Return where each parameter begins, and the end of the last one."""
     starts, end = {}, 0
     for index, size in members:
