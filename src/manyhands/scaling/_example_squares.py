@@ -1,7 +1,7 @@
 """The squared gradient norm of every example of a batch, for the parameters of one layer.
 
-A layer has inputs x and, in backward, output gradients d. Example i adds c_i to the gradient of a
-parameter, where t runs over the positions of a sequence or an image:
+A layer has the inputs x and, in backward, the output gradients d. Example i adds c_i to the
+gradient of a parameter. Here t and u run over the positions of a sequence or an image:
 
     linear      c_i = sum_t d_it x_it^T      |c_i|^2 = |x_i|^2 |d_i|^2 if there is one position,
                                              else sum_tu (x_it . x_iu) (d_it . d_iu)
@@ -10,10 +10,11 @@ parameter, where t runs over the positions of a sequence or an image:
     norm layer  c_i = sum_t d_it * n_it      n: the normalised input
     any bias    c_i = sum_t d_it
 
-The sum over t and u costs T^2 (inputs + outputs), the matrix c_i itself T inputs outputs. Each
-layer takes what is cheaper. Sums are in float32 or better, whatever the type of x and d.
+With T positions, the sum over t and u costs T^2 (inputs + outputs) operations, and the matrix c_i
+itself T inputs outputs. Each layer takes the cheaper way. Sums are in float32 or better, whatever
+the type of x and d.
 
-Each function returns one number per example, by parameter name. Only `wanted` names are computed.
+Each layer's function returns one number per example, by parameter name, for the `wanted` names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Elements of a temporary tensor. Examples are taken in chunks that stay below.
+# Elements of a temporary tensor. Examples are taken a few at a time, so that it stays below this.
 CHUNK = 4_194_304
 
 Squares = dict[str, Tensor]
@@ -37,13 +38,13 @@ Squares = dict[str, Tensor]
 class LayerKind:
     """How one kind of layer is measured.
 
-    `group` is what a user selects it by. The first dimension is that of the examples if
-    `batch_first`, otherwise it is wherever the model has it.
+    `group` is the name by which a user chooses it. With `batch_first` the first dimension is that
+    of the examples; otherwise `Examples.batch_dim` is.
     """
 
     group: str
     measure: Callable[[Any, Tensor, Tensor, Collection[str]], Squares]
-    batch_first: bool = False  # always: torch's convolutions and group norms know no other order
+    batch_first: bool = False  # torch's convolutions and group norms know no other order
     dims: Callable[[Any], int] = lambda layer: 2  # the fewest dimensions of an input with a batch
 
 

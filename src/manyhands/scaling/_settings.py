@@ -169,8 +169,8 @@ class Accumulation(Protocol):
     >>> optimizer.scale
     3.0
 
-    A rule asks it at the beginning of each step and at the end of each backward pass. The answers
-    are the same on all ranks.
+    A rule reads `gradient_accumulation_steps` at the beginning of each step, and `sync_gradients`
+    at the end of each backward pass. Both must be the same on all ranks.
     """
 
     @property
@@ -185,8 +185,8 @@ class Accumulation(Protocol):
 class GatedAccumulation:
     """The accumulation of an optimizer that Accelerate has prepared.
 
-    Accelerate's loop calls `step()` and `zero_grad()` in every pass. A prepared optimizer does
-    nothing then, unless the pass is the step's last; a rule around one does the same.
+    Accelerate's loop calls `step()` and `zero_grad()` in every pass. A prepared optimizer ignores
+    these calls, except after the step's last pass. A rule around it does the same.
     """
 
     def __init__(self, gradient_state: object) -> None:
@@ -207,8 +207,8 @@ def check_prepared(prepared: Optimizer, rule: str) -> None:
     kind = getattr(getattr(state, "distributed_type", None), "value", None)
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise TypeError(
-            f"{rule} cannot measure gradients under {kind}, which reduces them, and steps, in a "
-            "place of its own. Use Accelerate with DDP or FSDP2, or OSS and ShardedDataParallel."
+            f"{rule} cannot measure gradients under {kind}, which reduces them and steps by "
+            "itself. Use Accelerate with DDP or FSDP2, or OSS and ShardedDataParallel."
         )
     if kind == "FSDP" and getattr(state.fsdp_plugin, "fsdp_version", 2) == 1:  # type: ignore[union-attr]
         raise TypeError(
@@ -218,10 +218,10 @@ def check_prepared(prepared: Optimizer, rule: str) -> None:
 
 
 def accumulation_of(optimizer: Optimizer, declared: int) -> GatedAccumulation | None:
-    """Return the accumulation of a prepared optimizer, or None if it says nothing.
+    """Return the accumulation of a prepared optimizer, or None if it has none.
 
-    A loop may accumulate on its own, with a prepared optimizer that does not: then the declared
-    number of passes counts.
+    If the prepared optimizer does not accumulate, and a number of passes was declared, the loop
+    accumulates by itself. The declared number counts then.
     """
     prepared = find_prepared(optimizer)
     if prepared is None:
@@ -248,13 +248,13 @@ def parse_accumulation(
 
 
 def parse_short_step(short_step: str | None, found: bool) -> ShortStep:
-    """Return the policy for a step with too few passes; by default that of the loop."""
+    """Return what a step with too few passes does; by default "count" if a loop decides."""
     if short_step is None:
         return "count" if found else "error"
     if short_step not in get_args(ShortStep):
         raise ValueError(
-            f"short_step must be 'error', 'count' or 'drop', got {short_step!r}. It says what a "
-            "step with fewer passes than declared does."
+            f"short_step must be 'error', 'count' or 'drop', got {short_step!r}. It is what a step "
+            "with fewer passes than declared does."
         )
     return short_step  # type: ignore[return-value]
 
@@ -274,8 +274,8 @@ class Batch:
     Or, if `counts_passes`, passes are counted until one is averaged over the ranks, and the tap
     divides their sum. The default smoothing then follows the scale, as adaptdl's does.
 
-    With an `accumulation`, a trainer's loop declares them. It may end a step before all passes have
-    run. `short_step` says what becomes of such a step, in any loop: see `StepStats.share`.
+    With an `accumulation`, a trainer's loop declares them, and may end a step before all passes
+    have run. In any loop, `short_step` is what such a short step does: see `StepStats.share`.
     """
 
     workers: int = 1
@@ -292,7 +292,7 @@ class Batch:
     set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
 
     def scale_for(self, passes: int) -> float:
-        """Return the scale of a batch of so many passes."""
+        """Return the scale of a batch with this number of passes."""
         if self.scale is not None:
             return self.scale * (1.0 if self.counts_passes else passes / self.passes)
         if self.scale_per_pass is not None:
@@ -300,13 +300,13 @@ class Batch:
         return float(self.workers * passes)
 
     def begin_step(self) -> None:
-        """Let a whole step have as many passes as the loop says now, before its first one."""
+        """Begin a step, before its first pass; it has as many passes as the loop says now."""
         self.short = None
         if self.accumulation is not None:
             self.passes = self.accumulation.gradient_accumulation_steps
 
     def set_passes(self, passes: int) -> None:
-        """Let whole steps have so many passes from now on."""
+        """Set the number of passes of whole steps from now on."""
         self.passes, self.short = passes, None
 
     @property

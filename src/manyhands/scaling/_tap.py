@@ -14,8 +14,9 @@ Tensors held, and when
 
 With `measured` below 1, each step measures another part of the gradients (`_rotation.py`).
 
-The tap counts passes, takes no decisions, and knows nobody who asks. Whoever holds it is called
-once, after the step's last pass, and calls `complete`, which returns the `StepStats`.
+The tap counts passes and makes no decisions. It has a *holder*, a rule or a `NoiseScale`, of which
+it knows only a function to call after a step's last pass. The holder then calls `complete`, which
+returns the `StepStats`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Averager(Protocol):
 
 @dataclass(frozen=True)
 class PassWeight:
-    """What a pass's gradient counts where micro-batches differ in size (`_weighted_mean.py`)."""
+    """The weight of a pass's gradient if micro-batches differ in size (`_weighted_mean.py`)."""
 
     squares: float  # its squared norm counts so many times
     small_batches: int  # of the whole step, on all ranks: those that are not empty
@@ -108,8 +109,8 @@ class GradientTap:
     `batch` says how many passes a step has, `loss_scale` what gradients are multiplied by; if
     passes are counted, `averager` says which of them is a step's last.
 
-    `on_last_pass()` is called when a step has its last pass, and after a pass that is one too many
-    (`step.too_many`). The receiver calls `complete`, with what only it knows.
+    `on_last_pass()` is called after a step's last pass, and after a pass that is one too many
+    (`step.too_many`). The holder then calls `complete`, with what only it knows.
     """
 
     def __init__(
@@ -183,9 +184,9 @@ class GradientTap:
         self._mean.measure_with(norms)
 
     def _begin_step(self) -> None:
-        """Find out how many passes this step shall have, and choose what it measures.
+        """Find out how many passes this step will have, and choose what it measures.
 
-        The same on every rank, also on one without a pass.
+        The result is the same on every rank, also on a rank without a pass.
         """
         self.batch.begin_step()
         if self._rotation is not None:
@@ -411,7 +412,7 @@ class GradientTap:
         return {i: square**0.5 for i, square in measured.mean_squares.items()}
 
     def _example_facts(self, passes: int) -> ExampleFacts | None:
-        """Return what this rank knows of the step's examples, if they are measured."""
+        """Return what this rank knows about the step's examples, if they are measured."""
         step, examples = self.step, self.examples
         if examples is None:
             return None
@@ -469,10 +470,10 @@ class GradientTap:
         return step.stats
 
     def complete_early(self, optimizer: Optimizer | None) -> StepStats:
-        """Complete a step of which this rank has not seen all passes; the receiver is called.
+        """Complete a step of which this rank has not seen all passes; the holder is called.
 
-        The other ranks may be waiting for these numbers. A rank whose own losses used none of the
-        parameters, while DDP gave it the other ranks' gradients, has a valid zero to report.
+        The other ranks may be waiting for these numbers. If the losses of this rank used none of
+        the parameters, and DDP gave it the other ranks' gradients, zero is the right number.
         """
         # an OSS takes part in averaging the gradients of passes that this rank did not run
         for layer in [] if optimizer is None else unwrap(optimizer, every_layer=True):
