@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.sharded import local_shard
 from manyhands._core.state_parts import OptimizerLayers, ShardedOptimizer, state_parts
+from manyhands._core.wrappers import ParamGroup
 from manyhands.checkpoint._random import random_state, set_random_state
 from manyhands.scaling._fsdp_params import fsdp_modules
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -142,7 +143,7 @@ class TrainingSnapshot:
                 if part.exact is not None:
                     yield part.exact.detach()
 
-    def _all_groups(self) -> list[dict[str, Any]]:
+    def _all_groups(self) -> list[ParamGroup]:
         both = (*self._layers.inner.param_groups, *self._layers.plain.param_groups)
         return list({id(group): group for group in both}.values())
 
@@ -176,11 +177,11 @@ class Branches:
     model: nn.Module
     rule: ScalingRuleBase
     loss: LossFunction
-    held_out: Sequence[Any]
+    held_out: Sequence[object]
     cooldown: float
-    no_sync: Callable[[], AbstractContextManager[Any]]
+    no_sync: Callable[[], AbstractContextManager[object]]
 
-    def train(self, passes: int, micro_batches: Sequence[Any]) -> bool:
+    def train(self, passes: int, micro_batches: Sequence[object]) -> bool:
         """Train with `passes` passes in each step; return whether the gradients stayed finite."""
         rule = self.rule
         if rule._batch.scale is not None:  # the scale of a whole batch, which changes now
@@ -230,7 +231,7 @@ def cooled(step: int, steps: int, cooldown: float) -> float:
     return 1.0 if left >= cooldown else left / cooldown
 
 
-def _set_rates(rule: ScalingRuleBase, rates: Sequence[Any], factor: float) -> None:
+def _set_rates(rule: ScalingRuleBase, rates: Sequence[float | Tensor], factor: float) -> None:
     for group, rate in zip(rule.param_groups, rates, strict=True):
         if isinstance(rate, Tensor):  # in place: the optimizer may hold this tensor
             group["lr"].copy_(rate * factor)

@@ -22,7 +22,7 @@ from itertools import islice, pairwise
 from numbers import Integral
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree
@@ -50,7 +50,7 @@ def probe_batch(
     model: nn.Module,
     optimizer: Optimizer,
     loss: LossFunction,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     budget: int,
     scales: Sequence[int] = (1, 2, 4, 8),
@@ -200,15 +200,15 @@ class _Stream:
     same micro-batches.
     """
 
-    def __init__(self, rule: ScalingRuleBase, batches: Iterable[Any], needed: int) -> None:
+    def __init__(self, rule: ScalingRuleBase, batches: Iterable[object], needed: int) -> None:
         self._ranks = rule._ranks
-        self._batches: Iterator[Any] = iter(batches)
+        self._batches: Iterator[object] = iter(batches)
         self._needed = needed
         self._taken = 0
         self._random = random_state()
         self.samples: int | None = 0  # taken to train on so far, over all ranks; None if unknown
 
-    def take(self, count: int, trained: bool = False) -> list[Any]:
+    def take(self, count: int, trained: bool = False) -> list[object]:
         """Return the next micro-batches; raise on every rank if one has too few."""
         taken = self._draw(count)
         sizes = [_size(batch) for batch in taken] if trained else []
@@ -229,7 +229,7 @@ class _Stream:
         self.samples = (self.samples or 0) + int(total) if known else None
         return taken
 
-    def _draw(self, count: int) -> list[Any]:
+    def _draw(self, count: int) -> list[object]:
         outside = random_state()
         set_random_state(self._random)
         try:
@@ -239,7 +239,7 @@ class _Stream:
             set_random_state(outside)
 
 
-def _size(batch: Any) -> int | None:
+def _size(batch: object) -> int | None:
     """Return the number of samples: the first dimension of a micro-batch's first tensor."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), None)
 
@@ -330,5 +330,5 @@ def _check_scales(rule: ScalingRuleBase, scales: Sequence[int]) -> None:
     rule._check_batch(batch, batch.passes * max(scales))
 
 
-def _params_of(rule: ScalingRuleBase) -> list[Any]:
+def _params_of(rule: ScalingRuleBase) -> list[Tensor]:
     return [param for group in rule.param_groups for param in group["params"]]

@@ -20,6 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim.optimizer import StateDict
+
+from manyhands._core.state_parts import SavedState
 from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
 from manyhands.ramp._ramp import Ramp
 from manyhands.scaling._adaptdl import AdaptiveDataParallel, ScalarWriter, pass_source
@@ -76,7 +79,7 @@ class AdaptiveDataLoader(StepLoader):
     _bounds: _Bounds | None = None
     _ramp: Ramp | None = None
     _module: AdaptiveDataParallel | None = None
-    _saved_ramp: dict[str, Any] | None = None  # of a run that continues, until there is a ramp
+    _saved_ramp: SavedState | None = None  # of a run that continues, until there is a ramp
     _more_follow = False
     _iterated = False
     _end: float | None = None  # the progress at which the present epoch ends
@@ -256,7 +259,7 @@ class AdaptiveDataLoader(StepLoader):
 
     # -- saving --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the position in the data, the number of finished epochs, and the ramp's state.
 
         Take it between two steps.
@@ -268,7 +271,7 @@ class AdaptiveDataLoader(StepLoader):
             "ramp": None if self._ramp is None else self._ramp.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue after the last step's samples, on any number of ranks.
 
         The rest of the data comes first, in the order that it had. `remaining_epochs_until` goes on

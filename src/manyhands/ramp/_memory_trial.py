@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,14 @@ from manyhands._core.trees import tensors_in, tree_map_tensors
 from manyhands.checkpoint._random import random_state, set_random_state
 from manyhands.planning._table import parse_bytes
 
+Batch = TypeVar("Batch")
 PRECISION = 8  # the answer is at most 1/8 below the largest size that fits
 
 
 def largest_micro_batch(
     model: nn.Module,
-    loss: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
+    loss: Callable[[nn.Module, Batch], Tensor],
+    batch: Batch,
     most: int,
     *,
     memory: float | str | None = None,
@@ -98,7 +99,7 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
 
 
 def _bytes_of_pass(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, device: torch.device
+    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch, device: torch.device
 ) -> float:
     """Return the bytes that a pass takes at its peak; infinite if memory runs out."""
     if device.type == "cpu":
@@ -117,7 +118,9 @@ def _bytes_of_pass(
         gc.collect()  # after an error, its traceback still holds tensors
 
 
-def _bytes_kept(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> float:
+def _bytes_kept(
+    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch
+) -> float:
     """Return the bytes that autograd keeps from forward to backward, without the model's own."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
@@ -136,18 +139,19 @@ def _bytes_kept(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batc
     return float(sum(kept.values()))
 
 
-def _run(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> None:
+def _run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
     """Run a pass, and leave the parameters' gradients alone."""
     with torch.enable_grad():
         params = [param for param in model.parameters() if param.requires_grad]
         torch.autograd.grad(loss(model, batch), params, allow_unused=True)
 
 
-def _resized(batch: Any, samples: int) -> Any:
+def _resized(batch: Batch, samples: int) -> Batch:
     def resize(tensor: Tensor) -> Tensor:
         return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]
 
-    return tree_map_tensors(resize, batch)
+    resized: Batch = tree_map_tensors(resize, batch)
+    return resized
 
 
 def _free(device: torch.device) -> int:
@@ -156,7 +160,7 @@ def _free(device: torch.device) -> int:
 
 
 def _check_trial(
-    model: nn.Module, batch: Any, most: int, memory: float | str | None, device: torch.device
+    model: nn.Module, batch: object, most: int, memory: float | str | None, device: torch.device
 ) -> None:
     sizes = {0 if tensor.dim() == 0 else len(tensor) for tensor in tensors_in(batch)}
     if len(sizes) != 1 or sizes == {0}:

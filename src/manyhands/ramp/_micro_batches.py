@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -34,9 +34,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import StateDict
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import SavedState
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
@@ -95,7 +97,7 @@ class MicroBatches(Generic[Batch]):
     def __init__(
         self,
         batches: Sequence[Batch],
-        no_sync: Callable[[], AbstractContextManager[Any]],
+        no_sync: Callable[[], AbstractContextManager[object]],
         mean: WeightedMean | None,
     ) -> None:
         self._batches = batches
@@ -213,7 +215,7 @@ class StepLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         batch_size: int = 1,
         shuffle: bool = False,
         *,
@@ -284,7 +286,7 @@ class StepLoader(DataLoader[Any]):
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[Any]]:
+    def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[object]]:
         """Go through the data once, and yield each step's micro-batches; `size` is the step's size.
 
         `plan` is asked for a size whenever a step's samples are ordered.
@@ -292,7 +294,7 @@ class StepLoader(DataLoader[Any]):
         for micro_batches in self._ordered_steps(plan):
             yield list(micro_batches)
 
-    def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[Any]]:
+    def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[object]]:
         """Yield each step as an iterator over its micro-batches."""
         self._plan = plan
         self._ordered.clear()
@@ -337,11 +339,11 @@ class StepLoader(DataLoader[Any]):
 
     # -- saving --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return how far the data was handed out. Take it between two steps."""
         return {"version": 1, "turn": self._turn, "position": self._position}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue after the last step's samples, on any number of ranks.
 
         The rest of the data comes first, in the order that it had.
@@ -371,7 +373,9 @@ def _first_and(first: Batch, others: Iterator[Batch], count: int) -> Iterator[Ba
         yield next(others)
 
 
-def _check_arguments(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> None:
+def _check_arguments(
+    dataset: Dataset[object], batch_size: int, options: Mapping[str, object]
+) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"AdaptiveDataLoader needs a dataset with a length, whose samples are found by index, "

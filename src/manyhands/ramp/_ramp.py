@@ -25,8 +25,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.modules import no_sync_of
+from manyhands._core.state_parts import SavedState
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import (
     Decay,
@@ -490,7 +492,7 @@ class Ramp:
         """The fitted time of a step; None until two numbers of passes were tried."""
         return self._times.fit()
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, object]:
         """Return the state in plain values, for logs and `Record`."""
         noise, fit = self._noise(), self._times.fit()
         seconds, passes = self._times.steps[-1][::-1] if self._times.steps else (None, None)
@@ -506,7 +508,7 @@ class Ramp:
             "predicted_seconds": None if fit is None or passes is None else fit.seconds(passes),
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a continued run needs: the batch, and the times that were measured."""
         return {
             "version": 1,
@@ -525,7 +527,7 @@ class Ramp:
             "evidence": [self._evidence.squares, self._evidence.weight],
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue with the batch of a `state_dict`, on any number of workers.
 
         With another number of workers a step takes a different time, which is measured anew.
@@ -598,7 +600,7 @@ def _check_goal_and_numbers(
         raise ValueError(f"max_scale must be a number, such as 64, got {max_scale}.")
 
 
-def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
+def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:
     """Return the model's `no_sync`, in which a pass accumulates; raise if it has none."""
     if model is None:
         return nullcontext

@@ -366,7 +366,7 @@ class _ForwardHook:
         self._call = call
         self._owner = owner
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         # torch.compile cannot trace hooks on outputs, so compiled layers are not measured.
         if torch.compiler.is_compiling():
             return
@@ -374,10 +374,10 @@ class _ForwardHook:
         if owner is not None and torch.is_grad_enabled():
             self._call(owner, *args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
+    def __deepcopy__(self, memo: dict[int, object]) -> _ForwardHook:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _ForwardHook, (_on_forward, _nobody)
 
 
@@ -403,7 +403,7 @@ class _Keep(torch.autograd.Function):
 
 
 def _on_input(
-    examples: ExampleNorms, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    examples: ExampleNorms, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     """Record how many examples the model's input has."""
     dim = examples.options.batch_dim
@@ -411,14 +411,14 @@ def _on_input(
 
 
 def _on_batch_norm(
-    examples: ExampleNorms, module: nn.Module, args: tuple[Any, ...], output: Any
+    examples: ExampleNorms, module: nn.Module, args: tuple[object, ...], output: object
 ) -> None:
     """Record that the examples of this pass were mixed."""
     if module.training or not module.track_running_stats:
         examples._mixed_by = type(module).__name__
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -430,7 +430,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _on_forward(
-    examples: ExampleNorms, module: nn.Module, args: tuple[Any, ...], output: Any
+    examples: ExampleNorms, module: nn.Module, args: tuple[object, ...], output: object
 ) -> None:
     """Put a hook on a layer's output, which measures the layer once its gradient is there."""
     layer = examples._layers.get(id(module))

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import rank_group_of
+from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
 from manyhands.scaling._example_squares import Examples, parse_examples
 from manyhands.scaling._examples import Coverage
@@ -371,7 +371,7 @@ class NoiseScale:
             **{k: v for k, v in self._tap.to_state().items() if k != "norms"},  # plain: no state
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue from a `state_dict`, on every worker; their number may be another one.
 
         `batch_size` and `smoothing` come from the state dict, unless they were arguments. If those

@@ -383,7 +383,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
     # -- the optimizer's methods -------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer with its learning rates multiplied by the rule's factors.
 
         A `closure` is run once before the step, so that the factors include its gradients; its
@@ -548,7 +548,7 @@ def _module(averager: Averager | None) -> nn.Module | None:
 
 @contextmanager
 def overridden(
-    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
+    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, object]]
 ) -> Iterator[None]:
     """Change options of each parameter group, and restore them at the end."""
     before: list[tuple[ParamGroup, str, object]] = []

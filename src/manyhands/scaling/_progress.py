@@ -5,13 +5,13 @@ Progress is the number of small-batch steps that the run is worth so far: see `_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands._core.state_parts import SavedState
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._rule_base import ScalingRuleBase
 
@@ -119,7 +119,7 @@ class ProgressScheduler(LRScheduler):
         """Return the scheduler's state, and how often it was stepped."""
         return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue from a `state_dict`, at any scale."""
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self._steps = int(state_dict["steps"])

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import (
     Any,
@@ -45,6 +45,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScaler, find_prepared
 from manyhands.scaling._example_squares import Examples
 
@@ -124,9 +125,7 @@ def save_options(options: Options) -> dict[str, float | None]:
     return {name: o.recorded if o.explicit is None else o.explicit for name, o in options.items()}
 
 
-def load_options(
-    options: Options, state: Mapping[str, Any]
-) -> tuple[Options, list[OptionMismatch]]:
+def load_options(options: Options, state: SavedState) -> tuple[Options, list[OptionMismatch]]:
     """Return the options with those of a state dict, and where explicit values differ from it."""
     loaded = {name: replace(o, recorded=state.get(name)) for name, o in options.items()}
     # the values that would hold if nothing were set in this run
@@ -345,7 +344,7 @@ class Batch:
             "passes": self.passes,
         }
 
-    def parse_state(self, state: Mapping[str, Any]) -> tuple[Batch, list[OptionMismatch]]:
+    def parse_state(self, state: SavedState) -> tuple[Batch, list[OptionMismatch]]:
         """Return this run's batch with the saved settings, and where the two runs disagree.
 
         Workers and passes are this run's. (Counted passes are assumed to be as many as in the

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
+from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
 from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import ExampleNorms
@@ -194,7 +195,7 @@ class GradientTap:
             smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
             self._rotation.begin_step(self.rotated, 1.0 / (1.0 - smoothing))
 
-    def _measure_examples(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def _measure_examples(self, param_groups: Sequence[ParamGroup]) -> None:
         """Measure the gradients of single examples, if that was asked for."""
         self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
         if self._examples_option is None:
@@ -597,7 +598,7 @@ class GradientTap:
         parts = {"previous": self.previous.to_state(), "norms": self.norms.to_state()}
         return {**parts, **rotated}
 
-    def parse_state(self, entry: Mapping[str, Any]) -> TapState:
+    def parse_state(self, entry: SavedState) -> TapState:
         """Return the tap's part of a state dict, or raise; nothing is changed."""
         norms = [[float(number) for number in numbers] for numbers in entry["norms"]]
         previous = parse_previous(entry["previous"], self._params)
