@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.ranks import rank_group_of
+from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
 from manyhands.scaling._example_squares import Examples, parse_examples
@@ -126,29 +126,14 @@ class NoiseScale:
         if not params:
             raise ValueError("no parameters to measure: the iterable was empty.")
         self._params = params
-        self._moments = NoiseMoments()
-        self._consecutive = False  # whether the moments are of consecutive gradients
-        self._of_examples = False  # whether they are of single examples, and of covered layers
-        self._in_flight: StepStats | None = None  # the last step's, on their way to the host
-        self._steps = 0
-        self._nonfinite = 0
-        self._warned = False
-        self._stop_watching: Callable[[], object] | None = None
+        self._begin_measurement()
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         chosen = parse_examples(examples, model)
         share = self._options["measured"].number
         check_share(share, chosen)
-        facts = {
-            "num_gradients_to_accumulate": passes,
-            "number of parameters": len(params),
-            "measured": share,
-            "parameters": describe_tensors(params),
-            "examples": str(chosen),
-        }
-        agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
+        _check_ranks_agree(ranks, params, passes, share, chosen)
         self._optimizer = optimizer
-        # weak: neither the tap nor the optimizer's hook may keep this object alive
-        owner = weakref.proxy(self)
+        owner = weakref.proxy(self)  # weak: the tap must not keep this object alive
         self._tap = GradientTap(
             groups,
             ranks.with_own_group(params[0].device),
@@ -170,9 +155,23 @@ class NoiseScale:
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
             # Accelerate's has no hooks: the one inside is stepped once for all passes of a step
-            stepped = optimizer if prepared is None else unwrap(prepared, every_layer=True)[-1]
-            hook = stepped.register_step_pre_hook(lambda *call: owner._before_step(*call))
-            self._stop_watching = weakref.finalize(self, hook.remove)
+            self._watch(optimizer if prepared is None else unwrap(prepared, every_layer=True)[-1])
+
+    def _begin_measurement(self) -> None:
+        self._moments = NoiseMoments()
+        self._consecutive = False  # whether the moments are of consecutive gradients
+        self._of_examples = False  # whether they are of single examples, and of covered layers
+        self._in_flight: StepStats | None = None  # the last step's, on their way to the host
+        self._steps = 0
+        self._nonfinite = 0
+        self._warned = False
+        self._stop_watching: Callable[[], object] | None = None
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """React to the optimizer's steps."""
+        owner = weakref.proxy(self)  # weak: the hook must not keep this object alive
+        hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
+        self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
         self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
@@ -434,6 +433,20 @@ def _too_few_passes(passes: int, declared: int) -> str:
         f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
         f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."
     )
+
+
+def _check_ranks_agree(
+    ranks: RankGroup, params: Sequence[Tensor], passes: int, share: float, examples: Examples | None
+) -> None:
+    """Raise on every rank if they have other options or other parameters."""
+    facts = {
+        "num_gradients_to_accumulate": passes,
+        "number of parameters": len(params),
+        "measured": share,
+        "parameters": describe_tensors(params),
+        "examples": str(examples),
+    }
+    agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
 
 
 def _check_batch_size(batch_size: float) -> float:
