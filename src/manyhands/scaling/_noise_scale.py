@@ -154,8 +154,7 @@ class NoiseScale:
             measured=share,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
-            # Accelerate's has no hooks: the one inside is stepped once for all passes of a step
-            self._watch(optimizer if prepared is None else unwrap(prepared, every_layer=True)[-1])
+            self._watch(optimizer, prepared)
 
     def _begin_measurement(self) -> None:
         self._moments = NoiseMoments()
@@ -167,8 +166,11 @@ class NoiseScale:
         self._warned = False
         self._stop_watching: Callable[[], object] | None = None
 
-    def _watch(self, optimizer: Optimizer) -> None:
+    def _watch(self, optimizer: Optimizer, prepared: Optimizer | None) -> None:
         """React to the optimizer's steps."""
+        if prepared is not None:
+            # Accelerate's has no hooks: the one inside is stepped once for all passes of a step
+            optimizer = unwrap(prepared, every_layer=True)[-1]
         owner = weakref.proxy(self)  # weak: the hook must not keep this object alive
         hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
         self._stop_watching = weakref.finalize(self, hook.remove)
