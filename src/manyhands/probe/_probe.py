@@ -106,6 +106,8 @@ def probe_batch(
         "seed": seed,
         "gradients that are not cleared": any_values([*_params_of(rule), *model.parameters()]),
     }
+    # First of all: with other arguments on one rank, every later check could fail on that rank
+    # alone, and leave the others waiting.
     agree(ranks, settings, "Call probe_batch() on every rank with the same arguments.")
     _check_settings(settings)
     rule._check_between_steps("probe_batch()")
@@ -155,13 +157,14 @@ def _train_all(
             micro_batches = stream.take(length, trained=True)
             for of_scale, each in zip(losses, passes, strict=True):
                 snapshot.restore()
+                # After `restore`, which brings the generators back as well.
                 seed_generators(seed, repeat, rank)
                 if branches.train(each, micro_batches):
                     seed_generators(seed, repeats, rank)  # the same for every evaluation
                     of_scale.append(branches.evaluate())
                 else:
                     of_scale.append([math.nan] * len(branches.held_out))
-    finally:
+    finally:  # also after an error in `loss`
         snapshot.restore()
         rule._observer = observer
     return list(losses)
@@ -253,7 +256,7 @@ def branch_length(budget: int, steps: Sequence[int], repeats: int, held_out: int
     >>> branch_length(budget=2000, steps=[1, 2, 4, 8], repeats=6, held_out=32)
     72
     """
-    common = math.lcm(*steps)
+    common = math.lcm(*steps)  # so that a branch of any scale has whole steps only
     share = budget / (repeats * len(steps)) - held_out / 3
     length = math.floor(share / common) * common
     fewest = math.ceil(FEWEST_STEPS * max(steps) / common) * common

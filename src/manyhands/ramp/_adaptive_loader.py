@@ -196,6 +196,8 @@ class AdaptiveDataLoader(StepLoader):
                 "this loader is iterated already: one loop over it at a time. For another loop "
                 "over the same data make another AdaptiveDataLoader."
             )
+        # The model asks this loader in `forward`. A loader that is iterated inside the loop, as for
+        # an evaluation, takes its place for that time.
         outer, self._iterated = pass_source.current, True
         pass_source.current = self
         try:
@@ -227,6 +229,7 @@ class AdaptiveDataLoader(StepLoader):
         """Return whether the epoch's progress is reached."""
         if self._ramp is None or self._end is None:
             return False
+        # the tolerance covers rounding in a sum of many gains
         return self._ramp.optimizer.progress >= self._end - 1e-9
 
     # -- what the model asks -------------------------------------------------------------------
@@ -244,7 +247,7 @@ class AdaptiveDataLoader(StepLoader):
             return
         self._module, rule = module, module.scaling_rule
         if self._bounds is None:
-            rule._batch.scale_per_pass = self.scale_per_unit
+            rule._batch.scale_per_pass = self.scale_per_unit  # the batch stays at one unit
             return
         self._ramp = Ramp(rule, self._bounds.max_scale, loader=self)
         if self._saved_ramp is not None:

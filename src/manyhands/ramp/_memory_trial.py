@@ -67,9 +67,11 @@ def largest_micro_batch(
     )
 
     def fits(samples: int) -> bool:
+        # All ranks have to say yes: they will all use the same size.
         here = _bytes_of_pass(model, loss, _resized(batch, samples), device) <= allowed
         return all(fit == 1.0 for (fit,) in ranks.all_gather([float(here)], device))
 
+    # A pass changes them: running statistics, and generators that dropout draws from.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = random_state()
     try:
@@ -105,7 +107,7 @@ def _bytes_of_pass(
     if device.type == "cpu":
         return _bytes_kept(model, loss, batch)
     accelerator = torch.accelerator
-    accelerator.empty_cache()
+    accelerator.empty_cache()  # memory that an earlier trial left in pieces must not fail this one
     before = accelerator.memory_allocated(device)
     accelerator.reset_peak_memory_stats(device)
     try:
@@ -142,12 +144,13 @@ def _bytes_kept(
 def _run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
     """Run a pass, and leave the parameters' gradients alone."""
     with torch.enable_grad():
+        # Not `backward()`, which would add to `.grad`, and fire the hooks of a rule.
         params = [param for param in model.parameters() if param.requires_grad]
         torch.autograd.grad(loss(model, batch), params, allow_unused=True)
 
 
 def _resized(batch: Batch, samples: int) -> Batch:
-    def resize(tensor: Tensor) -> Tensor:
+    def resize(tensor: Tensor) -> Tensor:  # (samples of the example, ...) -> (samples, ...)
         return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]
 
     resized: Batch = tree_map_tensors(resize, batch)

@@ -80,6 +80,7 @@ class WeightedMean:
         ranks = None if optimizer is None else gradient_ranks(optimizer)
         if ranks is None:
             ranks = RankGroup.of(process_group)
+        # Tokens, micro-batches that have any, passes; and at the end whether there is a mistake.
         own = [sum(numbers), float(sum(number > 0 for number in numbers)), float(len(numbers))]
         # A rank with a mistake takes part, too, and says so: the others would wait for it.
         own = [*own, 0.0] if mistake is None else [0.0, 0.0, 0.0, 1.0]
@@ -126,9 +127,11 @@ class WeightedMean:
     ) -> None:
         self.total = total
         """The number of tokens in the step, on all ranks."""
+        # Some rules divide the sum of the passes' gradients by their number afterwards. This mean
+        # needs no such division, so it is undone in advance.
         divided_later = rule is not None and not rule._batch.passes_divided_by_user
         self._factor = ranks * (len(numbers) if divided_later else 1)
-        self._rule, self._left = rule, list(reversed(numbers))
+        self._rule, self._left = rule, list(reversed(numbers))  # `pop` takes the next count
         self._not_empty, self._passes = not_empty, passes
 
     @staticmethod
@@ -165,6 +168,7 @@ class WeightedMean:
             )
         count = self._left.pop()
         if self._rule is not None:
+            # The tap multiplies the pass's squared norm by it, when the pass is over.
             self._rule._tap.next_weight = PassWeight(
                 self.total * self._not_empty / (self._passes**2 * count) if count else 0.0,
                 self._not_empty,
