@@ -101,6 +101,11 @@ class RotatingNorms:
             if param.numel() >= LONG and _in_one_range(param)
         }
 
+    @property
+    def rotates(self) -> bool:
+        """Whether any tensor is long enough to be measured in part."""
+        return bool(self._long)
+
     def begin_step(self, step: int, memory: float) -> None:
         """Choose the turn of a step. `memory` is about how many steps the averages look back."""
         partly = step >= self.k and memory >= 2 * self.k

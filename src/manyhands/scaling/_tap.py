@@ -179,7 +179,9 @@ class GradientTap:
         self.measured, k = measured, parse_measured(measured)
         self._rotation = None
         if k > 1:
-            self._rotation = RotatingNorms(self.norms, self._params, self._unsharded, k)
+            rotation = RotatingNorms(self.norms, self._params, self._unsharded, k)
+            # Without long tensors it would only add a Python call to each parameter's hook.
+            self._rotation = rotation if rotation.rotates else None
         norms = self._rotation or self.norms
         self.hooks.measure_with(norms)
         self._mean.measure_with(norms)

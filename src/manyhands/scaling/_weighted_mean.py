@@ -127,8 +127,8 @@ class WeightedMean:
     ) -> None:
         self.total = total
         """The number of tokens in the step, on all ranks."""
-        # Some rules divide the sum of the passes' gradients by their number afterwards. This mean
-        # needs no such division, so it is undone in advance.
+        # Under AdaptiveDataParallel, or with is_scaled_loss=False, the sum of the passes' gradients
+        # is divided by their number afterwards. This mean needs no division: undo it in advance.
         divided_later = rule is not None and not rule._batch.passes_divided_by_user
         self._factor = ranks * (len(numbers) if divided_later else 1)
         self._rule, self._left = rule, list(reversed(numbers))  # `pop` takes the next count
