@@ -118,8 +118,8 @@ class TrainingSnapshot:
         for module in self._model.modules():
             if isinstance(module, ModuleWrapper):
                 module.settle()
-        for module in fsdp_modules(self._model):
-            module.reshard()
+        for sharded in fsdp_modules(self._model):
+            sharded.reshard()
         if isinstance(self._layers.inner, ShardedOptimizer):
             self._layers.inner.prepare()
 

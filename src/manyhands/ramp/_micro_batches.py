@@ -286,7 +286,7 @@ class StepLoader(DataLoader[Any]):
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[object]]:
+    def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[Any]]:
         """Go through the data once, and yield each step's micro-batches; `size` is the step's size.
 
         `plan` is asked for a size whenever a step's samples are ordered.
@@ -294,7 +294,7 @@ class StepLoader(DataLoader[Any]):
         for micro_batches in self._ordered_steps(plan):
             yield list(micro_batches)
 
-    def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[object]]:
+    def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[Any]]:
         """Yield each step as an iterator over its micro-batches."""
         self._plan = plan
         self._ordered.clear()

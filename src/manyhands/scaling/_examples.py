@@ -430,7 +430,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _on_forward(
-    examples: ExampleNorms, module: nn.Module, args: tuple[object, ...], output: object
+    examples: ExampleNorms, module: nn.Module, args: tuple[Tensor, ...], output: object
 ) -> None:
     """Put a hook on a layer's output, which measures the layer once its gradient is there."""
     layer = examples._layers.get(id(module))

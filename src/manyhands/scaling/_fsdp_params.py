@@ -22,7 +22,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
@@ -121,7 +121,7 @@ def _names_by_module(
     for fsdp_module in modules:
         names = {
             index_of[id(param)]: (module, name)
-            for module in _walk(fsdp_module, stops)
+            for module in _walk(cast(nn.Module, fsdp_module), stops)
             for name, param in module._parameters.items()
             if id(param) in index_of
         }

@@ -548,7 +548,7 @@ def _module(averager: Averager | None) -> nn.Module | None:
 
 @contextmanager
 def overridden(
-    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, object]]
+    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
     """Change options of each parameter group, and restore them at the end."""
     before: list[tuple[ParamGroup, str, object]] = []
