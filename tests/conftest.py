@@ -1,5 +1,6 @@
 """What every test shares. Ranks are forked (ranks.py), so the slow imports happen once, here."""
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -14,12 +15,18 @@ from manyhands.engines._stopping import listener
 
 # The same examples in every run, and as much time as a busy machine needs for one.
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
+# The first of these examples, for `make quick`; `make test` tries all of them.
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("ours")
 
 torch.set_num_threads(1)
 # The first optimizer of a process imports half of torch (about a second); after this
 # line the forked ranks have it already.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+# What was imported so far stays for good. Without this, every garbage collection walks over all
+# of torch (a third of a second), in the ranks too, and pytest makes several at the end.
+gc.collect()
+gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -29,6 +36,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "quick":
+        hypothesis.settings.load_profile("quick")
     # On a machine with GPUs, autograd starts a thread for each of them, and a rank forked after
     # that cannot run backward(). So only the tests that ask for a GPU see one.
     if config.option.markexpr != "gpu":

@@ -24,8 +24,8 @@ from manyhands.ramp import (
     remaining_epochs_until,
 )
 from manyhands.record import Record, Run, StepTiming, read_record
-from manyhands.scaling._accumulation import Accumulation
 from manyhands.scaling._adaptdl import AdaptiveDataParallel
+from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import NoiseAverage
 from manyhands.scaling._noise_scale import NoiseScale
@@ -39,7 +39,7 @@ from manyhands.scaling._rules import (
     LinearScale,
     SqrtScale,
 )
-from manyhands.scaling._settings import Examples
+from manyhands.scaling._settings import Accumulation
 from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding.fsdp._engine import TrainingState

@@ -15,7 +15,7 @@ import manyhands as mh
 from helpers.checkpoint_oracle import SGD, Setup
 from helpers.forge import content, forge_many, sign
 from helpers.ranks import run_ranks
-from manyhands.checkpoint import _folder, _index, _safetensors
+from manyhands.checkpoint import _folder, _index, _index_checks, _safetensors
 
 
 def only(path):
@@ -330,7 +330,7 @@ def test_covers_once_accepts_exact_tilings_only(shape, data):
         return one + cut(then, (*sizes[:dim], rest, *sizes[dim + 1 :]))
 
     boxes = data.draw(st.permutations(cut((0,) * len(shape), tuple(shape))))
-    assert _index.covers_once(shape, boxes)
+    assert _index_checks.covers_once(shape, boxes)
 
     # and against counting, for boxes that are anything
     box = st.tuples(*(st.tuples(st.integers(0, 4), st.integers(0, 4)) for _ in shape))
@@ -343,4 +343,4 @@ def test_covers_once_accepts_exact_tilings_only(shape, data):
         inside = inside and all(start + size <= whole for start, size, whole in places)
         counts[tuple(slice(start, start + size) for start, size, _ in places)] += 1
     expected = inside and bool((counts == 1).all())
-    assert _index.covers_once(shape, boxes) == expected
+    assert _index_checks.covers_once(shape, boxes) == expected

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands.ramp import _adaptive_loader, _ramp
-from manyhands.ramp._step_loader import StepSize, sizes, step_size
+from manyhands.ramp._micro_batches import StepSize, sizes, step_size
 
 
 class Clock:

@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands.scaling import _example_squares
-from manyhands.scaling._example_squares import linear_squares
+from manyhands.scaling._example_squares import Examples, linear_squares
 from manyhands.scaling._examples import ExampleNorms
-from manyhands.scaling._settings import Examples
 
 BATCH = 5
 

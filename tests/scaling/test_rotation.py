@@ -45,7 +45,7 @@ def short(monkeypatch):
 def chosen(number, width, total, k, turn, start, stop):
     """How often each element of a range is measured."""
     seen = torch.zeros(total, dtype=torch.int)
-    for at, rows, size in _rotation._blocks_in(start, stop, total, number, width, k, turn):
+    for at, rows, size in _rotation._blocks_of_turn(start, stop, total, number, width, k, turn):
         for row in range(rows):
             first = at + row * k * width
             assert start <= first and first + size <= stop

@@ -7,7 +7,8 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.scaling._second_moments import ratio_of_squares, rescale_second_moments
+from manyhands.scaling._noise import ratio_of_squares
+from manyhands.scaling._preconditioned import rescale_second_moments
 
 NOISE = 8.0
 

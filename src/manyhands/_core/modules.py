@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,12 +40,12 @@ class ModuleWrapper(nn.Module):
         """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
 
 
-def no_sync_of(model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
+def no_sync_of(model: nn.Module) -> Callable[[], AbstractContextManager[object]] | None:
     """Return what makes passes of this model accumulate without averaging over the ranks.
 
     None: the model is not of a class that averages gradients.
     """
-    no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+    no_sync: Callable[[], AbstractContextManager[object]] | None = getattr(model, "no_sync", None)
     if no_sync is not None:
         return no_sync
     set_sync = getattr(model, "set_requires_gradient_sync", None)  # of `fully_shard`

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,6 +25,8 @@ from torch.optim.optimizer import StateDict
 from manyhands._core.wrappers import OptimizerWrapper, ParamGroup, SharingOptimizer, unwrap
 
 Value = TypeVar("Value")
+# A state dict, or an entry of one, from wherever: its reader checks what is in it.
+SavedState: TypeAlias = Mapping[str, Any]
 
 
 @dataclass
@@ -131,7 +133,7 @@ class RuleParts(Protocol):
     def scaling_state_dict(self) -> StateDict:
         """Return the rule's state. `previous` is a list by parameter, of gradients or None."""
 
-    def check_scaling_state(self, entry: Mapping[str, Any]) -> object:
+    def check_scaling_state(self, entry: SavedState) -> object:
         """Return a saved state, parsed; raise a ValueError if it does not fit. Change nothing."""
 
     def take_scaling_state(self, state: Any) -> None:
@@ -166,7 +168,7 @@ class BlocksParts(Protocol):
         """Return saved counters; raise a ValueError if they do not fit. None: saved without."""
 
     def load_counters(
-        self, saved: Mapping[str, Any], unsaved: Iterable[Tensor], *, residuals: bool
+        self, saved: SavedState, unsaved: Iterable[Tensor], *, residuals: bool
     ) -> None:
         """Continue from counters, after the outer state was filled.
 

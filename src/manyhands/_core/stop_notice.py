@@ -15,7 +15,7 @@ LOOK = 1.0  # seconds between two looks at what has to be asked
 
 
 class StopNotice:
-    """What this process has been told, and by whom."""
+    """Whether this process was asked to stop, why, and how much time it has left."""
 
     def __init__(self) -> None:
         self.reason = ""  # such as "SIGTERM"; empty while nobody has asked this process to stop

@@ -4,17 +4,17 @@
 load goes through the same stages, from files to objects.
 
     _writing.py  _reading.py  a save and a load, step by step
-    _ranks.py                 the ranks that save or load together
+    _ranks.py                 the ranks that save or load together, and their replicas in blocks
     _model.py                 a model's tensors, under the names of the plain model
     _optimizer.py             an optimizer's state, by parameter name
-    _blocks.py                in blocks: replicas, which have a state each, and the outer state
+    _blocks.py                in blocks: the outer state, which all replicas have alike
     _values.py                the user's values, as JSON
     _random.py                random generators, as tensors
     _foreign.py               what foreign code is to load: checked before, undone if the load fails
     _slices.py                this rank's slices of tensors, and which rank writes and reads which
     _safetensors.py           the format of a file of tensors
-    _storage.py               read slices out of all the files, and compare checksums
-    _index.py                 what the index says, and the check of all of it
+    _index.py                 what the index says, and the reader of all files that it lists
+    _index_checks.py          the check of all that an index says, before any of it is used
     _folder.py                a folder in which nothing is half written and no link is followed
 
 torch.distributed.checkpoint takes long to import, so _writing.py and _reading.py, which need it,

@@ -25,8 +25,10 @@ from manyhands._core.state_parts import (
 )
 from manyhands._core.wrappers import unwrap
 from manyhands.checkpoint import _foreign, _index
-from manyhands.checkpoint._blocks import BlocksLoader, Replica, collect_blocks
+from manyhands.checkpoint._blocks import BlocksLoader, collect_blocks
+from manyhands.checkpoint._index_checks import state_key
 from manyhands.checkpoint._model import ModelNames, list_names
+from manyhands.checkpoint._ranks import Replica
 from manyhands.checkpoint._slices import (
     Parts,
     allocate_target,
@@ -114,7 +116,7 @@ def collect_optimizer(
         name = flat_names[part.index]
         meta = saved.meta["state"].setdefault(name, {})
         for entry, value in entries_of(part).items():
-            key = _index.state_key(prefix, entry, name)
+            key = state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 meta[entry] = encode(value, key, put)
                 continue

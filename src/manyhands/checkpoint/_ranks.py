@@ -1,4 +1,4 @@
-"""The ranks that save or load together, and how they agree that all goes well.
+"""The ranks that save or load together: how they agree that all goes well, and their replicas.
 
 They have a process group of their own, on gloo. So a message of a checkpoint can never be taken for
 a collective of the training: an asynchronous save sends messages from another thread.
@@ -6,6 +6,11 @@ a collective of the training: an asynchronous save sends messages from another t
 There are two kinds of waiting. Until every rank has called the same function, ranks wait as long as
 the training's group waits for anything, and then raise. From then on no rank is late by mistake:
 the slowest disk has hours, and a worker that dies is noticed when its connections close.
+
+**Replicas.** Under data parallelism all ranks have one optimizer state, whole or in shards: they
+are one replica. In blocks each replica (a rank, or the ranks of a machine) steps with its own
+optimizer state and scaling rule, so a checkpoint stores one for each. If N replicas were saved,
+replica r of a later run continues from the saved replica r modulo N.
 """
 
 from __future__ import annotations
@@ -14,21 +19,25 @@ import ctypes
 import json
 import weakref
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
+from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import OptimizerLayers
+from manyhands.checkpoint import _index
 
 Result = TypeVar("Result")
 DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
 CALL_TIMEOUT = timedelta(minutes=30)  # for all ranks to call, if the group has no timeout
 FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
+Layout = Sequence[object] | None  # how a rank's outer state is laid out; None without blocks
 # An error of another rank is raised as the first of these that it was.
 ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 
@@ -144,3 +153,106 @@ class CheckpointRanks:
 def _error_type(problem: Exception) -> str:
     types = (each.__name__ for each in ERROR_TYPES if isinstance(problem, each))
     return next(types, "RuntimeError")
+
+
+# -- replicas -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The replica that this rank belongs to, among all ranks that save or load together."""
+
+    number: int = 0
+    leads: bool = True  # whether this rank describes what all ranks of the replica have alike
+    layouts: list[Layout] = field(default_factory=list)  # by rank: how its outer state is laid out
+
+    def key_prefix(self, key: str) -> str:
+        """Return the prefix of this replica's own tensors.
+
+        The first replica's are where those of a run without blocks are, so that such a run can load
+        them, and the other way round.
+        """
+        return key if self.number == 0 else f"{key}/replica.{self.number}"
+
+    def meta_to_load(self, meta: _index.OptimizerMeta) -> tuple[_index.OptimizerMeta, Replica]:
+        """Return what was saved of the replica that this one continues from, and that replica."""
+        others = meta.get("replicas", [])
+        number = self.number % (1 + len(others))
+        # The first replica is described by `meta` itself: nothing to override.
+        return (meta if number == 0 else {**meta, **others[number - 1]}), Replica(number)
+
+
+def find_replicas(optimizers: Sequence[object], ranks: CheckpointRanks) -> list[Replica]:
+    """Return this rank's replica for each optimizer. Every rank must call this."""
+
+    def locate_all() -> list[tuple[int, Layout]]:
+        return [_locate_replica(optimizer) for optimizer in optimizers]
+
+    # `run_on_all`, because an optimizer of a wrong type must be an error on every rank.
+    own = ranks.run_on_all(locate_all)
+    everyone = [json.loads(text) for text in ranks.all_gather_text(json.dumps(own))]
+    result = []
+    for number, place in enumerate(own):
+        # Ranks may have passed fewer optimizers; `begin_save` raises for that later.
+        known = [places[number] for places in everyone if number < len(places)]
+        numbers = [each[0] for each in known]
+        result.append(
+            Replica(
+                # Numbered by rank within the blocks' group; a gap would be a missing replica.
+                number=sorted(set(numbers)).index(place[0]),
+                leads=ranks.rank == numbers.index(place[0]),
+                layouts=[each[1] for each in known],
+            )
+        )
+    return result
+
+
+def _locate_replica(optimizer: object) -> tuple[int, Layout]:
+    """Return the replica's number, and the layout of this rank's outer state."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Save any "
+            "other object that has a state_dict under a name of yours: mh.save(path, "
+            "scaler=scaler)."
+        )
+    blocks = OptimizerLayers.of(optimizer).blocks
+    return (0, None) if blocks is None else (blocks.replica, blocks.layout)
+
+
+def merge_replicas(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[_index.OptimizerMeta]:
+    """Merge what all ranks say of their optimizers; return one description for each optimizer.
+
+    The first replica's becomes the optimizer's. What the other replicas have of their own is in its
+    list `replicas`.
+    """
+    result: list[_index.OptimizerMeta] = []
+    for by_rank in zip(*everyone, strict=True):
+        replicas: dict[int, dict[str, Any]] = {}
+        for meta in by_rank:
+            merged = replicas.setdefault(meta["replica"], {"state": {}})
+            state = merged["state"]
+            # Ranks of one replica hold shards: several may describe one entry, and mean the same.
+            for name, entries in meta["state"].items():
+                known = state.setdefault(name, {})
+                known.update({k: v for k, v in entries.items() if k not in known})
+            # Only the leading rank has more than `replica` and `state`.
+            merged.update({k: v for k, v in meta.items() if k not in ("replica", "state")})
+        first, *others = (replicas[number] for number in sorted(replicas))
+        result.append(
+            {
+                **_own_state(first),
+                "class": first["class"],
+                "blocks": first["blocks"],
+                "replicas": [_own_state(other) for other in others],
+            }
+        )
+    return result
+
+
+def _own_state(merged: Mapping[str, Any]) -> _index.ReplicaMeta:
+    return {
+        "groups": merged["groups"],
+        "state": merged["state"],
+        "other": merged["other"],
+        "rule": merged["rule"],
+    }

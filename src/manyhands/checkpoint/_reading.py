@@ -24,14 +24,13 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.optim import Optimizer
 
 from manyhands.checkpoint import _folder, _foreign, _index
-from manyhands.checkpoint._blocks import Replica, find_replicas
 from manyhands.checkpoint._foreign import ForeignState, ForeignStates, OptimizerSnapshot
+from manyhands.checkpoint._index import Reader
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
 from manyhands.checkpoint._optimizer import OptimizerLoader, prepare_optimizers
 from manyhands.checkpoint._random import check_random_state, set_random_state
-from manyhands.checkpoint._ranks import CheckpointRanks
+from manyhands.checkpoint._ranks import CheckpointRanks, Replica, find_replicas
 from manyhands.checkpoint._slices import LoadPlanner, Parts, count_elements
-from manyhands.checkpoint._storage import Reader
 from manyhands.checkpoint._values import (
     GetTensor,
     HasState,
@@ -160,7 +159,7 @@ def _check_covered(plan: LoadPlan, targets: Mapping[str, Parts]) -> None:
         found[item.dest_index.fqn] += math.prod(item.lengths)
     for key, target in targets.items():
         needed = count_elements(target)
-        # Counting is enough: stored slices do not overlap (`_index.covers_once`).
+        # Counting is enough: stored slices do not overlap (`_index_checks.covers_once`).
         if found[key] != needed:
             raise ValueError(
                 f"the checkpoint has {found[key]:,} of the {needed:,} elements of {key!r} that are "

@@ -149,8 +149,8 @@ def check_value(name: str, value: object) -> None:
 def decode(meta: object, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
     """Return the value that `encode` turned into JSON; an object comes back as its state dict.
 
-    JSON that `encode` never writes raises an error of some kind. `_index.py` decodes every value
-    of an index once, before anything else looks at it.
+    JSON that `encode` never writes raises an error of some kind. `_index_checks.py` decodes every
+    value of an index once, before anything else looks at it.
     """
     if depth < 0:
         raise ValueError(f"nested in more than {MAX_DEPTH} containers")

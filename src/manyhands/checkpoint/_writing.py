@@ -40,11 +40,10 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import raise_if_different
 from manyhands._core.sharded import is_dtensor
 from manyhands.checkpoint import _folder, _index, _safetensors
-from manyhands.checkpoint._blocks import Replica, find_replicas, merge_replicas
 from manyhands.checkpoint._model import ModelNames, collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer, prepare_optimizers
 from manyhands.checkpoint._random import random_state
-from manyhands.checkpoint._ranks import CheckpointRanks
+from manyhands.checkpoint._ranks import CheckpointRanks, Replica, find_replicas, merge_replicas
 from manyhands.checkpoint._slices import (
     Parts,
     SavePlanner,

@@ -26,8 +26,8 @@ from rich.table import Table
 from torch import Tensor
 
 from manyhands.checkpoint import _folder, _index, _safetensors
+from manyhands.checkpoint._index import Reader
 from manyhands.checkpoint._safetensors import TensorEntry
-from manyhands.checkpoint._storage import Reader
 from manyhands.checkpoint._values import decode
 from manyhands.cli._terminal import printable, stop
 

@@ -28,8 +28,7 @@ from torch.optim import Adam, Optimizer, RMSprop
 from manyhands._core.ranks import SENT_ALONE
 from manyhands.planning._arguments import PlannedOptimizer
 from manyhands.planning._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
-from manyhands.sharding.wrapping._pick import pick_modules
-from manyhands.sharding.wrapping._policies import default_auto_wrap_policy
+from manyhands.sharding.wrapping._policies import default_auto_wrap_policy, pick_modules
 
 T = TypeVar("T")
 

@@ -49,7 +49,7 @@ from manyhands.planning._table import (
     parse_bytes,
     wrap_code,
 )
-from manyhands.sharding.fsdp._optimizer_guard import NEED_WHOLE
+from manyhands.sharding.fsdp._checks import NEED_WHOLE
 
 LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of its elements
 MOST_WORKERS = 2**13  # the search for a number of workers that would do ends here

@@ -1,15 +1,15 @@
-"""`probe_batch`: which batch is the largest that loses nothing? Try it out, from where the run is.
+"""`probe_batch`: which batch is the largest that loses nothing? Try batches from where the run is.
 
 The budget is divided evenly. With K scales, R repeats and H held-out micro-batches, each branch
-trains on T micro-batches, and a forward pass counts as a third of a pass:
+trains on T micro-batches, and a forward pass over a held-out one counts as a third of a pass:
 
-    cost = R K (T + H / 3) <= budget            T: a multiple of every scale's step
+    cost = R K (T + H / 3) <= budget            T: a multiple of every scale's passes in a step
 
 Every repeat has micro-batches of its own, in the order in which they come. Its K branches are
-trained on them one after the other, each from the same state (`_snapshot.py`).
+trained on them one after the other, each from the same state (`_branches.py`).
 
-All ranks call `probe_batch` together. The losses are averaged over the ranks, so all come to the
-same verdicts. The probe's own collectives are small: one for each branch, one for each repeat.
+All ranks call `probe_batch` together. The losses are averaged over the ranks, so all ranks come to
+the same verdicts. The probe's own collectives are small: one for each branch and for each repeat.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import islice, pairwise
 from numbers import Integral
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree
@@ -30,9 +30,8 @@ from manyhands._core.modules import no_sync_of
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.trees import tensors_in
 from manyhands.checkpoint._random import random_state, set_random_state
-from manyhands.probe._branches import Branches, LossFunction, seed_generators
+from manyhands.probe._branches import Branches, LossFunction, TrainingSnapshot, seed_generators
 from manyhands.probe._result import ProbedScale, ProbeResult
-from manyhands.probe._snapshot import TrainingSnapshot
 from manyhands.probe._verdict import (
     MEANINGFUL,
     LossDifference,
@@ -51,7 +50,7 @@ def probe_batch(
     model: nn.Module,
     optimizer: Optimizer,
     loss: LossFunction,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     budget: int,
     scales: Sequence[int] = (1, 2, 4, 8),
@@ -63,10 +62,10 @@ def probe_batch(
 ) -> ProbeResult:
     """Find the largest batch that is level with the present one, by training branches of the run.
 
-    From the present state, one branch is trained for each scale: with as many times the present
-    number of passes in each step, at the rate of the rule, on the same samples. This is repeated
-    on other samples. A paired test on the held-out losses says which scales are level. At the end
-    model, optimizer, rule and random generators are as they were, also if `loss` raises.
+    From the present state, one branch is trained for each scale: with `scale` times the present
+    number of passes in each step, at the learning rate of the rule, on the same samples. This is
+    repeated on other samples. A paired test on the held-out losses says which scales are level. At
+    the end, or if `loss` raises, model, optimizer, rule and random generators are as they were.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -78,22 +77,22 @@ def probe_batch(
     >>> result.largest in (1, 2, 4, 8)
     True
 
-    Call it on every rank, between two steps, after `zero_grad()`. A schedule does not go on in a
-    branch: the rate stays what it is now, until the cooldown.
+    Call it on every rank, between two steps, after `zero_grad()`. Schedules stand still during a
+    probe: the learning rate stays what it is now, until the cooldown.
 
     Args:
         model: the model as it is trained: under DDP, the module around it.
-        optimizer: a scaling rule, which sets the rate of each branch.
+        optimizer: a scaling rule, which sets the learning rate of each branch.
         loss: `loss(model, batch)` returns the mean loss of a micro-batch.
-        batches: micro-batches of this rank. The first `held_out` are for evaluation.
-        budget: the most passes that the probe may take on each rank, for all branches together. A
-            twentieth of the run's passes is 5 % of its samples.
+        batches: micro-batches of this rank. The first `held_out` of them are for evaluation.
+        budget: the most backward passes that the probe may take on each rank, for all branches
+            together. A twentieth of the run's passes costs 5 % of its samples.
         scales: batches in units of the present one, from 1 upwards.
         repeats: how often each branch is trained. Fewer than five decide little.
         held_out: the number of micro-batches on which each branch is evaluated.
-        cooldown: the last part of each branch, over which the rate falls to zero.
-        confidence: that of each of the test's bounds.
-        seed: of the branches' random numbers. Branches of a repeat have the same.
+        cooldown: the last part of each branch, over which the learning rate falls to zero.
+        confidence: the confidence of each of the test's bounds.
+        seed: the seed of the branches' random numbers. All branches of a repeat have the same.
     """
     rule = _check_rule(optimizer)
     ranks, batch = rule._ranks, rule._batch
@@ -107,13 +106,15 @@ def probe_batch(
         "seed": seed,
         "gradients that are not cleared": any_values([*_params_of(rule), *model.parameters()]),
     }
+    # First of all: with other arguments on one rank, every later check could fail on that rank
+    # alone, and leave the others waiting.
     agree(ranks, settings, "Call probe_batch() on every rank with the same arguments.")
     _check_settings(settings)
     rule._check_between_steps("probe_batch()")
     if settings["gradients that are not cleared"]:
         raise RuntimeError(
-            "probe_batch() found gradients, which it would lose. Call it between two steps, after "
-            "optimizer.zero_grad() (of every optimizer that the model has)."
+            "probe_batch() found gradients, which it would clear. Call it between two steps, after "
+            "zero_grad() of every optimizer that the model has."
         )
     _check_scales(rule, scales)
     length = branch_length(budget, [scale * batch.passes for scale in scales], repeats, held_out)
@@ -147,7 +148,7 @@ def _train_all(
     """Return the losses by scale, repeat and held-out micro-batch."""
     rule = branches.rule
     rank = rule._ranks.rank
-    # A `Ramp` must not take the branches for the run.
+    # A `Ramp` must not take a branch's steps for steps of the run.
     observer, rule._observer = rule._observer, None
     losses: list[list[list[float]]] = [[] for _ in passes]
     snapshot = TrainingSnapshot(branches.model, rule)
@@ -156,13 +157,14 @@ def _train_all(
             micro_batches = stream.take(length, trained=True)
             for of_scale, each in zip(losses, passes, strict=True):
                 snapshot.restore()
+                # After `restore`, which brings the generators back as well.
                 seed_generators(seed, repeat, rank)
                 if branches.train(each, micro_batches):
                     seed_generators(seed, repeats, rank)  # the same for every evaluation
                     of_scale.append(branches.evaluate())
                 else:
                     of_scale.append([math.nan] * len(branches.held_out))
-    finally:
+    finally:  # also after an error in `loss`
         snapshot.restore()
         rule._observer = observer
     return list(losses)
@@ -196,19 +198,20 @@ def _rows(
 class _Stream:
     """The micro-batches of this rank, of which all ranks take equally many.
 
-    They may be drawn from the random generators that the branches seed. So the stream has states
-    of its own, which go on from one `take` to the next. Else all repeats would have one draw.
+    A loader may draw them with the random generators that the branches seed. So the stream keeps
+    generator states of its own from one `take` to the next. Otherwise all repeats would draw the
+    same micro-batches.
     """
 
-    def __init__(self, rule: ScalingRuleBase, batches: Iterable[Any], needed: int) -> None:
+    def __init__(self, rule: ScalingRuleBase, batches: Iterable[object], needed: int) -> None:
         self._ranks = rule._ranks
-        self._batches: Iterator[Any] = iter(batches)
+        self._batches: Iterator[object] = iter(batches)
         self._needed = needed
         self._taken = 0
         self._random = random_state()
-        self.samples: int | None = 0  # that were taken to train on, over all ranks
+        self.samples: int | None = 0  # taken to train on so far, over all ranks; None if unknown
 
-    def take(self, count: int, trained: bool = False) -> list[Any]:
+    def take(self, count: int, trained: bool = False) -> list[object]:
         """Return the next micro-batches; raise on every rank if one has too few."""
         taken = self._draw(count)
         sizes = [_size(batch) for batch in taken] if trained else []
@@ -229,7 +232,7 @@ class _Stream:
         self.samples = (self.samples or 0) + int(total) if known else None
         return taken
 
-    def _draw(self, count: int) -> list[Any]:
+    def _draw(self, count: int) -> list[object]:
         outside = random_state()
         set_random_state(self._random)
         try:
@@ -239,7 +242,7 @@ class _Stream:
             set_random_state(outside)
 
 
-def _size(batch: Any) -> int | None:
+def _size(batch: object) -> int | None:
     """Return the number of samples: the first dimension of a micro-batch's first tensor."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), None)
 
@@ -248,12 +251,12 @@ def _size(batch: Any) -> int | None:
 
 
 def branch_length(budget: int, steps: Sequence[int], repeats: int, held_out: int) -> int:
-    """Return how many micro-batches each branch trains on; `steps` are the passes of a step.
+    """Return how many micro-batches each branch trains on; `steps` are the passes in its steps.
 
     >>> branch_length(budget=2000, steps=[1, 2, 4, 8], repeats=6, held_out=32)
     72
     """
-    common = math.lcm(*steps)
+    common = math.lcm(*steps)  # so that a branch of any scale has whole steps only
     share = budget / (repeats * len(steps)) - held_out / 3
     length = math.floor(share / common) * common
     fewest = math.ceil(FEWEST_STEPS * max(steps) / common) * common
@@ -277,24 +280,24 @@ def _cost(length: int, scales: int, repeats: int, held_out: int) -> float:
 def _check_rule(optimizer: Optimizer) -> ScalingRuleBase:
     if not isinstance(optimizer, ScalingRuleBase):
         raise TypeError(
-            f"probe_batch() needs a scaling rule, which sets the rate of each branch, got "
+            f"probe_batch() needs a scaling rule, which sets each branch's learning rate, got "
             f"{type(optimizer).__name__}. Write mh.AdaScale(optimizer) for SGD, "
             "mh.AdamScale(optimizer) for Adam and AdamW."
         )
     if optimizer._batch.counts_passes:
         raise TypeError(
-            "probe_batch() sets the number of passes, and AdaptiveDataParallel counts them. Wrap "
-            "the optimizer, mh.AdaScale(optimizer), and the model with DistributedDataParallel."
+            "probe_batch() sets the number of passes, but AdaptiveDataParallel counts them. Wrap "
+            "the optimizer with mh.AdaScale(optimizer), the model with DistributedDataParallel."
         )
     if OptimizerLayers.of(optimizer).blocks is not None:
         raise TypeError(
-            "probe_batch() cannot undo blocks, whose workers synchronize in the background. Probe "
-            "before the optimizer is wrapped with blocks, on one worker."
+            "probe_batch() cannot undo the sync rounds of blocks, which run in the background. "
+            "Probe before the optimizer is wrapped with blocks, on one worker."
         )
     if optimizer._loss_scale.known:
         raise TypeError(
-            "probe_batch() does not scale the loss, and this rule expects a grad_scaler's. Probe "
-            "with a rule without grad_scaler, in bfloat16 or float32."
+            "probe_batch() does not scale the loss, but this rule expects the loss scale of its "
+            "grad_scaler. Probe with a rule without grad_scaler, in bfloat16 or float32."
         )
     return optimizer
 
@@ -330,5 +333,5 @@ def _check_scales(rule: ScalingRuleBase, scales: Sequence[int]) -> None:
     rule._check_batch(batch, batch.passes * max(scales))
 
 
-def _params_of(rule: ScalingRuleBase) -> list[Any]:
+def _params_of(rule: ScalingRuleBase) -> list[Tensor]:
     return [param for group in rule.param_groups for param in group["params"]]

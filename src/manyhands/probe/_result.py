@@ -16,8 +16,9 @@ COLOURS = {"level": "#1f9e77", "worse": "#d1495b", "diverged": "#d1495b", "undec
 class ProbedScale:
     """One row: the branches of one scale.
 
-    `scale` counts batches of the present size. `losses` are the held-out losses by repeat. The
-    difference is that to scale 1, and `low` and `high` are its one-sided bounds.
+    `scale` is in batches of the present size. `losses` are the held-out losses by repeat.
+    `difference` is by how much they are above those of scale 1, and `low` and `high` are its
+    one-sided bounds.
     """
 
     scale: int
@@ -42,10 +43,10 @@ class ProbeResult:
     Attributes:
         rows: one for each scale; `rows[0]` is the present batch.
         largest: the largest scale that is level: the last before the first that is not.
-        interval: `largest`, and the smallest scale that is surely worse. The critical batch is
-            between them. The second is infinite if no scale is worse.
-        margin: by how much a level branch may be behind: the spread of scale 1 from repeat to
-            repeat, times 0.954.
+        interval: `largest`, and the smallest scale that is surely worse; infinite if none is. The
+            critical batch is between the two.
+        margin: by how much a level branch may be behind: 0.954 times the spread of scale 1 from
+            repeat to repeat.
         samples: the samples that all branches trained on, over all ranks; None if the
             micro-batches hold no tensor that has a first dimension.
         passes: what the probe cost on each rank, in backward passes. A forward pass over a

@@ -1,10 +1,8 @@
 """A batch that sets itself: as many micro-batches a step as pay, decided while training.
 
 _decision.py         arithmetic: the best number of passes, and the next one
-_measured.py         what it rests on: the times of steps, and how sure the noise is
-_step_loader.py      the micro-batches of a step, and a data loader of whole steps
-_supply.py           the micro-batches that are ready: all ranks take equally many
-_mistakes.py         warnings of what a growing batch does to the rest of a script
+_measured.py         what a decision rests on: the times of steps, and how sure the noise is
+_micro_batches.py    the micro-batches of a step, kept ready or from a loader of whole steps
 _ramp.py             `Ramp`: measures, decides, and hands out micro-batches
 _memory_trial.py     `largest_micro_batch`: how many samples fit into a pass, found by trying
 _adaptive_loader.py  adaptdl's loop: `AdaptiveDataLoader`, `remaining_epochs_until`

@@ -1,13 +1,16 @@
 """adaptdl's loop: a loader that scales its batch by itself, and the epochs that remain.
 
-The loop calls `optimizer.step()` and `zero_grad()` after each micro-batch. Between the passes of
-one step both do nothing, and the model accumulates. So the loop knows nothing of the batch:
+adaptdl's loop calls `optimizer.step()` and `zero_grad()` after each micro-batch. Between the passes
+of one step both do nothing, and the model accumulates. So the loop need not know how large a batch
+is:
 
-    loader      yields micro-batches, and says whether more of the step's follow (`accumulates`)
-    model       `AdaptiveDataParallel` asks it in `forward`, and attaches its rule the first time
-    ramp        made then, around the rule: it decides how large the next steps are
+    loader      yields micro-batches, and says whether more of the step follow (`accumulates`)
+    model       `AdaptiveDataParallel` asks the loader in `forward`, and attaches its rule the
+                first time
+    ramp        is made then, around the rule, and decides how large the next steps are
 
-Names, and the order of arguments, are adaptdl's. Its scheduler and its cluster are not needed.
+Names, and the order of arguments, are adaptdl's. adaptdl's scheduler and its cluster are not
+needed.
 """
 
 from __future__ import annotations
@@ -17,14 +20,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim.optimizer import StateDict
+
+from manyhands._core.state_parts import SavedState
+from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
 from manyhands.ramp._ramp import Ramp
-from manyhands.ramp._step_loader import StepLoader, StepSize, step_size
 from manyhands.scaling._adaptdl import AdaptiveDataParallel, ScalarWriter, pass_source
 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What `autoscale_batch_size` was given, in units."""
+    """The arguments of `autoscale_batch_size`, in units."""
 
     max_scale: float
     most_per_pass: int
@@ -52,28 +58,28 @@ class AdaptiveDataLoader(StepLoader):
 
     adaptdl's loop, with `AdaptiveDataParallel`, works too: see `autoscale_batch_size`.
 
-    Every rank has the same part of each step. The order of the samples depends on `seed` and on
-    how many passes over the data there were, and not on the number of ranks. A loop that was left
-    early goes on behind the last step's samples when the loader is iterated again.
+    Every rank has an equally large part of each step. The order of the samples depends on `seed`
+    and on how often the data was gone through before, and not on the number of ranks. If a loop is
+    left early, the next loop over the loader continues after the last step's samples.
 
     Args:
         dataset: a dataset with a length, whose samples are found by index.
         batch_size: the small batch, on all ranks together: the batch that the learning rate was
-            tuned for. Each rank has its part, rounded up.
-        shuffle: whether each pass over the data has an order of its own.
-        max_local_batch_size: how many samples fit into one pass on one rank. Larger batches come
-            as several passes. By default a pass stays at its part of the small batch.
-        seed: of the order of the samples.
+            tuned for. Each rank has an equal part of it, rounded up.
+        shuffle: whether the samples come in another order each time.
+        max_local_batch_size: how many samples fit into one backward pass on one rank. Larger
+            batches come as several passes. By default a pass stays at its part of the small batch.
+        seed: the seed of the samples' order.
         process_group: the ranks that share the data; by default all.
-        options: further arguments of `DataLoader`, but no `sampler` and no `batch_sampler`. With
-            `drop_last=True` samples that do not fill the small batch are left out. Else the last
-            step takes the missing ones from the beginning of the data.
+        options: further arguments of `DataLoader`, except `sampler` and `batch_sampler`. With
+            `drop_last=True` samples at the end that do not fill a small batch are left out.
+            Otherwise the last step takes the missing ones from the beginning of the data.
     """
 
     _bounds: _Bounds | None = None
     _ramp: Ramp | None = None
     _module: AdaptiveDataParallel | None = None
-    _saved_ramp: dict[str, Any] | None = None  # of a run that continues, until there is a ramp
+    _saved_ramp: SavedState | None = None  # of a run that continues, until there is a ramp
     _more_follow = False
     _iterated = False
     _end: float | None = None  # the progress at which the present epoch ends
@@ -84,10 +90,10 @@ class AdaptiveDataLoader(StepLoader):
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """Let the batch of a training loop with `AdaptiveDataParallel` grow as it pays.
+        """Let the batch of a training loop with `AdaptiveDataParallel` grow as far as it pays.
 
-        A loop over the loader then ends when the progress is worth one pass over the data at the
-        small batch. So it may see the data more than once.
+        A loop over the loader then ends when the run has made as much progress as one epoch at the
+        small batch. So it may go through the data more than once.
 
         >>> import torch, manyhands as mh
         >>> data = torch.utils.data.TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
@@ -143,7 +149,7 @@ class AdaptiveDataLoader(StepLoader):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of a step before the one that is followed by the optimizer's step."""
+        """Micro-batches of a step, without the last one, which the optimizer's step follows."""
         return self.size.passes - 1
 
     @property
@@ -169,7 +175,7 @@ class AdaptiveDataLoader(StepLoader):
     # -- iteration -----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield micro-batches: of one pass over the data, or of an epoch's worth of progress."""
+        """Yield micro-batches of the whole data once, or for one epoch's worth of progress."""
         with self._being_iterated():
             while True:
                 for step in self._ordered_steps(self._plan_step):
@@ -181,7 +187,7 @@ class AdaptiveDataLoader(StepLoader):
                     if self._is_over():
                         return
                 if self._ramp is None:
-                    return  # one pass over the data: nothing scales the batch
+                    return  # the data was gone through once, and nothing scales the batch
 
     @contextmanager
     def _being_iterated(self) -> Iterator[None]:
@@ -190,6 +196,8 @@ class AdaptiveDataLoader(StepLoader):
                 "this loader is iterated already: one loop over it at a time. For another loop "
                 "over the same data make another AdaptiveDataLoader."
             )
+        # The model asks this loader in `forward`. A loader that is iterated inside the loop, as for
+        # an evaluation, takes its place for that time.
         outer, self._iterated = pass_source.current, True
         pass_source.current = self
         try:
@@ -202,7 +210,7 @@ class AdaptiveDataLoader(StepLoader):
                 self._end = None
 
     def size_of(self, units: int) -> StepSize:
-        """Return how a step of so many units is divided."""
+        """Return how a step of this many units is divided into passes."""
         bounds = self._bounds
         if bounds is None:
             return super().size_of(units)
@@ -212,7 +220,7 @@ class AdaptiveDataLoader(StepLoader):
         return StepSize(1, step_size(units, bounds.most_per_pass).per_pass)
 
     def _plan_step(self) -> StepSize:
-        """Return the size of the next step; small until there is a rule that measures."""
+        """Return the size of the next step: one unit until there is a rule that measures."""
         if self._bounds is None:
             return StepSize(1, 1)
         return self.size_of(1 if self._ramp is None else self._ramp.units)
@@ -221,6 +229,7 @@ class AdaptiveDataLoader(StepLoader):
         """Return whether the epoch's progress is reached."""
         if self._ramp is None or self._end is None:
             return False
+        # the tolerance covers rounding in a sum of many gains
         return self._ramp.optimizer.progress >= self._end - 1e-9
 
     # -- what the model asks -------------------------------------------------------------------
@@ -231,14 +240,14 @@ class AdaptiveDataLoader(StepLoader):
         return self._more_follow
 
     def attach(self, module: AdaptiveDataParallel) -> None:
-        """Take over the batch of the module's rule, the first time it is called."""
+        """Take over the batch of the module's rule, the first time that this is called."""
         if self._module is module:
             if self._ramp is not None and self._end is None:
                 self._begin_epoch(module)
             return
         self._module, rule = module, module.scaling_rule
         if self._bounds is None:
-            rule._batch.scale_per_pass = self.scale_per_unit
+            rule._batch.scale_per_pass = self.scale_per_unit  # the batch stays at one unit
             return
         self._ramp = Ramp(rule, self._bounds.max_scale, loader=self)
         if self._saved_ramp is not None:
@@ -253,8 +262,8 @@ class AdaptiveDataLoader(StepLoader):
 
     # -- saving --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far the data was handed out, how far the epochs are, and the ramp's state.
+    def state_dict(self) -> StateDict:
+        """Return the position in the data, the number of finished epochs, and the ramp's state.
 
         Take it between two steps.
         """
@@ -265,11 +274,11 @@ class AdaptiveDataLoader(StepLoader):
             "ramp": None if self._ramp is None else self._ramp.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue behind the last step's samples, on any number of ranks.
+    def load_state_dict(self, state_dict: SavedState) -> None:
+        """Continue after the last step's samples, on any number of ranks.
 
-        The rest of the pass under way comes first. `remaining_epochs_until` goes on with the epoch
-        that was not finished.
+        The rest of the data comes first, in the order that it had. `remaining_epochs_until` goes on
+        with the epoch that was not finished.
         """
         super().load_state_dict(state_dict)
         _epochs.finished = int(state_dict["finished_epochs"])
@@ -292,10 +301,10 @@ _epochs = _Epochs()
 
 
 def remaining_epochs_until(epoch: int) -> Iterator[int]:
-    """Yield the numbers of the epochs that are left, from 0 or where a saved run stopped.
+    """Yield the numbers of the epochs that are left, from 0 or from where a saved run stopped.
 
-    A run that was continued by an `AdaptiveDataLoader`'s `load_state_dict` skips the epochs that
-    it had finished. A second loop goes on where the first one ended.
+    After an `AdaptiveDataLoader`'s `load_state_dict`, the epochs that the saved run had finished
+    are skipped. A second loop goes on where the first one ended.
 
     >>> import manyhands as mh
     >>> epochs = mh.remaining_epochs_until(0)

@@ -1,8 +1,8 @@
 """How many passes should the next step have? Pure functions of what was measured.
 
-So all ranks, which know the same numbers, decide the same. Passes are counted here. With an
-`AdaptiveDataLoader` its units stand in their place: the parts of the small batch, however many of
-them a pass has.
+All ranks know the same numbers, and so they decide the same. This file counts in passes. With an
+`AdaptiveDataLoader`, "pass" means one of its units here: a rank's part of the small batch
+(`_micro_batches.py`).
 
 Time      a step of p passes takes         t(p) = a + b p              seconds (`_measured.py`)
 Scale     its batch is, in small batches,  S(p) = u p                  u: one pass on all workers
@@ -14,31 +14,32 @@ constant, p / ((v + s u p) (a + b p)). Its maximum, where the derivative is zero
 
     p* = sqrt((a / b) (v / s) / u)
 
-so the batch u p* is the geometric mean of what communication allows (a / b) and of what the noise
-allows (v / s, the noise scale). A whole number of passes is one of its two neighbours, because the
-goodput rises before p* and falls after it.
+so the batch u p* is the geometric mean of two batches: u a / b, whose passes take as long as the
+rest of their step, and v / s, the noise scale. The best whole number of passes is one of the two
+neighbours of p*, because the goodput rises before p* and falls after it.
 
-Efficiency is the worth of a sample over that of a sample at scale 1: r(S) / S. It falls with S.
+Efficiency is what a sample is worth, in samples at scale 1: r(S) / S. It falls with S.
 
-Few steps for few samples is the same question: a step costs its S samples, and a price for being
-a step (McCandlish et al. 2018). With a price of c small batches S* = sqrt(c v / s), and whatever
-the noise a sample is worth at least e where c = 4 (1 - e) / e^2: at 1.25 small batches, 0.8.
+Few steps and few samples (`goal="samples"`) is the same question with another price. A step costs
+its S small batches, and c small batches for being a step (McCandlish et al. 2018). The best batch
+is S* = sqrt(c v / s). With c = 4 (1 - e) / e^2, a sample there is worth at least e, whatever the
+noise: with c = 1.25 at least 0.8.
 
 `decide` moves towards the best number of passes. Its reasons:
 
-    explore    the noise is not known (any more), or the time of a step for one number of passes
-               only: try another number
+    explore    try another number of passes: the noise is not known (any more), or the time of a
+               step is known for one number of passes only
     grow       towards the best number, by at most the factor `growth` at a time
-    shrink     likewise
+    shrink     towards the best number, likewise
     stay       the best number is not better by more than `margin` (so the batch does not flutter)
-    decay      the schedule has lowered the rate, and the batch grows in its place (`Decay`)
-    wait       no decision was taken yet
+    decay      the schedule has lowered the rate, and the batch grows instead (`Decay`)
+    wait       no decision was made yet
 
-`goal` is what the best number of passes is the best for:
+`goal` says what is best:
 
-    "time"      the most progress in a second            `fastest_passes`
-    "samples"   few steps for few samples, at `PRICE_OF_A_STEP`; with `efficiency`, the largest
-                batch whose samples are still worth so much
+    "time"      the most progress in a second: `fastest_passes`
+    "samples"   few steps and few samples, at `PRICE_OF_A_STEP`; with `efficiency`, the largest
+                batch whose efficiency is at least that
     "steps"     the largest batch that is allowed
     None        the batch as it is
 """
@@ -46,6 +47,7 @@ the noise a sample is worth at least e where c = 4 (1 - e) / e^2: at 1.25 small 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -53,6 +55,7 @@ from typing import Literal
 from manyhands.scaling._noise import gain
 
 PRICE_OF_A_STEP = 1.25  # in small batches, with goal="samples"
+STEPS_IN_A_ROW = 20  # a rate that changes in each of these follows a schedule that counts steps
 
 Goal = Literal["time", "samples", "steps"] | None
 Reason = Literal["explore", "grow", "shrink", "stay", "decay", "wait"]
@@ -66,7 +69,7 @@ class StepTime:
     per_pass: float
 
     def seconds(self, passes: int) -> float:
-        """Return how long a step of so many passes takes.
+        """Return how long a step with this number of passes takes.
 
         >>> StepTime(fixed=0.4, per_pass=0.1).seconds(4)
         0.8
@@ -83,7 +86,7 @@ class Noise:
     error: float = 0.0  # the standard error of `sqr`, in units of `var`
 
     def shifted(self, errors: float) -> Noise:
-        """Return it with `sqr` so many standard errors higher."""
+        """Return the noise with `sqr` higher by this number of standard errors."""
         return Noise(max(self.sqr + errors * self.error * self.var, 0.0), self.var)
 
 
@@ -97,7 +100,7 @@ def efficiency(noise: Noise, scale: float) -> float:
 
 
 def goodput(noise: Noise, time: StepTime, scale_per_pass: float, passes: int) -> float:
-    """Return how many steps of scale 1 a second of such steps is worth."""
+    """Return how many steps of scale 1 a second of steps with `passes` is worth."""
     return gain(noise.sqr, noise.var, scale_per_pass * passes) / time.seconds(passes)
 
 
@@ -151,7 +154,7 @@ class Limits:
     """What a decision is bound by."""
 
     goal: Goal = "time"
-    efficiency: float | None = None  # with goal="samples": the least worth of a sample
+    efficiency: float | None = None  # with goal="samples": what a sample must be worth
     most: int = 1  # passes
     growth: float = 1.5  # the largest factor by which a decision changes the passes
     margin: float = 0.01  # how much better the goodput must become
@@ -174,9 +177,9 @@ def decide(
     limits: Limits,
     timed_here: bool = True,
 ) -> Decision:
-    """Return the next number of passes after steps of `passes`.
+    """Return the next number of passes, after steps with `passes`.
 
-    `noise` and `time` are None where they are not known. `timed_here` says whether enough steps of
+    `noise` and `time` are None if they are not known. `timed_here` says whether enough steps with
     this number of passes were timed.
 
     >>> limits = Limits(most=64)
@@ -191,27 +194,28 @@ def decide(
     if limits.goal == "steps" or limits.most == 1:
         target = limits.most
     elif noise is None:
-        # One pass more, because a single gradient on a single worker says nothing of the noise.
+        # One pass more: a single gradient on a single worker says nothing about the noise.
         other = passes_here + 1 if passes_here < limits.most else passes_here - 1
         return Decision(other, "explore", other)
     elif limits.goal == "time" and time is None:
-        # Stay until there are enough times of this number, and then try another one.
+        # Stay until this number of passes was timed often enough, and then try another one.
         other = _neighbour(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
-        # Grow if the noise that is surely there asks for it; shrink if the most there may be does.
+        # Grow only if it pays even with less noise (`sqr` one standard error higher), and shrink
+        # only if it pays even with more noise (`sqr` one standard error lower).
         used = noise.shifted(+1.0)
-        target = _best(used, time, scale_per_pass, limits)
+        target = _best_passes(used, time, scale_per_pass, limits)
         if target < passes_here:
             used = noise.shifted(-1.0)
-            target = min(_best(used, time, scale_per_pass, limits), passes_here)
+            target = min(_best_passes(used, time, scale_per_pass, limits), passes_here)
         price = _price(time, scale_per_pass, limits)
         if price is not None:
             now, best = (goodput(used, price, scale_per_pass, p) for p in (passes_here, target))
             if best < now * (1.0 + limits.margin):
                 return Decision(passes_here, "stay", target)
     if target > passes_here:
-        # at least one pass more: a factor of 1.5 does not change a single pass
+        # At least one pass more: a factor of 1.5 would not change a single pass.
         reachable = max(passes_here + 1, math.floor(passes_here * limits.growth))
         return Decision(min(target, reachable), "grow", target)
     if target < passes_here:
@@ -220,7 +224,7 @@ def decide(
     return Decision(passes_here, "stay", target)
 
 
-def _best(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
+def _best_passes(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
     """Return the best number of passes for this noise."""
     price = _price(time, scale_per_pass, limits)
     if price is not None:
@@ -237,7 +241,7 @@ def _price(time: StepTime | None, scale_per_pass: float, limits: Limits) -> Step
 
 
 def _neighbour(passes: int, most: int) -> int:
-    """Return a number of passes that is far enough away to tell a pass's time from the rest."""
+    """Return a number of passes far enough away to separate the time of a pass from the rest."""
     distance = max(2, min(passes, 8), passes // 4)
     if passes + distance <= most:
         return passes + distance
@@ -246,28 +250,28 @@ def _neighbour(passes: int, most: int) -> int:
 
 @dataclass
 class Decay:
-    """Where the schedule divides the rate by a, the batch grows by a instead.
+    """Grow the batch by a factor a when the schedule divides the learning rate by a.
 
     Smith et al. (2018) do so for SGD, Seesaw (Meterez et al. 2025) for Adam with the rate times
-    sqrt(a). Here the rule multiplies the lowered rate by its factor for the larger batch: nearly a
-    for AdaScale, sqrt(a) for AdamScale and SqrtScale, where noise dominates.
+    sqrt(a). Here the rule multiplies the lowered rate by its factor for the larger batch. If noise
+    dominates, that factor is nearly a for AdaScale, and sqrt(a) for AdamScale and SqrtScale.
     """
 
-    highest: float = 0.0  # rate that was seen, the sum over parameter groups
-    units: float = 1.0  # of the batch when the rate began to fall
-    rate: float = 0.0  # at present
-    grown: float = 0.0  # units to which the batch was grown in place of a lower rate
+    highest: float = 0.0  # the highest rate so far, as the sum over parameter groups
+    units: float = 1.0  # size of the batch when the rate began to fall
+    rate: float = 0.0  # the present rate
+    grown: float = 0.0  # size to which the batch has grown because the rate has fallen
 
     def see(self, units: int, rates: Sequence[float]) -> None:
-        """Take note of the rates of a step with so many units."""
+        """Record the rates of a step, and the units of its batch."""
         self.rate = float(sum(rates))
         if self.rate >= self.highest:
             self.highest = self.rate
-            if units != self.grown:  # after a warm restart the batch is still the grown one
+            if units != self.grown:  # at a warm restart the batch still has its grown size
                 self.units = float(units)
 
     def hold(self, decision: Decision, most: int) -> Decision:
-        """Return the decision, or a larger batch if the rate has fallen by more.
+        """Return the decision, or a larger batch if the rate has fallen further than that.
 
         >>> decay = Decay()
         >>> for rate in (0.1, 0.1, 0.025):
@@ -295,3 +299,27 @@ class Decay:
     def to_list(self) -> list[float]:
         """Return the numbers, in the order of the arguments."""
         return [self.highest, self.units, self.rate, self.grown]
+
+
+@dataclass
+class ScheduleWatch:
+    """Warn once if the learning rate follows a schedule that counts optimizer steps."""
+
+    rates: tuple[float, ...] = ()
+    in_a_row: int = 0
+    warned: bool = False
+
+    def see(self, rates: Sequence[float], growth: float) -> None:
+        """Record a step's rates; the batch is now `growth` times that of the first step."""
+        changed = self.rates != () and tuple(rates) != self.rates
+        self.rates, self.in_a_row = tuple(rates), self.in_a_row + 1 if changed else 0
+        if self.in_a_row < STEPS_IN_A_ROW or growth <= 1.0 or self.warned:
+            return
+        self.warned = True
+        warnings.warn(
+            f"the learning rate has changed in each of the last {self.in_a_row} steps, and a step "
+            f"has grown to {growth:g} times its first batch. A schedule that counts optimizer "
+            "steps still ends after the same number of steps, and so after more data. Let it "
+            "count progress: mh.ProgressScheduler(scheduler, optimizer, end=...).",
+            stacklevel=2,
+        )

@@ -1,34 +1,36 @@
-"""What a decision rests on: the time of a step by its passes, and how sure the noise is.
+"""What a decision is based on: how long steps take, and how sure the noise is.
 
-**Times.** Steps of p passes take a + b p seconds, on the slowest worker, with everything in it:
+**Times.** A step of p passes takes a + b p seconds on the slowest worker. This includes everything:
 data, backward, communication, the optimizer. `StepTimes` keeps the last `WINDOW` steps. For each p
 it takes the median, which a pause (an evaluation, a checkpoint, a compilation) does not move. The
-slope b is the weighted median of the slopes between two numbers of passes (Theil and Sen), and a
-the weighted median of what is left. So neither a pause nor one odd number of passes decides.
+slope b is the weighted median of the slopes between two numbers of passes (Theil and Sen), and a is
+the weighted median of what is left. So neither a pause nor one number of passes can spoil them.
 
-In blocks, a few steps have a sync round after them, and most have none. `SyncRounds` gives every
-step its share of their time: a batch that grows has fewer steps, and so fewer rounds, to a sample.
+In blocks, a few steps have a sync round after them, and most have none. `SyncRounds` divides the
+time of the rounds evenly among all steps. A larger batch takes fewer steps for the same samples,
+and therefore fewer rounds.
 
-**Evidence.** Few steps of few passes say little about |true gradient|^2. A step with n small
-batches estimates sqr = |true gradient|^2 with the variance
+**Evidence.** Few steps of few passes say little about |true gradient|^2. If noise dominates and is
+Gaussian, a step with n small batches estimates sqr = |true gradient|^2 (`scaling/_noise.py`) with
+the variance
 
-    2 var^2 / (n (n - 1))        where noise dominates: var is the noise at scale 1 of a small batch
+    2 var^2 / (n (n - 1))        var: the noise at scale 1, which is that of one small batch
 
-(`scaling/_noise.py` has the estimate; for Gaussian noise). If its scale S is not n, because its
-micro-batches are larger, each has S / n times less noise. An average with the weights w_k has the
-variance sum of w_k^2 times theirs. Relative to var^2 it needs only n and the weights:
+If the micro-batches are larger than the small batch, the scale S is larger than n, and each of the
+n gradients has S / n times less noise. The variance of an average with the weights w_k is the sum
+of w_k^2 times those of its steps. So the error relative to var needs only n and the weights:
 
     error = sqrt(sum w_k^2 2 / (n_k (n_k - 1))) / sum w_k
 
-**Memory.** The averages look back over so many small batches. A long memory has a small error, and
-lags behind a noise that grows. `memory_for` returns the one whose error is half of sqr: with
-n gradients a step, M small batches have an error of sqrt(2 / (n M)) var. It is never shorter than
-`MEMORY_STEPS` steps. The rate is multiplied by the gain, and a gain of one step alone jumps by a
-factor of 2 or 4 from step to step, at which the loss may rise (`docs/notes.md`).
+**Memory** is the number of small batches over which the averages look back. A long memory has a
+small error, and lags behind a noise that grows. With n gradients in each step, M small batches have
+an error of sqrt(2 / (n M)) var. `memory_for` returns the M at which this is half of sqr, but never
+less than `MEMORY_STEPS` steps: the learning rate is multiplied by the gain, and the gain of a
+single step jumps by a factor of 2 or 4, at which the loss may rise (`docs/notes.md`).
 
 `Ramp` grows the batch only if sqr + error var, one standard error above the average, asks for it.
-Else a run would take its first luck, an estimate near zero, for pure noise, and jump to the largest
-batch. It shrinks the batch if the average itself asks for it.
+Otherwise an early estimate that is near zero by chance would look like pure noise, and the run
+would jump to the largest batch. To shrink the batch, sqr - error var has to ask for it.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ from manyhands.ramp._decision import Noise, StepTime
 
 WINDOW = 240  # steps
 MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
-MEMORY_STEPS = 3  # never fewer
-ERROR = 0.5  # of sqr, in units of sqr
-LOOK_BACK = 1000  # steps
-ENOUGH = 3  # steps of one number of passes, before their median counts
+MEMORY_STEPS = 3  # the shortest memory, in steps
+ERROR = 0.5  # the error of sqr that a memory should have, in units of sqr
+LOOK_BACK = 1000  # steps over which the time of sync rounds is averaged
+ENOUGH = 3  # the fewest steps with one number of passes whose median counts
 
 
 @dataclass
@@ -61,7 +63,7 @@ class StepTimes:
         self.steps.append((passes, seconds))
 
     def medians(self) -> dict[int, tuple[float, int]]:
-        """Return for each number of passes the median of its seconds, and how many there are."""
+        """Return for each number of passes the median of its seconds, and how many steps it had."""
         by_passes: dict[int, list[float]] = {}
         for passes, seconds in self.steps:
             by_passes.setdefault(passes, []).append(seconds)
@@ -77,13 +79,13 @@ class StepTimes:
         if len(medians) < 2:
             return None
         slopes = [
-            # far apart and often seen counts for more
+            # Numbers of passes that are far apart, and seen often, have more weight.
             ((t2 - t1) / (p2 - p1), (p2 - p1) * min(n1, n2))
             for (p1, (t1, n1)), (p2, (t2, n2)) in combinations(medians.items(), 2)
         ]
         shortest = min(seconds / passes for passes, (seconds, _) in medians.items())
-        # A pass takes some time, and no more than a whole step has for each: noise in the medians
-        # must not make `fixed` negative.
+        # A pass takes some time, and at most its part of a whole step. Else noise in the medians
+        # could make `fixed` negative.
         per_pass = min(max(weighted_median(slopes), 1e-3 * shortest), shortest)
         rest = [(max(t - per_pass * p, 0.0), n) for p, (t, n) in medians.items()]
         return StepTime(weighted_median(rest), per_pass)
@@ -93,12 +95,12 @@ class StepTimes:
 class SyncRounds:
     """A step's share of the time of sync rounds: their mean over the last `LOOK_BACK` steps."""
 
-    seconds: float = 0.0  # of the rounds, fading
-    steps: float = 0.0  # likewise
-    latest: float = 0.0  # seconds since the last step
+    seconds: float = 0.0  # of all rounds, older ones with less weight
+    steps: float = 0.0  # all steps, weighted in the same way
+    latest: float = 0.0  # seconds of the rounds since the last step
 
     def correct_step(self) -> float:
-        """Return a step's share of all rounds, less the time of the rounds that it has seen.
+        """Return what to add to a step's time: its share of all rounds, minus its own rounds.
 
         >>> rounds = SyncRounds()
         >>> rounds.latest = 8.0  # a round
@@ -139,7 +141,7 @@ class Evidence:
     def add(self, small_batches: float, scale: float, smoothing: float) -> None:
         """Add a step; `smoothing` is the weight of the past in the average."""
         if small_batches < 2:
-            return  # nothing was compared
+            return  # a single gradient was compared with nothing
         per_batch = scale / small_batches  # larger micro-batches have less noise
         variance = 2.0 / (small_batches * (small_batches - 1)) / per_batch**2
         self.squares = smoothing**2 * self.squares + (1.0 - smoothing) ** 2 * variance
@@ -147,7 +149,7 @@ class Evidence:
 
     @property
     def error(self) -> float:
-        """The standard error; infinite as long as nothing was measured.
+        """The standard error; infinite before the first measurement.
 
         >>> evidence = Evidence()
         >>> for _ in range(100):
@@ -159,7 +161,7 @@ class Evidence:
 
 
 def memory_for(noise: Noise, gradients: int, scale: float) -> float:
-    """Return how many small batches to look back if a step of `scale` has so many gradients.
+    """Return how many small batches to look back, for steps of `scale` with `gradients` each.
 
     >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=8, scale=8.0)
     400.0

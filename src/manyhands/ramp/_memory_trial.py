@@ -1,15 +1,15 @@
 """How large may a micro-batch be? Try it, before training.
 
 Sizes double until one does not fit, and then close in on the largest that does. All ranks try the
-same sizes and agree after each. The model is the plain one, so a trial has no collective, and a
-rank that runs out of memory leaves no other waiting.
+same sizes, and agree after each. The model must be the plain one: its passes have no collectives,
+so a rank that runs out of memory leaves no other rank waiting.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,14 @@ from manyhands._core.trees import tensors_in, tree_map_tensors
 from manyhands.checkpoint._random import random_state, set_random_state
 from manyhands.planning._table import parse_bytes
 
+Batch = TypeVar("Batch")
 PRECISION = 8  # the answer is at most 1/8 below the largest size that fits
 
 
 def largest_micro_batch(
     model: nn.Module,
-    loss: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
+    loss: Callable[[nn.Module, Batch], Tensor],
+    batch: Batch,
     most: int,
     *,
     memory: float | str | None = None,
@@ -41,34 +42,36 @@ def largest_micro_batch(
     >>> mh.largest_micro_batch(model, loss, torch.randn(8, 64), most=512, memory="128 KiB")
     96
 
-    A pass is a forward and a backward. The result is for the `max_local_batch_size` of an
-    `AdaptiveDataLoader`. Call it on every rank, with the plain model on its device, before a
-    wrapper is around it. Afterwards gradients, buffers and random generators are as they were.
+    A pass is a forward and a backward. Give the result to an `AdaptiveDataLoader` as its
+    `max_local_batch_size`. Call this on every rank, with the plain model on its device, before you
+    wrap it. Afterwards gradients, buffers and random generators are as they were.
 
     Args:
         model: the plain model.
-        loss: `loss(model, batch)` returns the loss to go backward from.
-        batch: an example from the loader, the first size that is tried. The first dimension of
-            every tensor is the samples, which are repeated to make larger batches.
+        loss: `loss(model, batch)` returns the loss, on which `backward()` is called.
+        batch: an example from the loader; its size is the first that is tried. The first dimension
+            of every tensor is that of the samples, which are repeated to make larger batches.
         most: the largest size to try.
         memory: how many bytes a pass may take, such as "6 GiB". By default nine tenths of what is
-            free on the accelerator. On a CPU it must be given; what is kept from forward to
-            backward is counted there.
-        reserve: bytes of `memory` to leave alone, such as 12 for every parameter if the gradients
+            free on the accelerator. On a CPU it is needed, and only the memory that is kept from
+            forward to backward is counted.
+        reserve: bytes of `memory` to leave free, such as 12 for every parameter if the gradients
             and the state of Adam are still to come.
         process_group: the ranks; by default all.
     """
     ranks = RankGroup.of(process_group)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    _check(model, batch, most, memory, device)
+    _check_trial(model, batch, most, memory, device)
     allowed = (_free(device) if memory is None else parse_bytes(memory)) - (
         parse_bytes(reserve) if reserve else 0
     )
 
     def fits(samples: int) -> bool:
+        # All ranks have to say yes: they will all use the same size.
         here = _bytes_of_pass(model, loss, _resized(batch, samples), device) <= allowed
         return all(fit == 1.0 for (fit,) in ranks.all_gather([float(here)], device))
 
+    # A pass changes them: running statistics, and generators that dropout draws from.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = random_state()
     try:
@@ -84,7 +87,7 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
     """Return the largest size that fits, or a little less."""
     if not fits(least):
         raise ValueError(
-            f"not even the example's {least} sample(s) fit into a pass in the memory allowed. "
+            f"not even the example's {least} sample(s) fit into one pass in the memory allowed. "
             "Begin with a smaller batch and the learning rate that fits it, shard the model "
             "(mh.plan() says what that saves), or allow more memory."
         )
@@ -98,13 +101,13 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
 
 
 def _bytes_of_pass(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, device: torch.device
+    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch, device: torch.device
 ) -> float:
-    """Return the bytes that a pass takes at its peak; infinite if there are not so many."""
+    """Return the bytes that a pass takes at its peak; infinite if memory runs out."""
     if device.type == "cpu":
         return _bytes_kept(model, loss, batch)
     accelerator = torch.accelerator
-    accelerator.empty_cache()
+    accelerator.empty_cache()  # memory that an earlier trial left in pieces must not fail this one
     before = accelerator.memory_allocated(device)
     accelerator.reset_peak_memory_stats(device)
     try:
@@ -114,11 +117,13 @@ def _bytes_of_pass(
     except torch.OutOfMemoryError:
         return float("inf")
     finally:
-        gc.collect()  # of what the traceback held
+        gc.collect()  # after an error, its traceback still holds tensors
 
 
-def _bytes_kept(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> float:
-    """Return the bytes that autograd keeps from forward to backward, but for the model's own."""
+def _bytes_kept(
+    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch
+) -> float:
+    """Return the bytes that autograd keeps from forward to backward, without the model's own."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
@@ -136,18 +141,20 @@ def _bytes_kept(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batc
     return float(sum(kept.values()))
 
 
-def _run(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> None:
-    """Run a pass without touching the parameters' gradients."""
+def _run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
+    """Run a pass, and leave the parameters' gradients alone."""
     with torch.enable_grad():
+        # Not `backward()`, which would add to `.grad`, and fire the hooks of a rule.
         params = [param for param in model.parameters() if param.requires_grad]
         torch.autograd.grad(loss(model, batch), params, allow_unused=True)
 
 
-def _resized(batch: Any, samples: int) -> Any:
-    def resize(tensor: Tensor) -> Tensor:
+def _resized(batch: Batch, samples: int) -> Batch:
+    def resize(tensor: Tensor) -> Tensor:  # (samples of the example, ...) -> (samples, ...)
         return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]
 
-    return tree_map_tensors(resize, batch)
+    resized: Batch = tree_map_tensors(resize, batch)
+    return resized
 
 
 def _free(device: torch.device) -> int:
@@ -155,8 +162,8 @@ def _free(device: torch.device) -> int:
     return int(0.9 * torch.accelerator.get_memory_info(device)[0])
 
 
-def _check(
-    model: nn.Module, batch: Any, most: int, memory: float | str | None, device: torch.device
+def _check_trial(
+    model: nn.Module, batch: object, most: int, memory: float | str | None, device: torch.device
 ) -> None:
     sizes = {0 if tensor.dim() == 0 else len(tensor) for tensor in tensors_in(batch)}
     if len(sizes) != 1 or sizes == {0}:
@@ -171,11 +178,12 @@ def _check(
         )
     if memory is None and device.type == "cpu":
         raise ValueError(
-            'memory= is needed on a CPU, such as memory="6 GiB": a process there that takes more '
-            "than the machine has is killed, and could not try."
+            'memory= is needed on a CPU, such as memory="6 GiB": a process that takes more memory '
+            "than the machine has is killed, so that sizes cannot simply be tried."
         )
     if any(hasattr(module, "no_sync") for module in model.modules()):
         raise ValueError(
-            "largest_micro_batch() needs the plain model: call it before DistributedDataParallel "
-            "or sharding is around it, whose collectives would wait for a rank without memory."
+            "largest_micro_batch() needs the plain model: call it before you wrap the model with "
+            "DistributedDataParallel or a sharding. Their collectives would wait forever for a "
+            "rank that has run out of memory."
         )

@@ -3,15 +3,15 @@
 After each step every rank knows the same three things, because they travel in the one small
 collective that a scaling rule has anyway (`scaling/_step_stats.py`):
 
-    the noise         averaged by the rule, up to this step
-    the step's time   of the slowest rank: each reports how long its step before took
-    the batches left  of the rank with the fewest: each reports how many it has ready
+    the noise               averaged by the rule, up to this step
+    the time of a step      on the slowest rank: each reports how long its last step took
+    the micro-batches left  on the rank with the fewest: each reports how many it has ready
 
 So all ranks come to the same decision (`_decision.py`) without a further collective. A decision
 changes the number of backward passes of the next steps, and with it the scale. The rule then
 changes the learning rate as it does at any scale.
 
-All ranks end a pass over the data together, with the last whole step (`_supply.py`).
+All ranks end a pass over the data together, with the last whole step (`_micro_batches.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.modules import no_sync_of
+from manyhands._core.state_parts import SavedState
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import (
     Decay,
@@ -34,14 +36,19 @@ from manyhands.ramp._decision import (
     Goal,
     Limits,
     Noise,
+    ScheduleWatch,
     StepTime,
     decide,
     efficiency,
 )
 from manyhands.ramp._measured import Evidence, StepTimes, SyncRounds, memory_for
-from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
-from manyhands.ramp._step_loader import MicroBatches, StepLoader, StepSize
-from manyhands.ramp._supply import Supply
+from manyhands.ramp._micro_batches import (
+    MicroBatches,
+    StepLoader,
+    StepSize,
+    Supply,
+    warn_of_batch_norm,
+)
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._settings import parse_passes
 from manyhands.scaling._step_stats import RankReport
@@ -50,8 +57,8 @@ from manyhands.scaling._weighted_mean import WeightedMean
 Batch = TypeVar("Batch")
 
 GOALS = ("time", "samples", "steps", None)
-NOISE_LASTS = 60  # steps: after that many without a new measurement the noise is forgotten
-SKIPPED = 2  # steps at the beginning whose times do not count: they compile, allocate, connect
+NOISE_LASTS = 60  # steps without a new measurement, after which the noise is forgotten
+SKIPPED = 2  # first steps, whose times do not count: they compile, allocate and connect
 
 
 class Probed(Protocol):
@@ -87,18 +94,19 @@ class Ramp:
     declares a shorter step, and `skip_time` leaves out the time of a validation.
 
     Args:
-        optimizer: a scaling rule, such as `AdaScale` or `AdamScale`. The rate is its task.
+        optimizer: a scaling rule, such as `AdaScale` or `AdamScale`. It sets the learning rate.
         max_scale: the largest batch (all workers, all passes) in small batches, as the rule's
-            `scale`. Where a further doubling would cost quality, set it lower.
-        goal: "time", the most progress in a second; "samples", few steps for few samples: the
-            batch at which one step less is worth one small batch more; "steps", the largest
-            batch; None, the batch as it is (with `decay="batch"`).
-        efficiency: with `goal="samples"`, choose the largest batch whose samples are still worth
-            so much of a small batch's.
-        decay: "rate", or "batch": where the schedule lowers the learning rate, the batch grows by
-            as much, as far as `max_scale`, and the rule's factor holds against the schedule.
-        every: steps between two decisions. With `goal="time"` every step is one as long as the
-            best batch is unknown, or more than `growth` times as large.
+            `scale`. Set it lower if larger batches cost quality.
+        goal: "time", the most progress in a second; "samples", few steps and few samples, where a
+            step counts as much as 1.25 small batches; "steps", the largest batch; None, the batch
+            as it is (with `decay="batch"`).
+        efficiency: with `goal="samples"`, choose the largest batch at which a sample is still
+            worth this fraction of a sample at the small batch, such as 0.8.
+        decay: what a lower learning rate of the schedule means. "rate": a lower rate. "batch": a
+            batch that is larger by as much, up to `max_scale`. The rule's factor for that batch
+            then makes up for the lower rate.
+        every: steps between two decisions. With `goal="time"` there is a decision after every step
+            while the best batch is unknown, or at least `growth` times the present one.
         growth: the largest factor by which one decision changes the batch.
         model: the module around which gradients are averaged (`DistributedDataParallel`,
             `ShardedDataParallel`, `FullyShardedDataParallel`). `over` then averages them once a
@@ -110,8 +118,8 @@ class Ramp:
             times the batch of that moment.
         probe_every: steps from one probe to the next.
 
-    Unless the rule has a `smoothing` of its own, its averages look back between 50 and 1,000 small
-    batches: no further than they have to, so that they follow the noise as the batch grows.
+    Unless you give the rule a `smoothing`, its averages look back between 50 and 1,000 small
+    batches: as few as the estimate allows, so that they follow the noise while the batch grows.
 
     Count a schedule in progress (`ProgressScheduler`) or in samples. Counted in optimizer steps it
     would change with the batch.
@@ -133,7 +141,9 @@ class Ramp:
         probe_every: int = 1000,
     ) -> None:
         limits = Limits(goal=goal, efficiency=efficiency, growth=growth)
-        _check_options(max_scale, limits, decay, {"every": every, "probe_every": probe_every})
+        _check_goal_and_numbers(
+            max_scale, limits, decay, {"every": every, "probe_every": probe_every}
+        )
         optimizer = _rule(optimizer)
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
@@ -157,7 +167,7 @@ class Ramp:
         self._steps = 0  # since this object was made
         self._average = optimizer._tracker.average
         self._unmeasured = 0  # steps since the noise was last measured
-        self._timed = (0.0, 0)  # the seconds and the units of the last step on this rank
+        self._timed = (0.0, 0)  # seconds and units of this rank's last step, for its next report
         self._step_began: float | None = None
         self._supply = Supply(optimizer)
         self._probed_at = 0  # the step after which a probe ran last
@@ -166,7 +176,7 @@ class Ramp:
         optimizer._observer = self
 
     def _set_units(self, units: int) -> None:
-        """Begin with so many units, if they and the largest batch are allowed."""
+        """Begin with this number of units. Raise if it, or the largest batch, is not allowed."""
         rule, batch = self.optimizer, self.optimizer._batch
         most = math.floor(self.max_scale / self._scale_per_unit + 1e-9)
         if most < units:
@@ -196,7 +206,7 @@ class Ramp:
                 warn_of_batch_norm(self._model, *loader.local_batch_sizes)
         elif self._loader is not loader:
             raise ValueError(
-                "this Ramp has another AdaptiveDataLoader already: its batch is counted in that "
+                "this Ramp has another AdaptiveDataLoader already, and counts its batch in that "
                 "loader's units. Make one Ramp and one loader for a training run."
             )
 
@@ -237,16 +247,17 @@ class Ramp:
     ) -> Iterator[MicroBatches[Batch]]:
         """Yield the micro-batches of one step after another, until the data has ended.
 
-        Take one `optimizer.step()` for each. At the end of the data a step may have fewer
-        micro-batches than before. If ranks have different numbers of batches, all end when the
-        shortest does.
+        Call `optimizer.step()` once for each item. At the end of the data a step may have fewer
+        micro-batches than before. If ranks have different numbers of micro-batches, all ranks end
+        with the rank that has the fewest.
 
-        Of an `AdaptiveDataLoader` the micro-batches themselves grow, as far as they may. Batches of
-        a `Cursor` that are only kept ready do not count as trained on.
+        The micro-batches of an `AdaptiveDataLoader` grow themselves, up to its
+        `max_local_batch_size`. Batches of a `Cursor` that are only kept ready do not count as
+        trained on.
 
-        `count` says how many tokens a micro-batch has. Then `micro_batches.mean(loss_sum)` is the
-        loss to go backward from, and the step's loss is the mean over all its tokens:
-        `WeightedMean` explains it.
+        `count` says how many tokens a micro-batch has. Call `backward()` on
+        `micro_batches.mean(loss_sum)` then: the step's loss is the mean over all its tokens
+        (`WeightedMean` explains it).
         """
         if isinstance(loader, StepLoader):
             self._bind(loader)
@@ -267,7 +278,7 @@ class Ramp:
     def _over_cursor(
         self, cursor: Cursor, count: Callable[[Any], int | float | Tensor] | None
     ) -> Iterator[MicroBatches[Any]]:
-        """Yield steps of batches that are kept ready, and counted when the loop has them."""
+        """Yield steps of a cursor's batches, each counted when it is handed out."""
         with cursor._ahead() as batches:
             for step in self._supply.steps(batches, self._next_passes, self._look_ahead):
                 passes = [cursor._begin() for _ in step]
@@ -291,7 +302,7 @@ class Ramp:
         return self._units
 
     def _run_probe(self) -> None:
-        """Try larger batches, if it is time to, and let the batch grow as far as they are level."""
+        """Run the probe if it is due. The batch may then grow as far as the largest level one."""
         due = self._steps % self._probe_every == 0 and self._steps != self._probed_at
         if self._probe is None or not due:
             return
@@ -313,7 +324,7 @@ class Ramp:
         return MicroBatches(step, self._no_sync, mean)
 
     def _look_ahead(self) -> int:
-        """Return how many micro-batches the steps to come may have, before they are reported."""
+        """Return how many micro-batches to keep ready: enough for the steps until ranks report."""
         largest = math.ceil(self._units * max(self._limits.growth, 2.0)) + 1
         # With delayed statistics the reports are one step late.
         return min(largest, self._most) * (3 if self.optimizer._delayed else 2)
@@ -321,12 +332,12 @@ class Ramp:
     # -- what the rule calls -------------------------------------------------------------------
 
     def report(self) -> RankReport:
-        """Return this rank's time of the step before, and how many batches it has ready."""
+        """Return how long this rank's last step took, and how many batches it has ready."""
         seconds, passes = self._timed
         return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.report())
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
-        """Time the step that has ended, and decide about the next ones."""
+        """Take the time of the step that has ended, and decide about the next ones."""
         units = self.optimizer.passes * (1 if self._loader is None else self._loader.size.per_pass)
         now = time.perf_counter()
         correction = self._sync_rounds.correct_step()
@@ -352,13 +363,13 @@ class Ramp:
             self._begin_step(StepSize(self._units, 1))
 
     def after_sync(self, seconds: float) -> None:
-        """Take note of a sync of blocks, which all steps share."""
+        """Add the time of a sync round: every step of the blocks has its share of it."""
         self._sync_rounds.latest += seconds
 
     def _see_noise(self) -> None:
-        """Take note of what the rule has learnt from the step, if anything.
+        """Update how sure the noise is, if the rule has measured it in this step.
 
-        It learns nothing from a single gradient at scale 1, or from gradients that overflow.
+        A rule measures nothing from a single gradient at scale 1, or from gradients that overflow.
         """
         batch, before, average = (
             self.optimizer._batch,
@@ -372,14 +383,14 @@ class Ramp:
         if before.consecutive and not average.consecutive:
             self._evidence = Evidence()  # the average has begun anew, with a better measurement
         count, scale = float(self.optimizer.passes * batch.workers), self.optimizer.scale
-        if average.norm_kind == "examples":  # each is a small batch of a fraction of the scale
+        if average.norm_kind == "examples":  # each example counts as one small batch
             count = self.optimizer._tracker.compared
         if average.consecutive:  # two steps' gradients, as one step of twice the size
             count, scale = 2 * count, 2.0 * scale
         self._evidence.add(count, scale, self.optimizer.smoothing)
 
     def _is_far_away(self) -> bool:
-        """Return whether to decide after every step: the best batch is unknown, or far away."""
+        """Return whether to decide after every step, as the best batch is unknown or far away."""
         if self._limits.goal != "time":
             return False
         if not self.optimizer._tracker.average.measured:
@@ -402,7 +413,7 @@ class Ramp:
             fit,
             self._scale_per_unit,
             replace(self._limits, most=self._most),
-            # The first number of passes need not be timed: any two others tell as much.
+            # The first number of passes need not be timed: any two others do as well.
             timed_here=fit is not None
             or self._steps == 1
             or self._size.units in self._times.medians(),
@@ -412,14 +423,14 @@ class Ramp:
         self._units = self._decision.passes
 
     def _forget_noise(self) -> None:
-        """Let the averages begin anew: a few new steps would be lost among old ones."""
+        """Begin the averages anew: a few new steps would change little among many old ones."""
         tracker = self.optimizer._tracker
         if tracker.average.measured:
             tracker.average = self._average = tracker.average.begun_anew()
             self._evidence = Evidence()
 
     def _set_memory(self) -> None:
-        """Let the averages look back no further than they have to: see `memory_for`."""
+        """Set how far the averages look back: see `memory_for`."""
         batch, average = self.optimizer._batch, self.optimizer._tracker.average
         if average.measured and self._limits.goal is not None:
             gradients = batch.passes * batch.workers
@@ -427,11 +438,11 @@ class Ramp:
             batch.memory = memory_for(noise, gradients, self.optimizer.scale)
 
     def begin_step(self, passes: int) -> None:
-        """Declare how many backward passes the step that begins now has, if not `ramp.passes`.
+        """Declare how many backward passes the next step has, if not `ramp.passes`.
 
-        For a loop that fetches its own data and has too few batches left. Call it on every rank,
-        before the step's first pass, and divide its losses by that number. The next step has
-        `ramp.passes` again.
+        This is for a loop that fetches its own data and has too few batches left. Call it on every
+        rank, before the step's first pass, and divide the step's losses by that number. The step
+        after it has `ramp.passes` again.
         """
         if self._loader is not None or self.optimizer._batch.accumulation is not None:
             raise RuntimeError(
@@ -443,16 +454,16 @@ class Ramp:
         self._begin_step(StepSize(passes, 1))
 
     def skip_time(self) -> None:
-        """Do not count the time since the last step as the next one's.
+        """Do not count the time since the last step as part of the next one.
 
-        Call it after something that no step consists of, such as a validation or a checkpoint.
+        Call it after work that is no part of a step, such as a validation or a checkpoint.
         """
         self._step_began = None
 
     def _begin_step(self, size: StepSize) -> None:
         """Let the rule expect a step of this size; all ranks do so between the same two steps."""
         self._expect(size)
-        # A short step at the end of the data is no change of the batch.
+        # Not for a short step at the end of the data: the batch has not changed for good.
         scale = self.scale
         if (
             size == self._size
@@ -481,7 +492,7 @@ class Ramp:
         """The fitted time of a step; None until two numbers of passes were tried."""
         return self._times.fit()
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, object]:
         """Return the state in plain values, for logs and `Record`."""
         noise, fit = self._noise(), self._times.fit()
         seconds, passes = self._times.steps[-1][::-1] if self._times.steps else (None, None)
@@ -497,7 +508,7 @@ class Ramp:
             "predicted_seconds": None if fit is None or passes is None else fit.seconds(passes),
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a continued run needs: the batch, and the times that were measured."""
         return {
             "version": 1,
@@ -516,10 +527,10 @@ class Ramp:
             "evidence": [self._evidence.squares, self._evidence.weight],
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue with the batch of a `state_dict`, on any number of workers.
 
-        With another number of workers a step takes another time: it is measured anew.
+        With another number of workers a step takes a different time, which is measured anew.
         """
         version = state_dict.get("version")
         if version != 1:
@@ -559,17 +570,19 @@ def _rule(optimizer: Optimizer) -> ScalingRuleBase:
             "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
         )
     if optimizer._observer is not None:
-        raise ValueError("this optimizer has a Ramp already: one decides.")
+        raise ValueError(
+            "this optimizer has a Ramp already. Use that one: a batch is decided by one Ramp only."
+        )
     return optimizer
 
 
-def _check_options(
+def _check_goal_and_numbers(
     max_scale: float,
     limits: Limits,
     decay: str,
     numbers: Mapping[str, object],
 ) -> None:
-    """Raise for an argument that cannot be; `numbers` are numbers of steps."""
+    """Raise for an argument that makes no sense; `numbers` are numbers of steps, by name."""
     if limits.goal not in GOALS:
         raise ValueError(f"goal must be one of {', '.join(map(repr, GOALS))}, got {limits.goal!r}.")
     if decay not in ("rate", "batch"):
@@ -587,8 +600,8 @@ def _check_options(
         raise ValueError(f"max_scale must be a number, such as 64, got {max_scale}.")
 
 
-def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes a pass of this model accumulate, or raise if nothing does."""
+def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:
+    """Return the model's `no_sync`, in which a pass accumulates; raise if it has none."""
     if model is None:
         return nullcontext
     no_sync = no_sync_of(model)

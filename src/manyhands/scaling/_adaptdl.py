@@ -174,6 +174,7 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model."""
+        # An evaluation's forward passes are no passes of a step.
         source = pass_source.current
         if source is not None and self.training and torch.is_grad_enabled():
             source.attach(self)

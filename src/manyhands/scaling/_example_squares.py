@@ -1,7 +1,7 @@
 """The squared gradient norm of every example of a batch, for the parameters of one layer.
 
-A layer has inputs x and, in backward, output gradients d. Example i adds c_i to the gradient of a
-parameter, where t runs over the positions of a sequence or an image:
+A layer has the inputs x and, in backward, the output gradients d. Example i adds c_i to the
+gradient of a parameter. Here t and u run over the positions of a sequence or an image:
 
     linear      c_i = sum_t d_it x_it^T      |c_i|^2 = |x_i|^2 |d_i|^2 if there is one position,
                                              else sum_tu (x_it . x_iu) (d_it . d_iu)
@@ -10,16 +10,17 @@ parameter, where t runs over the positions of a sequence or an image:
     norm layer  c_i = sum_t d_it * n_it      n: the normalised input
     any bias    c_i = sum_t d_it
 
-The sum over t and u costs T^2 (inputs + outputs), the matrix c_i itself T inputs outputs. Each
-layer takes what is cheaper. Sums are in float32 or better, whatever the type of x and d.
+With T positions, the sum over t and u costs T^2 (inputs + outputs) operations, and the matrix c_i
+itself T inputs outputs. Each layer takes the cheaper way. Sums are in float32 or better, whatever
+the type of x and d.
 
-Each function returns one number per example, by parameter name. Only `wanted` names are computed.
+Each layer's function returns one number per example, by parameter name, for the `wanted` names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Elements of a temporary tensor. Examples are taken in chunks that stay below.
+# Elements of a temporary tensor. Examples are taken a few at a time, so that it stays below this.
 CHUNK = 4_194_304
 
 Squares = dict[str, Tensor]
@@ -37,13 +38,13 @@ Squares = dict[str, Tensor]
 class LayerKind:
     """How one kind of layer is measured.
 
-    `group` is what a user selects it by. The first dimension is that of the examples if
-    `batch_first`, otherwise it is wherever the model has it.
+    `group` is the name by which a user chooses it. With `batch_first` the first dimension is that
+    of the examples; otherwise `Examples.batch_dim` is.
     """
 
     group: str
     measure: Callable[[Any, Tensor, Tensor, Collection[str]], Squares]
-    batch_first: bool = False  # always: torch's convolutions and group norms know no other order
+    batch_first: bool = False  # torch's convolutions and group norms know no other order
     dims: Callable[[Any], int] = lambda layer: 2  # the fewest dimensions of an input with a batch
 
 
@@ -211,3 +212,57 @@ def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     step = max(1, CHUNK // size)
     pieces = zip(*(tensor.split(step) for tensor in tensors), strict=True)
     return [tuple(_widen(piece) for piece in together) for together in pieces]
+
+
+# -- what a user chooses ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Which layers measure the gradients of single examples, and where the examples are.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> noise = mh.NoiseScale(optimizer, model=model, examples=mh.Examples(layers="norm"))
+
+    Args:
+        layers: "all", or some of "norm" (LayerNorm, RMSNorm, GroupNorm), "linear", "embedding" and
+            "conv" (one and two dimensions), as one name or several.
+        batch_dim: the dimension of the inputs along which the examples are: 0, or 1 for models
+            that have time first.
+    """
+
+    layers: str | Sequence[str] = "all"
+    batch_dim: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = set(self.groups) - set(GROUPS)
+        if unknown or not self.groups:
+            raise ValueError(
+                f"layers must be 'all' or some of {', '.join(map(repr, GROUPS))}, got "
+                f"{self.layers!r}."
+            )
+        if self.batch_dim not in (0, 1):
+            raise ValueError(f"batch_dim must be 0 or 1, got {self.batch_dim!r}.")
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The kinds of layers that were asked for."""
+        if self.layers == "all":
+            return GROUPS
+        return (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+
+
+def parse_examples(examples: bool | Examples, model: nn.Module | None) -> Examples | None:
+    """Return the options, or None if examples are not measured; raise if that cannot work."""
+    if not isinstance(examples, (bool, Examples)):
+        raise TypeError(
+            f"examples must be True, False or an mh.Examples(...), got {type(examples).__name__}. "
+            "The model goes to model=."
+        )
+    if not examples:
+        return None
+    if model is None:
+        raise ValueError("examples= needs the model whose layers are measured: model=...")
+    return Examples() if examples is True else examples

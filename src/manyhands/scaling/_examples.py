@@ -1,22 +1,23 @@
 """The norms of single examples' gradients, from one backward pass.
 
-A pass over B examples with the gradient G = (1/B) sum_i g_i leaves only G. But a layer's inputs and
-output gradients say what each example adds to G, and for many layers the norm of that costs less
-than the pass (`_example_squares.py`). Example i adds c_i, so g_i = B c_i, and
+A pass over B examples, each with the gradient g_i, leaves only the mean gradient G. But a layer's
+inputs and output gradients say what each example adds to G, and for many layers the norm of that
+costs less than the pass (`_example_squares.py`). Example i adds c_i to G, so g_i = B c_i, and
 
     E |g_i|^2 = sqr + var          var = trace of the covariance of one example's gradient
     E |G|^2   = sqr + var / B
 
-are the equations of `_noise.py` with B small batches of one example. So one pass of one rank says
-how noisy its gradient is. Parameters of layers that are not covered count in neither of the two.
+are the equations of `_noise.py` with B small batches of one example. So a single pass on a single
+rank shows how noisy its gradient is. A layer that is measured here is *covered*. Parameters of
+other layers count in neither of the two norms.
 
 `ExampleNorms` puts a forward hook on each covered layer, which puts a hook on the layer's output:
 
-    forward     the hook keeps the input, as autograd does for the layer itself
-    backward    the output's hook measures the layer
-    its end     the layers that were used once, and by all examples, make up an `ExampleSquares`
+    forward         the forward hook keeps the input, as autograd does for the layer itself
+    backward        the output's hook measures the layer
+    end of pass     the layers that were used once, and by all examples, make up an `ExampleSquares`
 
-A layer whose numbers cannot be right is left out from then on, and `left_out` says why.
+If a layer's numbers cannot be right, it is left out from then on, and `left_out` has the reason.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands.scaling._example_squares import LAYER_KINDS, LayerKind
-from manyhands.scaling._settings import Examples
+from manyhands.scaling._example_squares import LAYER_KINDS, Examples, LayerKind
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -92,10 +92,10 @@ class _Measured:
 
 
 class ExampleNorms:
-    """Measures the examples of each backward pass, in the layers of `model` that it covers.
+    """Measures the examples of each backward pass, in the layers of `model` that are covered.
 
-    `params` are the parameters to measure; their indices are used everywhere. `take` returns the
-    last pass's numbers. While `paused()` is true, nothing is measured.
+    `params` are the parameters to measure, which are called by their indices everywhere. `take`
+    returns the numbers of the last pass. While `paused()` is true, nothing is measured.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class ExampleNorms:
         self.options = options or Examples()
         self.left_out: dict[str, str] = {}
         self.problem: str | None = None  # why the last pass has no numbers
-        self.skipped = False  # whether that holds for this pass alone
+        self.skipped = False  # whether only that pass has none, and later ones may have
         self._paused = paused
         self._params = params
         self._pass: dict[int, _Measured] = {}  # by the layer's id
         self._last: ExampleSquares | None = None
         self._totals: dict[int, Tensor | float] = {}  # |sum over examples of c_i|^2, to compare
-        self._mixed_by: str | None = None  # the class of a layer that has mixed the examples
+        self._mixed_by: str | None = None  # class of a layer that mixed the examples of this pass
         self._measured_before = False
         self._batch: int | None = None  # examples in the model's last training input
         self._anchor = torch.zeros((), requires_grad=True)
@@ -201,9 +201,9 @@ class ExampleNorms:
         return "; ".join(reasons[:4] + more) or "the model has none of the parameters"
 
     def _looks_up_positions(self, x: Tensor) -> bool:
-        """Return whether an embedding's input is a range, which is no batch of examples.
+        """Return whether an embedding's input is 0, 1, 2, ...: positions, and no batch of examples.
 
-        Asked only before the first measurement, because the answer waits for a GPU.
+        This is asked only before the first measurement, because the answer waits for a GPU.
         """
         if self._measured_before or x.dim() != 1:
             return False
@@ -234,19 +234,21 @@ class ExampleNorms:
             return
         x = kept if isinstance(kept, Tensor) else kept.saved_tensors[0]  # type: ignore[attr-defined]
         dim = 0 if layer.kind.batch_first else self.options.batch_dim
-        # pooled activations, of fewer dimensions, have the examples first in any model
+        # Pooled activations have fewer dimensions, and the examples first in any model.
         fewest = layer.kind.dims(layer.module)
         if dim and x.dim() > fewest + dim - 1:
             x, delta = x.transpose(0, dim), delta.transpose(0, dim)
         squares: dict[int, Tensor | float] = {}
         total: dict[int, Tensor | float] = {}
         examples = len(x) if x.dim() >= fewest else 0
-        # measured even if the number of examples is wrong: only the end of the pass tells
+        # Noted even if the number of examples is wrong: only the end of the pass can tell which
+        # number is right.
         if examples and (batch is None or examples == batch):
             wanted = [n for n in layer.indices if self._params[layer.indices[n]].requires_grad]
             squares = _sum_squares(layer, x, delta, wanted)
             if not self._measured_before and not layer.kind.batch_first:
-                # all positions of all examples as those of one: the whole gradient
+                # Take all positions of all examples for those of one example: that gives the norm
+                # of the whole gradient, which `take` compares with autograd's.
                 one = x.flatten(0, 1)[None] if x.dim() > fewest else x[None]
                 delta = delta.flatten(0, 1)[None] if x.dim() > fewest else delta[None]
                 total = _sum_squares(layer, one, delta, wanted)
@@ -255,7 +257,7 @@ class ExampleNorms:
     def _end_pass(self) -> None:
         """Leave out the layers whose numbers cannot be right, and keep the others'."""
         measured, self._pass = self._pass, {}
-        self._batch = None  # the next pass may be of a part of the model, called by itself
+        self._batch = None  # before the next pass, a part of the model may be called by itself
         if not measured:
             return
         sizes = Counter(entry.expected or entry.examples for entry in measured.values())
@@ -289,16 +291,17 @@ class ExampleNorms:
     def take(self, norms: Mapping[int, Tensor | float]) -> ExampleSquares | None:
         """Return the numbers of the last pass, and forget them; None if there are none.
 
-        `norms` are the norms of the parameters' gradients in that pass. A parameter whose gradient
-        is not the sum of what its layer has seen is used elsewhere too, so the layer is left out.
+        `norms` are the norms of the parameters' gradients in that pass. If a gradient is not the
+        sum of what the layer's examples add, the parameter is used elsewhere too, and the layer is
+        left out.
         """
         last, self._last = self._last, None
         mixed_by, self._mixed_by = self._mixed_by, None
         if mixed_by is not None:
             self.problem = (
-                f"{mixed_by} in training mode mixes the examples of a batch, and none has a "
-                "gradient of its own. Normalise by layers or groups, put it into eval mode, or "
-                "leave examples= out."
+                f"{mixed_by} in training mode mixes the examples of a batch, so that no example "
+                "has a gradient of its own. Use LayerNorm or GroupNorm, put the layer into eval "
+                "mode, or leave examples= out."
             )
             return None
         if last is None:
@@ -328,13 +331,13 @@ class ExampleNorms:
         """Return whether a gradient is not the sum of its examples' parts, beyond rounding."""
         if index not in last.mean_squares:
             return False
-        # the examples' parts are g_i / B, and rounding is relative to them
+        # Rounding is relative to the examples' parts, which are g_i / B.
         parts = (float(last.mean_squares[index]) / last.examples) ** 0.5
         difference = abs(float(self._totals[index]) ** 0.5 - float(norm))
         return difference > 0.05 * float(norm) + 0.01 * parts
 
     def _skip(self) -> None:
-        """Note that this pass has no numbers, because the covered layers have changed."""
+        """Record that this pass has no numbers, because the covered layers have changed."""
         self.problem = f"layers are left out: {self._describe_left_out()}."
         self.skipped = bool(self._layers)
 
@@ -363,18 +366,18 @@ class _ForwardHook:
         self._call = call
         self._owner = owner
 
-    def __call__(self, *args: Any) -> None:
-        # torch.compile cannot trace hooks on outputs, so compiled layers are not measured
+    def __call__(self, *args: object) -> None:
+        # torch.compile cannot trace hooks on outputs, so compiled layers are not measured.
         if torch.compiler.is_compiling():
             return
         owner = self._owner()
         if owner is not None and torch.is_grad_enabled():
             self._call(owner, *args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
+    def __deepcopy__(self, memo: dict[int, object]) -> _ForwardHook:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _ForwardHook, (_on_forward, _nobody)
 
 
@@ -383,9 +386,10 @@ def _nobody() -> None:
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps a tensor as autograd keeps a layer's input.
+    """Keep a layer's input in an autograd node, as autograd itself keeps inputs.
 
-    Checkpointing then computes it again, and offloading moves it, as they do with the layer's.
+    Activation checkpointing then computes it anew, and offloading moves it, as they do with the
+    layer's own. `anchor` is a tensor that requires a gradient, so that autograd makes the node.
     """
 
     @staticmethod
@@ -399,22 +403,22 @@ class _Keep(torch.autograd.Function):
 
 
 def _on_input(
-    examples: ExampleNorms, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    examples: ExampleNorms, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    """Note how many examples the model's input has."""
+    """Record how many examples the model's input has."""
     dim = examples.options.batch_dim
     examples._batch = next((t.shape[dim] for t in _tensors((*args, kwargs)) if t.dim() > dim), None)
 
 
 def _on_batch_norm(
-    examples: ExampleNorms, module: nn.Module, args: tuple[Any, ...], output: Any
+    examples: ExampleNorms, module: nn.Module, args: tuple[object, ...], output: object
 ) -> None:
-    """Note that the examples of this pass have been mixed."""
+    """Record that the examples of this pass were mixed."""
     if module.training or not module.track_running_stats:
         examples._mixed_by = type(module).__name__
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -426,9 +430,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _on_forward(
-    examples: ExampleNorms, module: nn.Module, args: tuple[Any, ...], output: Any
+    examples: ExampleNorms, module: nn.Module, args: tuple[Tensor, ...], output: object
 ) -> None:
-    """Measure the layer when the gradient of this output has been computed."""
+    """Put a hook on a layer's output, which measures the layer once its gradient is there."""
     layer = examples._layers.get(id(module))
     if layer is None or layer.module is not module or not isinstance(output, Tensor):
         return
@@ -443,7 +447,7 @@ def _on_forward(
     kept: list[Node | Tensor]
     if any(n != "bias" and examples._params[i].requires_grad for n, i in layer.indices.items()):
         kept = [_Keep.apply(x, examples._anchor).grad_fn]
-    else:  # autograd does not keep the input, and it may change: only its shape is needed
+    else:  # for the bias only the input's shape is needed, and autograd does not keep the input
         kept = [torch.empty_like(x, device="meta")]
     owner = weakref.ref(examples)
     output.register_hook(partial(_receive, owner, layer, kept, examples._batch))
@@ -464,7 +468,7 @@ def _receive(
         return
     examples._on_output_gradient(layer, kept[0], batch, delta.detach())
     if not _keeps_graph():
-        kept.clear()  # the input is not needed any longer than autograd needs it
+        kept.clear()  # do not keep the input longer than autograd does
 
 
 def _kind_of(module: nn.Module) -> LayerKind | None:

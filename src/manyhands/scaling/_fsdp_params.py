@@ -22,11 +22,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
 from manyhands._core.sharded import DTensorShards, is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 ParameterName = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
@@ -89,7 +92,7 @@ def find_unaveraged_gradients(
     return None
 
 
-def fsdp_modules(model: nn.Module | None) -> list[Any]:
+def fsdp_modules(model: nn.Module | None) -> list[FSDPModule]:
     """Return the modules that `fully_shard` was called on: in the model, or, without one, all."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # never imported, and so never called
@@ -107,18 +110,18 @@ def _with_subclasses(cls: type) -> set[type]:
 
 
 def _names_by_module(
-    modules: Sequence[Any], index_of: dict[int, int]
-) -> dict[Any, dict[int, ParameterName]]:
+    modules: Sequence[FSDPModule], index_of: dict[int, int]
+) -> dict[FSDPModule, dict[int, ParameterName]]:
     """Return, for each module that `fully_shard` was called on, the parameters that it shards.
 
     These are our parameters in the module itself, and not in a sharded module further inside.
     """
     stops = set(map(id, modules))
-    owned: dict[Any, dict[int, ParameterName]] = {}
+    owned: dict[FSDPModule, dict[int, ParameterName]] = {}
     for fsdp_module in modules:
         names = {
             index_of[id(param)]: (module, name)
-            for module in _walk(fsdp_module, stops)
+            for module in _walk(cast(nn.Module, fsdp_module), stops)
             for name, param in module._parameters.items()
             if id(param) in index_of
         }
@@ -135,7 +138,9 @@ def _walk(module: nn.Module, stops: set[int]) -> Iterator[nn.Module]:
             yield from _walk(child, stops)
 
 
-def _missing(owned: dict[Any, dict[int, ParameterName]], index_of: dict[int, int]) -> list[int]:
+def _missing(
+    owned: dict[FSDPModule, dict[int, ParameterName]], index_of: dict[int, int]
+) -> list[int]:
     found = {i for names in owned.values() for i in names}
     return [i for i in index_of.values() if i not in found]
 

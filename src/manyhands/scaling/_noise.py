@@ -112,6 +112,18 @@ def gain(sqr: float, var: float, scale: float) -> float:
     return (var + sqr) / large_batch
 
 
+def ratio_of_squares(sqr: float, var: float, before: float, now: float) -> float:
+    """Return E g^2 at scale `now` over that at scale `before`.
+
+    >>> ratio_of_squares(sqr=1.0, var=16.0, before=1.0, now=16.0)  # 2 / 17
+    0.11764705882352941
+    >>> ratio_of_squares(sqr=0.0, var=0.0, before=1.0, now=16.0)
+    1.0
+    """
+    squares = sqr + var / before
+    return (sqr + var / now) / squares if squares > 0.0 else 1.0
+
+
 def apply_floor(values: Sequence[float], floor: float) -> tuple[float, ...]:
     """Return the values, with those below `floor` replaced by it."""
     return tuple(max(value, floor) for value in values)

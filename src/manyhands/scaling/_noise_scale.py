@@ -10,38 +10,35 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.ranks import rank_group_of
+from manyhands._core.ranks import RankGroup, rank_group_of
+from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
-from manyhands.scaling._accumulation import (
-    Accumulation,
-    accumulation_of,
-    parse_accumulation,
-    parse_short_step,
-)
+from manyhands.scaling._example_squares import Examples, parse_examples
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
 from manyhands.scaling._rotation import check_share, default_share, parse_measured
 from manyhands.scaling._settings import (
+    Accumulation,
     Batch,
-    Examples,
     Option,
     Options,
+    accumulation_of,
     check_smoothing,
     describe_mismatches,
     load_options,
-    parse_examples,
+    parse_accumulation,
     parse_passes,
+    parse_short_step,
     save_options,
 )
 from manyhands.scaling._step_stats import StepStats
@@ -129,29 +126,14 @@ class NoiseScale:
         if not params:
             raise ValueError("no parameters to measure: the iterable was empty.")
         self._params = params
-        self._moments = NoiseMoments()
-        self._consecutive = False  # whether the moments are of consecutive gradients
-        self._of_examples = False  # whether they are of single examples, and of covered layers
-        self._in_flight: StepStats | None = None  # the last step's, on their way to the host
-        self._steps = 0
-        self._nonfinite = 0
-        self._warned = False
-        self._stop_watching: Callable[[], object] | None = None
+        self._begin_measurement()
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         chosen = parse_examples(examples, model)
         share = self._options["measured"].number
         check_share(share, chosen)
-        facts = {
-            "num_gradients_to_accumulate": passes,
-            "number of parameters": len(params),
-            "measured": share,
-            "parameters": describe_tensors(params),
-            "examples": str(chosen),
-        }
-        agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
+        _check_ranks_agree(ranks, params, passes, share, chosen)
         self._optimizer = optimizer
-        # weak: neither the tap nor the optimizer's hook may keep this object alive
-        owner = weakref.proxy(self)
+        owner = weakref.proxy(self)  # weak: the tap must not keep this object alive
         self._tap = GradientTap(
             groups,
             ranks.with_own_group(params[0].device),
@@ -172,10 +154,26 @@ class NoiseScale:
             measured=share,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
+            self._watch(optimizer, prepared)
+
+    def _begin_measurement(self) -> None:
+        self._moments = NoiseMoments()
+        self._consecutive = False  # whether the moments are of consecutive gradients
+        self._of_examples = False  # whether they are of single examples, and of covered layers
+        self._in_flight: StepStats | None = None  # the last step's, on their way to the host
+        self._steps = 0
+        self._nonfinite = 0
+        self._warned = False
+        self._stop_watching: Callable[[], object] | None = None
+
+    def _watch(self, optimizer: Optimizer, prepared: Optimizer | None) -> None:
+        """React to the optimizer's steps."""
+        if prepared is not None:
             # Accelerate's has no hooks: the one inside is stepped once for all passes of a step
-            stepped = optimizer if prepared is None else unwrap(prepared, every_layer=True)[-1]
-            hook = stepped.register_step_pre_hook(lambda *call: owner._before_step(*call))
-            self._stop_watching = weakref.finalize(self, hook.remove)
+            optimizer = unwrap(prepared, every_layer=True)[-1]
+        owner = weakref.proxy(self)  # weak: the hook must not keep this object alive
+        hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
+        self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
         self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
@@ -374,7 +372,7 @@ class NoiseScale:
             **{k: v for k, v in self._tap.to_state().items() if k != "norms"},  # plain: no state
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue from a `state_dict`, on every worker; their number may be another one.
 
         `batch_size` and `smoothing` come from the state dict, unless they were arguments. If those
@@ -437,6 +435,20 @@ def _too_few_passes(passes: int, declared: int) -> str:
         f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
         f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."
     )
+
+
+def _check_ranks_agree(
+    ranks: RankGroup, params: Sequence[Tensor], passes: int, share: float, examples: Examples | None
+) -> None:
+    """Raise on every rank if they have other options or other parameters."""
+    facts = {
+        "num_gradients_to_accumulate": passes,
+        "number of parameters": len(params),
+        "measured": share,
+        "parameters": describe_tensors(params),
+        "examples": str(examples),
+    }
+    agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
 
 
 def _check_batch_size(batch_size: float) -> float:

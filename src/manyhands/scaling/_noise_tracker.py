@@ -8,12 +8,12 @@ trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from torch.optim import Optimizer
 
+from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import ScalerSignals
 from manyhands.scaling._noise import NoiseAverage, NormSums
 from manyhands.scaling._settings import Options
@@ -55,7 +55,7 @@ class StepCounts:
         return asdict(self)
 
     @classmethod
-    def parse_state(cls, entry: Mapping[str, Any]) -> StepCounts:
+    def parse_state(cls, entry: SavedState) -> StepCounts:
         """Return the counts of a state dict, or raise."""
         return cls(
             check_progress(float(entry["progress"])),
@@ -358,7 +358,7 @@ class NoiseTracker:
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
 
-    def parse_state(self, entry: Mapping[str, Any]) -> TrackerState:
+    def parse_state(self, entry: SavedState) -> TrackerState:
         """Return the tracker's part of a state dict, or raise; nothing is changed."""
         loss_scale = entry["loss_scale"]
         return TrackerState(

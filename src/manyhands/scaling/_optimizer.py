@@ -43,32 +43,29 @@ from manyhands._core.wrappers import (
     find_prepared,
     report_skip,
 )
-from manyhands.scaling._accumulation import (
-    GatedAccumulation,
-    ShortStep,
-    accumulation_of,
-    check_prepared,
-    parse_short_step,
-)
 from manyhands.scaling._binding import (
     Binding,
     check_bindable,
     check_ranks_agree,
     check_says_which_passes,
 )
+from manyhands.scaling._example_squares import Examples, parse_examples
 from manyhands.scaling._hooks import NormKind, PlainNorm
-from manyhands.scaling._noise import NoiseAverage
+from manyhands.scaling._noise import NoiseAverage, ratio_of_squares
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
+from manyhands.scaling._preconditioned import rescale_second_moments
 from manyhands.scaling._rotation import check_share
-from manyhands.scaling._second_moments import ratio_of_squares, rescale_second_moments
 from manyhands.scaling._settings import (
     Batch,
-    Examples,
+    GatedAccumulation,
     Options,
+    ShortStep,
+    accumulation_of,
     check_divided,
+    check_prepared,
     check_scale,
-    parse_examples,
     parse_factors,
+    parse_short_step,
 )
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import Averager, GradientTap
@@ -386,7 +383,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
     # -- the optimizer's methods -------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer with its learning rates multiplied by the rule's factors.
 
         A `closure` is run once before the step, so that the factors include its gradients; its

@@ -1,13 +1,14 @@
-"""The norm of a gradient as Adam and RMSprop use it: |g / (sqrt(v) + eps)|.
+"""Adam's and RMSprop's second moments: gradients divided by their roots, and a batch that changes.
 
-v are the optimizer's own second moments, bias-corrected. On a CPU, a block of elements at a time
-goes through a small scratch buffer, so that only g and v are read from memory. If eps is negligible
-compared with every root, the squared norm is computed as g . (g / v), at half the cost.
+**The norm** is that of a gradient as the optimizer uses it: |g / (sqrt(v) + eps)|. Here v are the
+optimizer's own second moments, bias-corrected. On a CPU, a block of elements at a time goes through
+a small scratch buffer, so that only g and v are read from memory. If eps is negligible compared
+with every root, the squared norm is computed as g . (g / v), at half the cost.
 
-Each rank measures its own gradient, before any averaging, and therefore needs the second moments of
-all parameters. Of sharded second moments a rank holds only its shard. A replica collects all of
-them after each step. Its price is one more tensor of the model's size on every rank, and as many
-bytes sent as in gathering the parameters, and the step counts, which are read on the host.
+**Sharded second moments.** Each rank measures its own gradient, before any averaging, and therefore
+needs the second moments of all parameters. If they are sharded, it holds only its shard. A replica
+collects all of them after each step. The price is one more tensor of the model's size on every
+rank, as many bytes sent as in gathering the parameters, and that step counts are read on the host.
 
 A `ShardedOptimizer` makes its own replica. `ReplicatedDTensorState` is that of a plain optimizer of
 `fully_shard`'s parameters. Shards of several parameters travel together in messages of at most
@@ -16,6 +17,16 @@ A `ShardedOptimizer` makes its own replica. `ReplicatedDTensorState` is that of 
     section   what one rank sends in a message: its shard of each of several parameters, one after
               the other. All sections are as long as the longest rank's.
     table     all ranks' sections, in rank order
+
+**A batch that changes.** Second moments are running means of g^2, and at scale S
+
+    E g^2 = |true gradient|^2 + noise / S
+
+Adam remembers a thousand steps (beta2 = 0.999). If the batch of a run grows from 1 to 32 in fifty
+steps, Adam goes on dividing by the roots of a small batch's squares: by up to sqrt(32) too much.
+(Measured on MNIST in 180 steps, this costs 0.3 to 0.5 points of accuracy.) So all elements are
+multiplied by one factor, the ratio of E g^2 after the change to that before. The sizes of the parts
+of the model relative to each other stay as Adam has them.
 """
 
 from __future__ import annotations
@@ -40,6 +51,7 @@ from manyhands.scaling._hooks import GradientSlice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 BLOCK = 131_072  # elements that go through the scratch buffer at a time
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
@@ -211,7 +223,7 @@ class PreconditionedNorm:
                 second = second.clamp(min=whole.mean() * self.floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
         least, any_below = self._find_floor(index, state["step"], whole)
-        pairs = zip(_split(grad), _split(second), strict=True)
+        pairs = zip(_split_into_blocks(grad), _split_into_blocks(second), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
         if single and eps < NEGLIGIBLE * math.sqrt(least):
             squares = torch.stack(list(self._squares(pairs, least if any_below else None)))
@@ -269,7 +281,7 @@ class PreconditionedNorm:
         return self._scratch[dtype][:size]
 
 
-def _split(tensor: Tensor) -> Sequence[Tensor]:
+def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
     """Return blocks of at most `BLOCK` elements, each in one piece of memory."""
     if are_rows(tensor):
         rows = tensor.unbind()  # no copy
@@ -405,3 +417,27 @@ def _split_into_messages(
             size = _numel(param, share, 0)
         messages[-1].append((param, share))
     return messages
+
+
+# -- when the batch changes ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
+    """Multiply the second moments in an optimizer's state; return whether it has any."""
+    names = {"exp_avg_sq", "max_exp_avg_sq"}
+    if isinstance(optimizer, RMSprop):
+        names.add("square_avg")
+    centered = {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if group.get("centered")  # they must not fall below the square of the mean
+    }
+    found = False
+    for param, state in optimizer.state.items():
+        for name in names & state.keys():
+            if isinstance(state[name], Tensor) and id(param) not in centered:
+                state[name].mul_(ratio)
+                found = True
+    return found

@@ -5,23 +5,24 @@ Progress is the number of small-batch steps that the run is worth so far: see `_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands._core.state_parts import SavedState
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._rule_base import ScalingRuleBase
 
 
 class ProgressScheduler(LRScheduler):
-    """Steps a torch scheduler once for every small-batch step (or epoch) of progress.
+    """Step a torch scheduler once for every small-batch step (or epoch) of progress.
 
-    Keep the schedule that was written for the small batch. It then ends after the same progress at
-    every scale, that is, after fewer optimizer steps. It is a torch scheduler itself, so trainers
-    accept it; that some of them call `step` once for each process makes no difference.
+    Keep the schedule that was written for the small batch. At every scale it then ends after the
+    same progress, and so after fewer optimizer steps. `ProgressScheduler` is a torch scheduler
+    itself, so trainers accept it. Some of them call `step` once for each process, which makes no
+    difference here.
 
     >>> import torch, manyhands as mh
     >>> from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -44,7 +45,7 @@ class ProgressScheduler(LRScheduler):
         every: progress per step of the scheduler: 1 for schedules in steps, the number of
             small batches in an epoch for schedules in epochs.
         end: progress at which training ends and `done` becomes true. The scheduler is not stepped
-            beyond it, because some (such as OneCycleLR) raise an error there.
+            beyond that, because some schedulers (such as OneCycleLR) would raise an error.
     """
 
     def __init__(
@@ -56,9 +57,12 @@ class ProgressScheduler(LRScheduler):
         end: float | None = None,
     ) -> None:
         if not every > 0.0:
-            raise ValueError(f"every must be above 0, got {every}: 1 is once a small-batch step.")
+            raise ValueError(
+                f"every must be above 0, got {every}: with 1 the schedule steps once for every "
+                "small-batch step."
+            )
         if end is not None and not end > 0.0:
-            raise ValueError(f"end must be above 0, got {end}: the progress to train for.")
+            raise ValueError(f"end must be above 0, got {end}. It is the progress to train for.")
         rule = rule_of(optimizer) if isinstance(optimizer, Optimizer) else None
         if not isinstance(rule, ScalingRuleBase):
             raise TypeError(
@@ -74,9 +78,9 @@ class ProgressScheduler(LRScheduler):
         rule._schedule_counts_progress = True
         self._every = every
         self._end = end
-        # a run that continues is not stepped again for the progress that it had
+        # A continued run is not stepped again for the progress that it has made before.
         self._steps = int(rule.progress / every)
-        self._step_count = 1  # Accelerate counts it up while gradients accumulate
+        self._step_count = 1  # torch's attribute; Accelerate adds to it while gradients accumulate
 
     @property
     def done(self) -> bool:
@@ -115,7 +119,7 @@ class ProgressScheduler(LRScheduler):
         """Return the scheduler's state, and how often it was stepped."""
         return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue from a `state_dict`, at any scale."""
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self._steps = int(state_dict["steps"])

@@ -1,19 +1,19 @@
-"""Which elements of long gradients a step measures, if it is to measure one k-th (`measured=1/k`).
+"""Which elements of long gradients does a step measure, if it measures a share 1/k of them?
 
-A step has a *turn* from 0 to k - 1, and k steps in a row have all turns. A long tensor is divided
-into blocks, and every k-th of them has the same turn, so that each turn has blocks from all over
-the tensor. A block of a weight is a few rows, or part of a row. Shorter tensors are measured whole:
-to read them costs little, and turns among whole tensors would be an error of the gain, because
-tensors differ so much (`docs/notes.md`).
+Each step has a *turn* from 0 to k - 1, and k steps in a row have all turns: a *rotation*. A long
+tensor is divided into blocks, and every k-th block has the same turn, so that each turn has blocks
+from all over the tensor. A block of a weight is a few rows, or part of a row. Shorter tensors are
+measured whole. Reading them costs little, and if whole tensors took turns, the gain would be wrong,
+because tensors differ so much from each other (`docs/notes.md`).
 
-Squared norms of what has its turn are multiplied by k. So the squared norms of k turns, of the same
-gradient, have exactly the whole squared norm as their mean. All norms of a step are of one turn:
-on every rank, in every pass, and of the mean gradient.
+The squared norms of the blocks that have their turn are multiplied by k. For one and the same
+gradient, the mean over all k turns is then exactly the squared norm of the whole. All norms of one
+step have the same turn: on every rank, in every pass, and those of the mean gradient.
 
-The turn follows from a count of steps that is in the state dict. A rotation begins one turn later
-than the one before, lest a run that repeats itself every k steps sees some blocks in the same of
-its steps for ever. Two kinds of steps measure everything: the first k, and all of them while the
-averages do not look back over two rotations.
+The turn follows from a count of steps, which is in the state dict. Each rotation begins one turn
+later than the one before. Otherwise, in a run that repeats itself every k steps, a block would be
+seen in the same one of these steps for ever. Two kinds of steps measure everything: the first k
+steps, and all steps while the averages look back over fewer than two rotations.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from manyhands._core.flat import flatten
 from manyhands._core.sharded import DTensorShards, is_dtensor
 from manyhands.scaling._hooks import GradientSlice, Norms
 
-LONG = 131_072  # elements from which on a tensor is measured in part
-# Elements of a block. The longer, the faster memory is read. As no multiple of it is a power of
-# two, blocks of one turn are not below each other in a matrix.
+LONG = 131_072  # a tensor with at least this many elements is measured in part
+# Elements of a block. Longer blocks are read faster. No multiple of this number is a power of two,
+# so that blocks of one turn are not in the same columns of a matrix.
 BLOCK = 31_607
-LEAST_BLOCKS = 13  # of a tensor in one turn
+LEAST_BLOCKS = 13  # the fewest blocks of a tensor in one turn
 LARGEST = 64  # the largest k
 
-# offset of the first block, number of blocks, and elements of each
+# Evenly spaced blocks: offset of the first one, number of blocks, elements of each.
 Blocks = tuple[int, int, int]
 
 
 def default_share(examples: object) -> float:
-    """Return the share that is measured by default: all where single examples are.
+    """Return the share that is measured by default: an eighth, or all if examples are measured.
 
-    The gain's error by an eighth is lost in the estimate's own (`docs/notes.md`).
+    With an eighth, the error of the gain is small beside the estimate's own (`docs/notes.md`).
     """
     return 1.0 if examples else 1 / 8
 
@@ -61,7 +61,7 @@ def parse_measured(measured: float) -> int:
 
 
 def check_share(share: float, examples: object) -> None:
-    """Raise if only a share of long gradients is measured, and examples are as well."""
+    """Raise if only a share of long gradients is to be measured, and single examples as well."""
     if examples is not None and share < 1.0:
         raise ValueError(
             "measured= below 1 does not work with examples=, which measures whole layers. Leave "
@@ -70,7 +70,7 @@ def check_share(share: float, examples: object) -> None:
 
 
 def turn_of(step: int, k: int) -> int:
-    """Return whose turn it is in a step.
+    """Return the turn of a step.
 
     >>> [turn_of(step, 3) for step in range(9)]
     [0, 1, 2, 1, 2, 0, 2, 0, 1]
@@ -79,7 +79,7 @@ def turn_of(step: int, k: int) -> int:
 
 
 class RotatingNorms:
-    """Norms of which those of long tensors are of what has its turn; their squares times k."""
+    """Norms: of long tensors those of the blocks that have their turn, with squares times k."""
 
     def __init__(
         self,
@@ -91,18 +91,23 @@ class RotatingNorms:
         self.k = k
         self._norms = norms
         self._root = math.sqrt(k)
-        # whose memory order counts: a gradient may have other strides than its parameter
+        # Blocks follow the memory order of these: a gradient may have other strides.
         self._order = [unsharded.get(i, param) for i, param in enumerate(params)]
-        self._turn: int | None = None  # None: everything is measured
-        # blocks in each turn, and elements of each, of the parameters that are measured in part
+        self._turn: int | None = None  # None: this step measures everything
+        # parameter index -> blocks in each turn, elements of a block; for long parameters only
         self._long = {
             i: _divide_into_blocks(param.numel(), k)
             for i, param in enumerate(params)
             if param.numel() >= LONG and _in_one_range(param)
         }
 
+    @property
+    def rotates(self) -> bool:
+        """Whether any tensor is long enough to be measured in part."""
+        return bool(self._long)
+
     def begin_step(self, step: int, memory: float) -> None:
-        """Choose the turn of a step; the averages look back over about `memory` steps."""
+        """Choose the turn of a step. `memory` is about how many steps the averages look back."""
         partly = step >= self.k and memory >= 2 * self.k
         self._turn = turn_of(step, self.k) if partly else None
 
@@ -136,14 +141,17 @@ class RotatingNorms:
     def _part(
         self, index: int, start: int, flat: Tensor, take_slice: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the norm of those elements of a range of a long tensor that have their turn.
+        """Return the norm of the elements that have their turn in a range of a long tensor.
 
-        `flat` is the range, which begins at `start`; `take_slice` takes it out of whole tensors.
+        `flat` has the range's elements, and begins at element `start` of the flat tensor.
+        `take_slice` takes the same range out of any tensor of the whole shape.
         """
         assert self._turn is not None
         number, width = self._long[index]
         total = self._order[index].numel()
-        ranges = _blocks_in(start, start + flat.numel(), total, number, width, self.k, self._turn)
+        ranges = _blocks_of_turn(
+            start, start + flat.numel(), total, number, width, self.k, self._turn
+        )
         parts: list[GradientSlice] = []
         for offset, rows, size in ranges:
             take = partial(_take_blocks, offset - start, rows, size, width * self.k)
@@ -163,31 +171,32 @@ def _compose(
 
 
 def _take_blocks(offset: int, rows: int, width: int, period: int, flat: Tensor) -> Tensor:
-    """Return blocks of a flat tensor as a view: one row each. (One range is flat.)"""
+    """Return blocks of a flat tensor as a view: (rows, width), or flat if there is one block."""
     if rows == 1:
         return flat[offset : offset + width]
     return flat.as_strided((rows, width), (period, 1), flat.storage_offset() + offset)
 
 
 def _divide_into_blocks(numel: int, k: int) -> tuple[int, int]:
-    """Return how many blocks of a tensor have the same turn, and the elements of a block."""
+    """Return how many blocks of a tensor have the same turn, and how long a block is."""
     number = max(numel // (k * BLOCK), LEAST_BLOCKS)
     return number, numel // (k * number)
 
 
-def _blocks_in(
+def _blocks_of_turn(
     start: int, stop: int, total: int, number: int, width: int, k: int, turn: int
 ) -> Iterator[Blocks]:
-    """Yield the blocks of a turn in a range of a tensor of `total` elements, as few at a time.
+    """Yield the blocks of a turn between `start` and `stop` of a tensor of `total` elements.
 
-    The elements that are left over when the tensor is divided have the first turn.
+    Whole blocks come together, cut ones by themselves. Elements that are left over when the tensor
+    is divided have the first turn.
     """
     period = k * width
     first = turn * width  # where the turn's first block begins
-    # whole blocks are those from `begin` to `end`
+    # The blocks with the numbers from `begin` to `end` - 1 are whole.
     begin = max(0, -(-(start - first) // period))
     end = min(number, (stop - first - width) // period + 1)
-    if 0 < begin <= number:  # the block before may end inside
+    if 0 < begin <= number:  # the block before these may end in the range
         until = min((begin - 1) * period + first + width, stop)
         if until > start:
             yield start, 1, until - start

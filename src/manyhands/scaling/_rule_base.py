@@ -19,32 +19,30 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.state_parts import plain_optimizer
+from manyhands._core.state_parts import SavedState, plain_optimizer
 from manyhands._core.wrappers import LossScaler, unwrap
-from manyhands.scaling._accumulation import (
-    Accumulation,
-    ShortStep,
-    parse_accumulation,
-    parse_short_step,
-)
 from manyhands.scaling._binding import KEY
+from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._noise import VAR_FLOOR
 from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState, check_progress
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._rotation import default_share, parse_measured
 from manyhands.scaling._settings import (
+    Accumulation,
     Batch,
-    Examples,
     Option,
     OptionMismatch,
     Options,
+    ShortStep,
     check_divided,
     check_scale,
     check_var_floor,
     describe_mismatches,
     load_options,
+    parse_accumulation,
     parse_passes,
+    parse_short_step,
     save_options,
 )
 from manyhands.scaling._tap import TapState
@@ -323,7 +321,7 @@ class ScalingRuleBase(ScaledOptimizer):
         state[KEY] = self.scaling_state_dict()
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue from a `state_dict`, perhaps of another number of workers or passes.
 
         Options that were set in this run, by arguments or `set_scale`, stay; a warning names those
@@ -359,11 +357,11 @@ class ScalingRuleBase(ScaledOptimizer):
             "options": save_options(self._options),
         }
 
-    def load_scaling_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_scaling_state_dict(self, state_dict: SavedState) -> None:
         """Continue from a `scaling_state_dict`; the optimizer's own state stays as it is."""
         self.take_scaling_state(self.check_scaling_state(state_dict))
 
-    def check_scaling_state(self, entry: Mapping[str, Any]) -> ScalingState:
+    def check_scaling_state(self, entry: SavedState) -> ScalingState:
         """Return the scaling entry of a state dict, checked against this wrapper."""
         self._check_between_steps("load_state_dict()")
         origin = _describe_origin(self._norm_kind, self._inner_optimizer)
@@ -415,7 +413,7 @@ def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
 
 
 def _parse_entry(
-    entry: Mapping[str, Any], origin: Mapping[str, object], tracker: NoiseTracker, options: Options
+    entry: SavedState, origin: Mapping[str, object], tracker: NoiseTracker, options: Options
 ) -> ScalingState:
     """Return the parsed entry; raise a ValueError if it does not fit this wrapper.
 

@@ -27,11 +27,10 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from manyhands._core.wrappers import ParamGroup, YieldingProperty
-from manyhands.scaling._accumulation import Accumulation
 from manyhands.scaling._hooks import NormKind
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._settings import Option, Options, RuleOptions
+from manyhands.scaling._settings import Accumulation, Option, Options, RuleOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -1,84 +1,58 @@
-"""What a run has set: options that change the numbers, and the size of the batch.
+"""What a run has set: options that change the numbers, the passes of a step, and its batch.
 
-Such a setting belongs to the run, and therefore to its state dict. Its value comes from the first
-of these places that has one:
+**Options.** A setting belongs to the run, and therefore to its state dict. Its value comes from the
+first of these places that has one:
 
     explicit   set by the user in this process
     recorded   loaded from a state dict, or worked out by the run itself
     default    used if neither of the two exists
 
-An `Option` is one such number. `Batch` says how large a step's batch is, in small batches, and how
-fast its noise is averaged; its scale and smoothing follow the same order.
+An `Option` is one such number. What describes this process and its loop (passes, the process group,
+the gradient scaler, `delayed`, `Examples`) is never taken from a state dict.
 
-Options of the loop (passes, the process group, the gradient scaler, `delayed`, `Examples`) describe
-this process and are never taken from a state dict.
+**Passes.** In a loop of one's own, the number of passes is declared, and every step has it. The
+loops of trainers decide it themselves, and take the last step of an epoch with the passes that are
+left:
+
+    N     passes of a whole step; trainers divide every pass's loss by it
+    m     passes of a short step, m < N; its gradient is then m / N times the mean of m passes
+
+An `Accumulation` says both while the loop runs, so nothing is declared twice. Its names are those
+of Accelerate, whose `Accelerator` is one. Other trainers have adapters (`manyhands.integrations`).
+
+**The batch.** `Batch` says how large a step's batch is, in small batches, and how fast its noise is
+averaged. Its scale and smoothing come from the same places as an option.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex, TypedDict
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    SupportsIndex,
+    TypeAlias,
+    TypedDict,
+    get_args,
+    runtime_checkable,
+)
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
-from manyhands._core.wrappers import LossScaler
-from manyhands.scaling._accumulation import Accumulation, ShortStep
-from manyhands.scaling._example_squares import GROUPS
+from manyhands._core.state_parts import SavedState
+from manyhands._core.wrappers import LossScaler, find_prepared
+from manyhands.scaling._example_squares import Examples
 
-
-@dataclass(frozen=True)
-class Examples:
-    """Which layers measure the gradients of single examples, and where the examples are.
-
-    >>> import torch, manyhands as mh
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    >>> noise = mh.NoiseScale(optimizer, model=model, examples=mh.Examples(layers="norm"))
-
-    Args:
-        layers: "all", or some of "norm" (LayerNorm, RMSNorm, GroupNorm), "linear", "embedding" and
-            "conv" (one and two dimensions), as one name or several.
-        batch_dim: the dimension of the inputs along which the examples are: 0, or 1 for models
-            that have time first.
-    """
-
-    layers: str | Sequence[str] = "all"
-    batch_dim: int = 0
-
-    def __post_init__(self) -> None:
-        unknown = set(self.groups) - set(GROUPS)
-        if unknown or not self.groups:
-            raise ValueError(
-                f"layers must be 'all' or some of {', '.join(map(repr, GROUPS))}, got "
-                f"{self.layers!r}."
-            )
-        if self.batch_dim not in (0, 1):
-            raise ValueError(f"batch_dim must be 0 or 1, got {self.batch_dim!r}.")
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The kinds of layers that were asked for."""
-        if self.layers == "all":
-            return GROUPS
-        return (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+ShortStep: TypeAlias = Literal["error", "count", "drop"]
 
 
-def parse_examples(examples: bool | Examples, model: nn.Module | None) -> Examples | None:
-    """Return the options, or None if examples are not measured; raise if that cannot work."""
-    if not isinstance(examples, (bool, Examples)):
-        raise TypeError(
-            f"examples must be True, False or an mh.Examples(...), got {type(examples).__name__}. "
-            "The model goes to model=."
-        )
-    if not examples:
-        return None
-    if model is None:
-        raise ValueError("examples= needs the model whose layers are measured: model=...")
-    return Examples() if examples is True else examples
+# -- options ---------------------------------------------------------------------------------------
 
 
 class RuleOptions(TypedDict, total=False):
@@ -151,9 +125,7 @@ def save_options(options: Options) -> dict[str, float | None]:
     return {name: o.recorded if o.explicit is None else o.explicit for name, o in options.items()}
 
 
-def load_options(
-    options: Options, state: Mapping[str, Any]
-) -> tuple[Options, list[OptionMismatch]]:
+def load_options(options: Options, state: SavedState) -> tuple[Options, list[OptionMismatch]]:
     """Return the options with those of a state dict, and where explicit values differ from it."""
     loaded = {name: replace(o, recorded=state.get(name)) for name, o in options.items()}
     # the values that would hold if nothing were set in this run
@@ -174,6 +146,121 @@ def describe_mismatches(mismatches: list[OptionMismatch], rule: str) -> str:
     )
 
 
+# -- passes ----------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Accumulation(Protocol):
+    """A loop that decides how many backward passes a step has; Accelerate's `Accelerator` is one.
+
+    >>> import torch, manyhands as mh
+    >>> class Loop:
+    ...     gradient_accumulation_steps = 4
+    ...     sync_gradients = False
+    >>> loop, model = Loop(), torch.nn.Linear(2, 1)
+    >>> optimizer = mh.AdaScale(
+    ...     torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=loop
+    ... )
+    >>> for number in range(3):  # the data ends after three of four passes
+    ...     loop.sync_gradients = number == 2
+    ...     (model(torch.randn(8, 2)).mean() / 4).backward()
+    >>> optimizer.step()
+    >>> optimizer.scale
+    3.0
+
+    A rule reads `gradient_accumulation_steps` at the beginning of each step, and `sync_gradients`
+    at the end of each backward pass. Both must be the same on all ranks.
+    """
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Passes of a whole step, by which the loss of each pass is divided."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the pass under way is its step's last."""
+
+
+class GatedAccumulation:
+    """The accumulation of an optimizer that Accelerate has prepared.
+
+    Accelerate's loop calls `step()` and `zero_grad()` in every pass. A prepared optimizer ignores
+    these calls, except after the step's last pass. A rule around it does the same.
+    """
+
+    def __init__(self, gradient_state: object) -> None:
+        self._gradient_state = gradient_state
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return int(self._gradient_state.num_steps)  # type: ignore[attr-defined]
+
+    @property
+    def sync_gradients(self) -> bool:
+        return bool(self._gradient_state.sync_gradients)  # type: ignore[attr-defined]
+
+
+def check_prepared(prepared: Optimizer, rule: str) -> None:
+    """Raise if the gradients of a prepared optimizer cannot be measured."""
+    state = getattr(prepared, "accelerator_state", None)
+    kind = getattr(getattr(state, "distributed_type", None), "value", None)
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise TypeError(
+            f"{rule} cannot measure gradients under {kind}, which reduces them and steps by "
+            "itself. Use Accelerate with DDP or FSDP2, or OSS and ShardedDataParallel."
+        )
+    if kind == "FSDP" and getattr(state.fsdp_plugin, "fsdp_version", 2) == 1:  # type: ignore[union-attr]
+        raise TypeError(
+            f"{rule} needs the gradients of single parameters, and version 1 of FSDP has them in "
+            "flat tensors. Use FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+
+
+def accumulation_of(optimizer: Optimizer, declared: int) -> GatedAccumulation | None:
+    """Return the accumulation of a prepared optimizer, or None if it has none.
+
+    If the prepared optimizer does not accumulate, and a number of passes was declared, the loop
+    accumulates by itself. The declared number counts then.
+    """
+    prepared = find_prepared(optimizer)
+    if prepared is None:
+        return None
+    found = GatedAccumulation(vars(prepared)["gradient_state"])
+    passes = found.gradient_accumulation_steps
+    if declared not in (1, passes):
+        if passes == 1:
+            return None
+        raise ValueError(
+            f"num_gradients_to_accumulate={declared}, but the Accelerator that has prepared this "
+            f"optimizer accumulates {passes} passes. Leave the argument out: the number is found."
+        )
+    return found
+
+
+def parse_accumulation(
+    passes: SupportsIndex | Accumulation,
+) -> tuple[SupportsIndex, Accumulation | None]:
+    """Return the declared number of passes, and the loop that decides it, if one was given."""
+    if isinstance(passes, Accumulation):
+        return passes.gradient_accumulation_steps, passes
+    return passes, None
+
+
+def parse_short_step(short_step: str | None, found: bool) -> ShortStep:
+    """Return what a step with too few passes does; by default "count" if a loop decides."""
+    if short_step is None:
+        return "count" if found else "error"
+    if short_step not in get_args(ShortStep):
+        raise ValueError(
+            f"short_step must be 'error', 'count' or 'drop', got {short_step!r}. It is what a step "
+            "with fewer passes than declared does."
+        )
+    return short_step  # type: ignore[return-value]
+
+
+# -- the batch -------------------------------------------------------------------------------------
+
+
 @dataclass
 class Batch:
     """The size of the whole batch: all workers, all passes. The owner of the number of passes.
@@ -186,8 +273,8 @@ class Batch:
     Or, if `counts_passes`, passes are counted until one is averaged over the ranks, and the tap
     divides their sum. The default smoothing then follows the scale, as adaptdl's does.
 
-    With an `accumulation`, a trainer's loop declares them. It may end a step before all passes have
-    run. `short_step` says what becomes of such a step, in any loop: see `StepStats.share`.
+    With an `accumulation`, a trainer's loop declares them, and may end a step before all passes
+    have run. In any loop, `short_step` is what such a short step does: see `StepStats.share`.
     """
 
     workers: int = 1
@@ -204,7 +291,7 @@ class Batch:
     set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
 
     def scale_for(self, passes: int) -> float:
-        """Return the scale of a batch of so many passes."""
+        """Return the scale of a batch with this number of passes."""
         if self.scale is not None:
             return self.scale * (1.0 if self.counts_passes else passes / self.passes)
         if self.scale_per_pass is not None:
@@ -212,13 +299,13 @@ class Batch:
         return float(self.workers * passes)
 
     def begin_step(self) -> None:
-        """Let a whole step have as many passes as the loop says now, before its first one."""
+        """Begin a step, before its first pass; it has as many passes as the loop says now."""
         self.short = None
         if self.accumulation is not None:
             self.passes = self.accumulation.gradient_accumulation_steps
 
     def set_passes(self, passes: int) -> None:
-        """Let whole steps have so many passes from now on."""
+        """Set the number of passes of whole steps from now on."""
         self.passes, self.short = passes, None
 
     @property
@@ -257,7 +344,7 @@ class Batch:
             "passes": self.passes,
         }
 
-    def parse_state(self, state: Mapping[str, Any]) -> tuple[Batch, list[OptionMismatch]]:
+    def parse_state(self, state: SavedState) -> tuple[Batch, list[OptionMismatch]]:
         """Return this run's batch with the saved settings, and where the two runs disagree.
 
         Workers and passes are this run's. (Counted passes are assumed to be as many as in the

@@ -14,8 +14,9 @@ Tensors held, and when
 
 With `measured` below 1, each step measures another part of the gradients (`_rotation.py`).
 
-The tap counts passes, takes no decisions, and knows nobody who asks. Whoever holds it is called
-once, after the step's last pass, and calls `complete`, which returns the `StepStats`.
+The tap counts passes and makes no decisions. It has a *holder*, a rule or a `NoiseScale`, of which
+it knows only a function to call after a step's last pass. The holder then calls `complete`, which
+returns the `StepStats`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,15 @@ from torch.optim import Optimizer
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
+from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
+from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import ExampleNorms
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
 from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
 from manyhands.scaling._rotation import RotatingNorms, parse_measured
-from manyhands.scaling._settings import Batch, Examples
+from manyhands.scaling._settings import Batch
 from manyhands.scaling._step_stats import (
     NO_BACKWARD,
     NO_REPORT,
@@ -68,7 +71,7 @@ class Averager(Protocol):
 
 @dataclass(frozen=True)
 class PassWeight:
-    """What a pass's gradient counts where micro-batches differ in size (`_weighted_mean.py`)."""
+    """The weight of a pass's gradient if micro-batches differ in size (`_weighted_mean.py`)."""
 
     squares: float  # its squared norm counts so many times
     small_batches: int  # of the whole step, on all ranks: those that are not empty
@@ -107,8 +110,8 @@ class GradientTap:
     `batch` says how many passes a step has, `loss_scale` what gradients are multiplied by; if
     passes are counted, `averager` says which of them is a step's last.
 
-    `on_last_pass()` is called when a step has its last pass, and after a pass that is one too many
-    (`step.too_many`). The receiver calls `complete`, with what only it knows.
+    `on_last_pass()` is called after a step's last pass, and after a pass that is one too many
+    (`step.too_many`). The holder then calls `complete`, with what only it knows.
     """
 
     def __init__(
@@ -176,15 +179,17 @@ class GradientTap:
         self.measured, k = measured, parse_measured(measured)
         self._rotation = None
         if k > 1:
-            self._rotation = RotatingNorms(self.norms, self._params, self._unsharded, k)
+            rotation = RotatingNorms(self.norms, self._params, self._unsharded, k)
+            # Without long tensors it would only add a Python call to each parameter's hook.
+            self._rotation = rotation if rotation.rotates else None
         norms = self._rotation or self.norms
         self.hooks.measure_with(norms)
         self._mean.measure_with(norms)
 
     def _begin_step(self) -> None:
-        """Find out how many passes this step shall have, and choose what it measures.
+        """Find out how many passes this step will have, and choose what it measures.
 
-        The same on every rank, also on one without a pass.
+        The result is the same on every rank, also on a rank without a pass.
         """
         self.batch.begin_step()
         if self._rotation is not None:
@@ -192,7 +197,7 @@ class GradientTap:
             smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
             self._rotation.begin_step(self.rotated, 1.0 / (1.0 - smoothing))
 
-    def _measure_examples(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def _measure_examples(self, param_groups: Sequence[ParamGroup]) -> None:
         """Measure the gradients of single examples, if that was asked for."""
         self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
         if self._examples_option is None:
@@ -410,7 +415,7 @@ class GradientTap:
         return {i: square**0.5 for i, square in measured.mean_squares.items()}
 
     def _example_facts(self, passes: int) -> ExampleFacts | None:
-        """Return what this rank knows of the step's examples, if they are measured."""
+        """Return what this rank knows about the step's examples, if they are measured."""
         step, examples = self.step, self.examples
         if examples is None:
             return None
@@ -468,10 +473,10 @@ class GradientTap:
         return step.stats
 
     def complete_early(self, optimizer: Optimizer | None) -> StepStats:
-        """Complete a step of which this rank has not seen all passes; the receiver is called.
+        """Complete a step of which this rank has not seen all passes; the holder is called.
 
-        The other ranks may be waiting for these numbers. A rank whose own losses used none of the
-        parameters, while DDP gave it the other ranks' gradients, has a valid zero to report.
+        The other ranks may be waiting for these numbers. If the losses of this rank used none of
+        the parameters, and DDP gave it the other ranks' gradients, zero is the right number.
         """
         # an OSS takes part in averaging the gradients of passes that this rank did not run
         for layer in [] if optimizer is None else unwrap(optimizer, every_layer=True):
@@ -595,7 +600,7 @@ class GradientTap:
         parts = {"previous": self.previous.to_state(), "norms": self.norms.to_state()}
         return {**parts, **rotated}
 
-    def parse_state(self, entry: Mapping[str, Any]) -> TapState:
+    def parse_state(self, entry: SavedState) -> TapState:
         """Return the tap's part of a state dict, or raise; nothing is changed."""
         norms = [[float(number) for number in numbers] for numbers in entry["norms"]]
         previous = parse_previous(entry["previous"], self._params)

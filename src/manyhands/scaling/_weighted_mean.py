@@ -1,20 +1,22 @@
-"""The mean of a loss over everything in a step, where micro-batches have different numbers of it.
+"""The mean loss over all tokens of a step, when micro-batches have different numbers of tokens.
 
-Micro-batch i has n_i tokens (or samples, or pixels) and the loss sum l_i. A step's loss is
+Micro-batch i has n_i tokens (or samples, or pixels), and the sum of its losses is l_i. The loss of
+the step is
 
     sum of l_i / N          N = sum of n_i, over all passes and all ranks
 
-and not the mean of the micro-batches' means. Each rank's gradients are averaged over W ranks after
-its passes, so a pass's loss is l_i W / N. One small collective before the passes finds N.
+and not the mean of the micro-batches' means. After the passes, gradients are averaged over W ranks,
+so `backward()` of pass i starts from l_i W / N. One small collective before the passes finds N.
 
-A rule compares the micro-batches' gradients. Of k micro-batches, k' have tokens. With s_i the
-gradient of l_i, and a noise of v for one token,
+A scaling rule compares the micro-batches' gradients. There are k micro-batches, and k' of them have
+tokens. With s_i the gradient of l_i, and v the noise of one token,
 
     E |s_i|^2 / n_i = n_i sqr + v          E N |G|^2 = N sqr + v
 
-and the sum of the first over i minus the second is (k' - 1) v, however the tokens are divided. So
-the estimate (`_noise.py`) is right if pass i's squared norm counts N k' / (k^2 n_i) times, and k'
-gradients were compared: the small batch is then the mean micro-batch, of N / k tokens.
+The sum of the first over i, minus the second, is (k' - 1) v, however the tokens are divided. So the
+estimate (`_noise.py`) is right if the squared norm of pass i counts N k' / (k^2 n_i) times, and k'
+is the number of gradients that were compared. The small batch is then the mean micro-batch, of
+N / k tokens.
 """
 
 from __future__ import annotations
@@ -48,18 +50,19 @@ class WeightedMean:
     ...     mean(model(x).square().sum()).backward()
     >>> optimizer.step()
 
-    The gradient is that of the whole batch in one backward pass: under no wrapper,
-    `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel` and `fully_shard`.
-    A rule's statistics take the numbers into account; its small batch is the mean micro-batch.
-    Do not divide the losses by anything else. A micro-batch may have none: call it with a sum of
-    zero that depends on the model, so that its backward pass takes place.
+    The gradient is the same as if the whole batch were one backward pass. This holds without a
+    wrapper, and under `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel`
+    and `fully_shard`. A rule's statistics take the numbers into account; its small batch is the
+    mean micro-batch. Do not divide the losses by anything else. If a micro-batch has no tokens,
+    call the mean with a sum of zero that depends on the model, so that its backward pass takes
+    place.
 
-    With several ranks, making it is a small collective of its own.
+    With several ranks, making a `WeightedMean` takes one small collective.
 
     Args:
         counts: how many tokens (or samples) each of this rank's micro-batches of the step has.
-        optimizer: the optimizer of the step. It says which ranks' gradients are averaged, and a
-            rule in it learns the numbers.
+        optimizer: the optimizer of the step. It knows which ranks' gradients are averaged, and a
+            scaling rule in it takes the numbers into account.
         process_group: the ranks whose gradients are averaged, if no optimizer of ours says so; by
             default all.
     """
@@ -77,8 +80,9 @@ class WeightedMean:
         ranks = None if optimizer is None else gradient_ranks(optimizer)
         if ranks is None:
             ranks = RankGroup.of(process_group)
+        # Tokens, micro-batches that have any, passes; and at the end whether there is a mistake.
         own = [sum(numbers), float(sum(number > 0 for number in numbers)), float(len(numbers))]
-        # A mistake is told to all ranks, which would wait for this one.
+        # A rank with a mistake takes part, too, and says so: the others would wait for it.
         own = [*own, 0.0] if mistake is None else [0.0, 0.0, 0.0, 1.0]
         rows = [own] if ranks.size == 1 else ranks.all_gather(own, _device_of(optimizer))
         if mistake is not None:
@@ -99,9 +103,10 @@ class WeightedMean:
         total: int,
         not_empty: int,
     ) -> WeightedMean:
-        """Make one without a collective, where every rank knows the whole step's numbers.
+        """Make a mean without a collective, if every rank knows the whole step's numbers.
 
-        `not_empty` micro-batches have any, on all ranks, of as many passes on each.
+        All `ranks` have equally many passes. `not_empty` is how many of all these micro-batches
+        have tokens, and `total` how many tokens they have.
         """
         mean, numbers = cls.__new__(cls), [float(count) for count in counts]
         rule = None if optimizer is None else rule_of(optimizer)
@@ -122,15 +127,17 @@ class WeightedMean:
     ) -> None:
         self.total = total
         """The number of tokens in the step, on all ranks."""
+        # Under AdaptiveDataParallel, or with is_scaled_loss=False, the sum of the passes' gradients
+        # is divided by their number afterwards. This mean needs no division: undo it in advance.
         divided_later = rule is not None and not rule._batch.passes_divided_by_user
         self._factor = ranks * (len(numbers) if divided_later else 1)
-        self._rule, self._left = rule, list(reversed(numbers))
+        self._rule, self._left = rule, list(reversed(numbers))  # `pop` takes the next count
         self._not_empty, self._passes = not_empty, passes
 
     @staticmethod
     def _mistake(numbers: Sequence[float], rule: ScaledOptimizer | None) -> str | None:
         if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
-            return f"counts must have a number of at least 0 for each micro-batch, got {numbers}."
+            return f"counts must be one number of at least 0 for each micro-batch, got {numbers}."
         if rule is not None and not rule._batch.counts_passes:
             passes = rule._batch.passes
             if len(numbers) != passes:
@@ -144,7 +151,7 @@ class WeightedMean:
     def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the mean, for `backward()`."""
         count = self._begin_pass()
-        # none in this micro-batch, or in the whole step: a gradient of zero
+        # Without tokens in this micro-batch, or in the whole step, the gradient is zero.
         return loss_sum * (self._factor / self.total if count else 0.0)
 
     @property
@@ -153,14 +160,15 @@ class WeightedMean:
         return len(self._left)
 
     def _begin_pass(self) -> float:
-        """Return what the next pass counts, whose loss is this micro-batch's; tell the rule."""
+        """Return the next micro-batch's count, and pass its weight on to the rule."""
         if not self._left:
             raise RuntimeError(
-                "a loss more than there were counts. Make a WeightedMean for each step, with a "
-                "count for each of its micro-batches."
+                "this WeightedMean was called more often than it has counts. Make one for each "
+                "step, with one count for each of the step's micro-batches."
             )
         count = self._left.pop()
         if self._rule is not None:
+            # The tap multiplies the pass's squared norm by it, when the pass is over.
             self._rule._tap.next_weight = PassWeight(
                 self.total * self._not_empty / (self._passes**2 * count) if count else 0.0,
                 self._not_empty,

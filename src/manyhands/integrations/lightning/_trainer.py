@@ -30,7 +30,7 @@ OURS = "manyhands.integrations.lightning"
 
 
 class LightningAccumulation:
-    """Say how many passes a step has in a Trainer: see `scaling/_accumulation.py`."""
+    """Say how many passes a step has in a Trainer: see `scaling/_settings.py`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

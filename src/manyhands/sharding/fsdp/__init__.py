@@ -4,11 +4,10 @@ _options.py          the options, named once, and what follows from them
 _wrapper.py          FullyShardedDataParallel: what a training loop calls
 _transparent.py      a wrap in place of the module inside: attributes, names, state dicts
 _places.py           where a wrap's parameters are; with one rank, casts that stand there
-_checks.py           checks of modules, parameters, groups and agreement between ranks
+_checks.py           what is refused: modules, parameters, ranks that differ, optimizers
 _engine.py           shard one wrap; the only file that calls `fully_shard`
 _root.py             what all wraps do together: which is gathered next, which parameters are used
 _collectives.py      all_gather and reduce_scatter on gloo
 _gradient.py         the DTensor in `param.grad`, with a cheap norm
-_optimizer_guard.py  refuse optimizers that cannot train sharded parameters
 _full_tensors.py     from slices to full tensors and back
 """

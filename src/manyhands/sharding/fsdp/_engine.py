@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from manyhands._core.backward import current_task
 from manyhands._core.ranks import RankGroup
 from manyhands._core.trees import tensors_in, tree_map_tensors
-from manyhands.sharding.fsdp._checks import check_same_model
+from manyhands.sharding.fsdp._checks import check_same_model, guard_optimizers
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
-from manyhands.sharding.fsdp._optimizer_guard import guard_optimizers
 from manyhands.sharding.fsdp._options import FSDPOptions, Precision
 from manyhands.sharding.fsdp._places import (
     Place,

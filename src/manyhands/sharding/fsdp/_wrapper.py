@@ -243,7 +243,7 @@ class FullyShardedDataParallel(Wrap):
         if not self._divisor and divisor != 1:
             for param in distinct_params(self._places):
                 if param.requires_grad:
-                    param.register_hook(partial(_divide, self._divisor))
+                    param.register_hook(partial(_divide_gradient, self._divisor))
         self._divisor[:] = [divisor] if self._divisor or divisor != 1 else []
 
     @property
@@ -425,5 +425,5 @@ class FullyShardedDataParallel(Wrap):
 FullyShardedDataParallel.__doc__ = add_options_to(FullyShardedDataParallel.__doc__)
 
 
-def _divide(divisor: Sequence[float], grad: Tensor) -> Tensor:
+def _divide_gradient(divisor: Sequence[float], grad: Tensor) -> Tensor:
     return grad / divisor[0]

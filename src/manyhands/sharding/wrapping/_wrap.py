@@ -26,15 +26,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.sharding._agreement import GroupLike
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-from manyhands.sharding.wrapping._pick import children, pick_modules
 from manyhands.sharding.wrapping._policies import (
     POLICY_KEYWORDS,
     Classes,
     Policy,
     as_policy,
+    children,
     default_auto_wrap_policy,
     keywords_of,
     name_of,
+    pick_modules,
 )
 
 Wrapper: TypeAlias = Callable[..., nn.Module]
@@ -87,7 +88,7 @@ def enable_wrap(
     else:
         policy = default_auto_wrap_policy if outer is None else outer.policy
     policy, options = _bind_policy(policy, wrapper_kwargs)
-    _check_known(wrapper_cls, options, policy)
+    _check_wrapper_takes(wrapper_cls, options, policy)
     inherited = {} if outer is None else outer.options
     token = _SCOPE.set(_Scope(wrapper_cls, policy, {**inherited, **options}))
     try:
@@ -154,7 +155,7 @@ def auto_wrap(
     policy, overrides = _bind_policy(policy, kwargs)
     options = dict(overrides)
     wrapper_cls = _pop_wrapper_cls(options) or scope.wrapper_cls
-    _check_known(wrapper_cls, options, policy)
+    _check_wrapper_takes(wrapper_cls, options, policy)
     wrappers = [m for m in module.modules() if _is_instance(m, wrapper_cls)]
     # All calls are checked here, before the first module is replaced.
     calls = {m: _find_call(m, scope, overrides) for m in pick_modules(module, policy, wrappers)}
@@ -250,7 +251,9 @@ def _bind_policy(policy: Policy, options: Options) -> tuple[Policy, dict[str, ob
     return (partial(policy, **bound) if bound else policy), rest
 
 
-def _check_known(wrapper_cls: Wrapper, options: Options, policy: Policy | None = None) -> None:
+def _check_wrapper_takes(
+    wrapper_cls: Wrapper, options: Options, policy: Policy | None = None
+) -> None:
     """Raise a TypeError if the wrapper does not take one of the options."""
     names, any_other = keywords_of(wrapper_cls)
     unknown = [name for name in options if name not in names]
@@ -276,7 +279,7 @@ def _find_call(module: nn.Module, scope: _Scope, overrides: Options) -> tuple[Wr
         )
     own = {**config, **overrides}
     wrapper_cls = _pop_wrapper_cls(own) or scope.wrapper_cls
-    _check_known(wrapper_cls, own)
+    _check_wrapper_takes(wrapper_cls, own)
     # The context's options may be meant for another wrapper: pass those that this one takes.
     names, any_other = keywords_of(wrapper_cls)
     context = {k: value for k, value in scope.options.items() if any_other or k in names}

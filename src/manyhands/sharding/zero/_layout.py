@@ -105,8 +105,8 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
     `largest` is the number of elements in a bucket; 0 puts each parameter in a buffer of its own.
     """
     buffers = []
-    for members in _split(sizes, largest):
-        starts, total = _place(members)
+    for members in _split_into_buffers(sizes, largest):
+        starts, total = _assign_starts(members)
         number = math.ceil(total / (SPARE * largest)) if largest else 1
         # Rounding the bucket up keeps its slices equal, and aligned; the rest is padding.
         size = _round_up(-(-total // number), workers * ALIGN)
@@ -132,9 +132,9 @@ def whole_layout(
         owner[index] = load.index(min(load))
         load[owner[index]] += size
     buffers = []
-    for members in _split(sizes, largest):
+    for members in _split_into_buffers(sizes, largest):
         members = sorted(members, key=lambda entry: owner[entry[0]])
-        starts, total = _place(members)
+        starts, total = _assign_starts(members)
         ends = [0] * workers
         for index, size in members:
             ends[owner[index]] = starts[index] + _round_up(size, ALIGN)
@@ -146,7 +146,9 @@ def whole_layout(
     return buffers
 
 
-def _split(sizes: Sequence[tuple[int, int]], largest: int) -> Iterator[list[tuple[int, int]]]:
+def _split_into_buffers(
+    sizes: Sequence[tuple[int, int]], largest: int
+) -> Iterator[list[tuple[int, int]]]:
     """Yield consecutive parameters, about `largest` elements at a time: a buffer each."""
     group: list[tuple[int, int]] = []
     total = 0
@@ -160,7 +162,7 @@ def _split(sizes: Sequence[tuple[int, int]], largest: int) -> Iterator[list[tupl
         yield group
 
 
-def _place(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
+def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
     """Return where each parameter begins, and the end of the last one."""
     starts, end = {}, 0
     for index, size in members:

@@ -25,8 +25,8 @@ from manyhands._core.agreement import agree
 from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
-from manyhands._core.state_parts import OptimizerStatePart, ShardedOptimizer, options_of
-from manyhands._core.wrappers import SharedAttribute, YieldingProperty
+from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
+from manyhands._core.wrappers import ParamGroup, SharedAttribute, YieldingProperty
 from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
@@ -207,7 +207,7 @@ class OSS(ShardedOptimizer):
 
     # -- parameters ----------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters, with their own options, as any optimizer does; on every worker."""
         super().add_param_group(param_group)
         if any(is_dtensor(param) for param in self.param_groups[-1]["params"]):
@@ -253,7 +253,7 @@ class OSS(ShardedOptimizer):
             # Gradients travel in the parameters' buckets, and these are new.
             self._reducer.cover()
 
-    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+    def partition_parameters(self) -> list[list[ParamGroup]]:
         """Return for each rank the parameter groups with what it keeps up to date.
 
         These are whole parameters, or views of a rank's slices of them.
@@ -394,7 +394,7 @@ class OSS(ShardedOptimizer):
             self.consolidate_state_dict(recipient_rank=-1)
         return _state.plain_state_dict(self._consolidated, self.param_groups, self._workers.rank)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Load a plain optimizer's state dict, or a consolidated one; call it on every worker.
 
         Each worker copies its shard. The dict itself is not changed.

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.flat import flatten, unflatten
-from manyhands._core.state_parts import OptimizerStatePart, options_of
+from manyhands._core.state_parts import OptimizerStatePart, SavedState, options_of
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
@@ -179,7 +179,7 @@ def _from_text(entry: _Entry) -> object:
     return torch.tensor(entry["small"], dtype=getattr(torch, entry["dtype"]))
 
 
-def restore_options(saved: Sequence[Mapping[str, Any]], groups: Groups) -> None:
+def restore_options(saved: Sequence[SavedState], groups: Groups) -> None:
     """Set the options of these parameter groups to the saved ones, and the parameters' names."""
     for group, loaded in zip(groups, saved, strict=True):
         group.update(copy.deepcopy(options_of(loaded)))
@@ -188,7 +188,7 @@ def restore_options(saved: Sequence[Mapping[str, Any]], groups: Groups) -> None:
 
 
 def cut_state_dict(
-    state_dict: Mapping[str, Any], groups: Groups, shards: Shards
+    state_dict: SavedState, groups: Groups, shards: Shards
 ) -> tuple[StateDict, dict[int, ParamState]]:
     """Return this rank's shard of a plain state dict, and the state of parameters without slices.
 
@@ -202,7 +202,7 @@ def cut_state_dict(
     return shard, _state_without_slices(state_dict, shards)
 
 
-def _shard_state_dict(state_dict: Mapping[str, Any], groups: Groups, shards: Shards) -> StateDict:
+def _shard_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> StateDict:
     """Cut this rank's shard out of a plain optimizer's state dict, for the inner optimizer."""
     saved = state_dict["state"]
     state: dict[int, ParamState] = {}
@@ -245,7 +245,7 @@ def plain_state_dict(
     }
 
 
-def _state_without_slices(state_dict: Mapping[str, Any], shards: Shards) -> dict[int, ParamState]:
+def _state_without_slices(state_dict: SavedState, shards: Shards) -> dict[int, ParamState]:
     """Return a copy of the state of parameters that have no place yet, by index."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     saved, waiting = state_dict["state"], set(shards.without_slices)
@@ -269,7 +269,7 @@ def _slice_entry(name: str, value: object, owned: ParamSlice, param: Tensor) -> 
     return value.clone()
 
 
-def _check_plain_state_dict(state_dict: Mapping[str, Any], groups: Groups, shards: Shards) -> None:
+def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> None:
     """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError(
@@ -332,7 +332,7 @@ def param_indices(groups: Groups, index: int) -> range:
 
 
 def slice_parts(
-    packed: Mapping[str, Any],
+    packed: SavedState,
     groups: Groups,
     shards: Shards,
     frozen: Mapping[int, ParamState],
@@ -368,7 +368,7 @@ class ReplicatedOSSState:
     def __init__(
         self,
         shards: Shards,
-        inner_state: Callable[[], Mapping[Tensor, Mapping[str, Any]]],
+        inner_state: Callable[[], Mapping[Tensor, SavedState]],
         names: Sequence[str],
     ) -> None:
         self._shards = shards

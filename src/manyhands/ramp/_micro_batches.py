@@ -1,15 +1,21 @@
-"""Whole steps of micro-batches, from a data loader whose micro-batches grow.
+"""The micro-batches of a step: from any loop's loader, or from a loader whose micro-batches grow.
 
-One *unit* is the part of the small batch that one rank has: `batch_size` divided by the ranks. A
-step has so many units on each rank. They come as few passes as memory allows:
+**Any loader** (`Supply`). A step takes as many micro-batches as it has passes, and more are kept
+ready for the steps to come. All ranks take equally many, and end together: a rank whose data has
+ended reports how many it has left before any rank needs more. The reports travel in the rule's own
+collective.
 
-    units <= most        one pass, of a size from a short list (1, 2, 3, 4, 6, 8, 12, ...): a
-                         compiled model sees few shapes
+**A loader whose micro-batches grow** (`StepLoader`). One *unit* is the part of the small batch that
+one rank has: `batch_size` divided by the number of ranks. A step has the same number of units on
+each rank. They come in as few passes as memory allows:
+
+    units <= most        one pass, of a size from a short list (1, 2, 3, 4, 6, 8, 12, ...), so that
+                         a compiled model sees few shapes
     units > most         passes of `most` units each
 
 All ranks draw the same order of the samples, and take neighbouring parts of it. So every sample
-comes once in a pass over the data, and a run that continues on other ranks goes on behind the
-last step's samples. At the end of the data a step has as many whole units as are left.
+comes once in a pass over the data, and a run that is continued on other ranks begins after the last
+step's samples. At the end of the data a step has as many whole units as are left.
 
 With worker processes (`num_workers`) micro-batches are ordered ahead, so a new size comes a few
 steps later: on all ranks at the same step.
@@ -18,17 +24,23 @@ steps later: on all ranks at the same step.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import StateDict
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import SavedState
+from manyhands.scaling._optimizer import ScaledOptimizer
+from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
@@ -48,7 +60,7 @@ class StepSize:
 
 
 def step_size(units: int, most_per_pass: int, fewest_passes: int = 1) -> StepSize:
-    """Return the step nearest to so many units whose micro-batches have one of the sizes.
+    """Return the largest step of at most `units` whose micro-batches have one of `sizes`.
 
     >>> step_size(5, most_per_pass=16)
     StepSize(passes=1, per_pass=4)
@@ -79,13 +91,13 @@ def sizes(most_per_pass: int) -> list[int]:
 class MicroBatches(Generic[Batch]):
     """The micro-batches of one step: a sequence.
 
-    While it is iterated, all but the last are inside the model's `no_sync()`, if it has one.
+    A loop over it runs all but the last inside the model's `no_sync()`, if the model has one.
     """
 
     def __init__(
         self,
         batches: Sequence[Batch],
-        no_sync: Callable[[], AbstractContextManager[Any]],
+        no_sync: Callable[[], AbstractContextManager[object]],
         mean: WeightedMean | None,
     ) -> None:
         self._batches = batches
@@ -93,7 +105,7 @@ class MicroBatches(Generic[Batch]):
         self._mean = mean
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """Return this micro-batch's part of the mean over all that `count` counted.
+        """Return this micro-batch's part of the step's mean loss, over all that `count` counted.
 
         Call it once for each micro-batch, in their order, with the sum of its losses.
         """
@@ -119,12 +131,91 @@ class MicroBatches(Generic[Batch]):
         yield last
 
 
+class Supply:
+    """Hands out a loader's micro-batches by steps, so that all ranks take equally many."""
+
+    def __init__(self, optimizer: ScaledOptimizer) -> None:
+        self._optimizer = optimizer
+        self._steps = 0  # steps of the optimizer so far
+        self._ready = 0  # micro-batches that this rank has ready
+        self._left = 0  # micro-batches that every rank has left, by the last reports
+        # Micro-batches handed out so far: now, at the last report, and at the report before it.
+        self._handed_out, self._reported_at, self._reported_before = 0, 0, 0
+
+    def steps(
+        self,
+        loader: Iterable[Batch],
+        passes: Callable[[], int],
+        look_ahead: Callable[[], int],
+    ) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of one step after another, until a rank's data has ended.
+
+        `passes` says how many micro-batches the next step takes, `look_ahead` how many are kept
+        ready.
+        """
+        batches = iter(loader)
+        ready: deque[Batch] = deque()
+        _fill(ready, batches, look_ahead())
+        self._left = self._agree(len(ready))
+        steps = -1
+        while True:
+            if self._left == 0 and self._steps == steps:
+                # The loop has left out its last step, which would have brought the reports.
+                self._left = self._agree(len(ready))
+            if self._left == 0:
+                return
+            count, steps = min(passes(), self._left), self._steps
+            step = [ready.popleft() for _ in range(count)]
+            _fill(ready, batches, look_ahead())
+            self._ready = len(ready)
+            self._handed_out += count
+            self._left -= count  # corrected by the reports in `step_ended`, if the step is taken
+            yield step
+
+    def report(self) -> int:
+        """Return how many micro-batches this rank has ready, for the step under way."""
+        self._reported_at = self._handed_out
+        return self._ready
+
+    def step_ended(self, reports: Sequence[RankReport]) -> None:
+        """Update how many micro-batches every rank has left, from all ranks' reports."""
+        # With delayed statistics these are the reports of the step before.
+        delayed = self._optimizer._delayed
+        reported_at = self._reported_before if delayed else self._reported_at
+        self._reported_before = self._reported_at
+        self._steps += 1
+        if reports:
+            used_since = self._handed_out - reported_at
+            self._left = int(min(report.batches for report in reports)) - used_since
+
+    def _agree(self, ready: int) -> int:
+        """Return how many micro-batches the rank with the fewest has ready.
+
+        A collective of its own, for the moments at which no step carries the reports: the beginning
+        of the data, and after a step that the loop has left out.
+        """
+        ranks: RankGroup = self._optimizer._ranks
+        if ranks.size == 1:
+            return ready
+        param = next(p for group in self._optimizer.param_groups for p in group["params"])
+        return int(min(number for (number,) in ranks.all_gather([float(ready)], param.device)))
+
+
+def _fill(ready: deque[Batch], batches: Iterator[Batch], count: int) -> None:
+    """Fetch micro-batches until `count` are ready, or the data has ended."""
+    while len(ready) < count:
+        try:
+            ready.append(next(batches))
+        except StopIteration:
+            return
+
+
 class StepLoader(DataLoader[Any]):
-    """Base class of `AdaptiveDataLoader`: whole steps of micro-batches, of a size to be planned."""
+    """Base class of `AdaptiveDataLoader`: whole steps of micro-batches, of a planned size."""
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         batch_size: int = 1,
         shuffle: bool = False,
         *,
@@ -141,15 +232,15 @@ class StepLoader(DataLoader[Any]):
         self._drop_last = bool(options.pop("drop_last", False))
         self._unit = math.ceil(batch_size / self._ranks.size)
         self._most_per_pass = self._units_within(max_local_batch_size)
-        self._turn = 0  # passes over the data so far
-        self._position = 0  # in this pass: samples of all ranks that were handed out
+        self._turn = 0  # how often the data was gone through
+        self._position = 0  # samples that all ranks together were given this time
         self._plan: Callable[[], StepSize] = lambda: StepSize(1, 1)
-        self._ordered: deque[StepSize] = deque()  # the sizes of steps that are on their way
+        self._ordered: deque[StepSize] = deque()  # sizes of steps whose samples were ordered
         self.size = StepSize(1, 1)  # of the step that was handed out last
         super().__init__(dataset, batch_sampler=_Order(self), **options)
 
     def _units_within(self, local_batch_size: int | None) -> int:
-        """Return how many units a pass of so many samples on one rank has at most."""
+        """Return how many units fit into one pass of at most this many samples on one rank."""
         if local_batch_size is None:
             return 1
         if isinstance(local_batch_size, bool) or not isinstance(local_batch_size, int):
@@ -181,9 +272,9 @@ class StepLoader(DataLoader[Any]):
         return self.samples_per_unit / self._small_batch
 
     def size_of(self, units: int) -> StepSize:
-        """Return how a step of so many units is divided.
+        """Return how a step of this many units is divided into passes.
 
-        A single rank compares its own passes to measure the noise, so it takes two at least.
+        A single rank compares its own passes to measure the noise, so it takes at least two.
         """
         return step_size(units, self._most_per_pass, 2 if self._ranks.size == 1 else 1)
 
@@ -196,9 +287,9 @@ class StepLoader(DataLoader[Any]):
     # -- steps ---------------------------------------------------------------------------------
 
     def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[Any]]:
-        """Yield each step's micro-batches of one pass over the data; `size` says how large it is.
+        """Go through the data once, and yield each step's micro-batches; `size` is the step's size.
 
-        `plan` gives the size of the next step whenever one is ordered.
+        `plan` is asked for a size whenever a step's samples are ordered.
         """
         for micro_batches in self._ordered_steps(plan):
             yield list(micro_batches)
@@ -214,7 +305,8 @@ class StepLoader(DataLoader[Any]):
                 break
             self.size = self._ordered.popleft()
             taken = _first_and(first, batches, self.size.passes)
-            # Counted as soon as it is handed out: a run saved in mid-step repeats none of it.
+            # Counted as soon as it is handed out: a run that is saved in mid-step and continued
+            # repeats none of its samples.
             self._position += self.size.units * self.samples_per_unit
             yield taken
         self._turn, self._position = self._turn + 1, 0
@@ -235,7 +327,7 @@ class StepLoader(DataLoader[Any]):
             count = size.per_pass * self._unit
             for _ in range(size.passes):
                 start = position + self._ranks.rank * count
-                # beyond the end, from the beginning again
+                # Beyond the end, samples from the beginning fill the last micro-batches.
                 yield [order[i % self._samples] for i in range(start, start + count)]
                 position += count * self._ranks.size
 
@@ -247,14 +339,14 @@ class StepLoader(DataLoader[Any]):
 
     # -- saving --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return how far the data was handed out. Take it between two steps."""
         return {"version": 1, "turn": self._turn, "position": self._position}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue behind the last step's samples, on any number of ranks.
+    def load_state_dict(self, state_dict: SavedState) -> None:
+        """Continue after the last step's samples, on any number of ranks.
 
-        The rest of the pass under way comes first.
+        The rest of the data comes first, in the order that it had.
         """
         version = state_dict.get("version")
         if version != 1:
@@ -263,7 +355,7 @@ class StepLoader(DataLoader[Any]):
 
 
 class _Order:
-    """What torch's loader asks for the indices of each micro-batch."""
+    """The batch sampler that torch's loader asks for the indices of each micro-batch."""
 
     def __init__(self, loader: StepLoader) -> None:
         self._loader = loader
@@ -281,15 +373,29 @@ def _first_and(first: Batch, others: Iterator[Batch], count: int) -> Iterator[Ba
         yield next(others)
 
 
-def _check_arguments(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> None:
+def _check_arguments(
+    dataset: Dataset[object], batch_size: int, options: Mapping[str, object]
+) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"AdaptiveDataLoader needs a dataset with a length whose samples are found by index, "
-            f"got {type(dataset).__name__}. For a stream give any loader of micro-batches to "
-            "Ramp.over()."
+            f"AdaptiveDataLoader needs a dataset with a length, whose samples are found by index, "
+            f"got {type(dataset).__name__}. For a stream, give Ramp.over() an ordinary DataLoader."
         )
     for name in ("sampler", "batch_sampler"):
         if options.get(name) is not None:
             raise ValueError(f"{name} must be None: AdaptiveDataLoader orders the samples itself.")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
+
+
+def warn_of_batch_norm(model: nn.Module, smallest: int, largest: int) -> None:
+    """Warn if batch normalisation would see micro-batches of several sizes."""
+    names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if names and largest > smallest:
+        warnings.warn(
+            f"{names[0] or type(model).__name__} ({len(names)} layer(s) of batch normalisation) "
+            "takes its statistics from one micro-batch, which may grow from "
+            f"{smallest} to {largest} samples on each rank. Leave max_local_batch_size out to keep "
+            "micro-batches as they are: then only their number grows.",
+            stacklevel=2,
+        )
