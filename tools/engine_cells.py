@@ -33,7 +33,7 @@ def net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def make(sharding, rule, job, passes):
+def make(sharding, rule, job, passes, shared_memory):
     """Return the module to call and the optimizer, both as a user would make them."""
     model = net()
     kind = torch.optim.SGD if rule == "AdaScale" else torch.optim.AdamW
@@ -52,16 +52,18 @@ def make(sharding, rule, job, passes):
         scale = getattr(mh, rule)
         optimizer = scale(optimizer, num_gradients_to_accumulate=passes, **alone)
     if sharding == "blocks":
-        optimizer = mh.DiLoCo(optimizer, every=5, crew=job.crew)
+        optimizer = mh.DiLoCo(optimizer, every=5, crew=job.crew, shared_memory=shared_memory)
     return module, optimizer
 
 
-def train(sharding, rule, job, folder, phase):
+def train(sharding, rule, job, folder, phase, shared_memory, alike):
     """Train one cell; return what is known at the end, on every rank alike."""
     blocks = sharding == "blocks"
     workers, worker = (job.workers, job.worker) if blocks else (job.world_size, job.rank)
     passes = 2 if blocks else MICRO_BATCHES // workers
-    module, optimizer = make(sharding, rule, job, passes)
+    if alike:
+        workers, worker = 1, 0
+    module, optimizer = make(sharding, rule, job, passes, shared_memory)
     first, last = {"begin": (0, 5), "resume": (5, 10), "whole": (0, 10)}[phase]
     found = {}
     if phase == "resume":
@@ -101,7 +103,7 @@ def digest(module):
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def main(folder, phase, only=None):
+def main(folder, phase, only=None, shared_memory=None, alike=False):
     job = mh.start()
     torch.set_num_threads(1)
     folder = Path(folder)
@@ -112,7 +114,9 @@ def main(folder, phase, only=None):
             if only is not None and not cell.startswith(tuple(only)):
                 continue
             try:
-                results[cell] = train(sharding, rule, job, folder / cell, phase)
+                results[cell] = train(
+                    sharding, rule, job, folder / cell, phase, shared_memory, alike
+                )
             except Exception as error:  # a cell may be an error: the table says which
                 results[cell] = {"error": f"{type(error).__name__}: {error}"}
             print(f"{cell} ({job.engine}): {results[cell].get('error', 'done')}", flush=True)
@@ -125,7 +129,10 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("phase", choices=["begin", "resume", "whole"])
     parser.add_argument("--only", nargs="+", help="the cells whose names begin so")
+    parser.add_argument("--network", action="store_true", help="blocks: no shared memory")
+    parser.add_argument("--alike", action="store_true", help="blocks: all have the same samples")
     arguments = parser.parse_args()
-    main(arguments.folder, arguments.phase, arguments.only)
+    shared_memory = False if arguments.network else None
+    main(arguments.folder, arguments.phase, arguments.only, shared_memory, arguments.alike)
     if dist.is_initialized():
         dist.destroy_process_group()

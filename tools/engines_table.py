@@ -1,7 +1,7 @@
 """Which sharding, rule and number of workers works on which engine? One table, by running it.
 
     python tools/engines_table.py                                    plain ranks: a minute
-    python tools/engines_table.py --engines torchrun manyhands torchft
+    python tools/engines_table.py --engines torchrun trainjob manyhands torchft
     python tools/engines_table.py --engines ray submitit             where these are installed
 
 For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two and four workers
@@ -9,12 +9,15 @@ For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two an
 
     =        bit for bit the training without a stop, on plain ranks
     ok       the same training up to the rounding of sums: on another number of workers
-    ok (r)   blocks on another number of workers, or in a crew, whose checkpoint has one worker's
-             inner state for all: they begin with the saved anchor, bit for bit, and all have the
-             same parameters after their next round
+    ok (r)   blocks on another number of workers, or from a crew's checkpoint, which has one
+             worker's inner state for all: they begin with the saved anchor, bit for bit, and all
+             have the same parameters after their next round
     –        nothing to try: torchft's lighthouse keeps a crew, and a crew is for blocks
     error    its text is below the table: a clear error before the first step
     WRONG    anything else
+
+On every engine but the first, each cell has besides, bit for bit, the parameters of plain ranks:
+those of the checkpoint, and those that plain ranks in the same number reach from it.
 
 The table goes to docs/engines/table.md. An engine that is not asked for keeps its rows.
 """
@@ -79,17 +82,35 @@ def run(*commands):
 
 
 def ranks(size, *arguments):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    told = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, CELLS, *arguments]
     return run(*((command, environment(**told, RANK=rank)) for rank in range(size)))
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def torchrun(size, *arguments):
     options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
     return run(([sys.executable, *options, CELLS, *arguments], environment()))
+
+
+def trainjob(size, *arguments):
+    """A pod for each rank, with the variables of Kubeflow Trainer's torch plugin and no others.
+
+    (Its plugins/torch/torch.go: PET_MASTER_ADDR is a pod's name there, and the port is 29400.)
+    """
+    told = {
+        "PET_NNODES": size,
+        "PET_NPROC_PER_NODE": 1,
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": free_port(),
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", CELLS, *arguments]
+    return run(*((command, environment(**told, PET_NODE_RANK=node)) for node in range(size)))
 
 
 def manyhands(size, *arguments):
@@ -139,30 +160,24 @@ def ray(size, *arguments):
             import engine_cells
             engine_cells.main(*{tuple(map(str, arguments))!r})
 
-        ray.init(num_cpus={size + 1}, include_dashboard=False)
+        ray.init("local", num_cpus={size + 1}, include_dashboard=False)
         run = RunConfig(storage_path={str(arguments[0])!r} + "/ray")
-        TorchTrainer(train, scaling_config=ScalingConfig({size}), run_config=run).fit()
+        TorchTrainer(train, scaling_config=ScalingConfig(num_workers={size}), run_config=run).fit()
         ray.shutdown()
     """
     return run(([sys.executable, "-c", textwrap.dedent(code)], environment()))
 
 
 ENGINES = {
-    "plain ranks (Kubeflow's variables)": ranks,
-    "torchrun": torchrun,
-    "manyhands run": manyhands,
-    "submitit": submitit,
-    "Ray Train": ray,
-    "torchft": torchft,
+    "ranks": ("plain ranks", ranks),
+    "torchrun": ("torchrun", torchrun),
+    "trainjob": ("Kubeflow's TrainJob", trainjob),
+    "manyhands": ("manyhands run", manyhands),
+    "submitit": ("submitit", submitit),
+    "ray": ("Ray Train", ray),
+    "torchft": ("torchft", torchft),
 }
-KEYS = {
-    "ranks": "plain ranks (Kubeflow's variables)",
-    "torchrun": "torchrun",
-    "manyhands": "manyhands run",
-    "submitit": "submitit",
-    "ray": "Ray Train",
-    "torchft": "torchft",
-}
+CREWS = (manyhands, torchft)
 
 
 # -- what came out ---------------------------------------------------------------------------------
@@ -183,43 +198,75 @@ def close(ours, theirs):
     )
 
 
-def judge(cell, size, begun, resumed, whole, crew):
-    """Return one cell of the table, and an error's text."""
+def ends(results):
+    return [(result["digest"], result["progress"]) for result in results]
+
+
+def judge(cell, size, begun, resumed, whole, ranks_begun=None, ranks_resumed=None, crew=False):
+    """Return one cell of the table, and what is wrong or the error's text.
+
+    Each argument has a cell's results by rank: from this engine's first five steps, and its last;
+    from the ten steps without a stop; and, for every engine but plain ranks, from these as well.
+    """
     for result in [*begun, *resumed]:
         if "error" in result:
             return "error", result["error"]
-    if len(resumed) != size or len({result["digest"] for result in resumed}) != 1:
-        return "WRONG", "workers differ, or are missing"
-    first = resumed[0]
-    blocks = cell.startswith("blocks")
+    if len(begun) != 2 or len(resumed) != size:
+        return "WRONG", "workers are missing"
+    for results in (begun, resumed):
+        if len({result["digest"] for result in results}) != 1:
+            return "WRONG", "workers differ"
+    first, blocks = resumed[0], cell.startswith("blocks")
+    if {result["loaded"] for result in resumed} != {begun[0]["digest"]}:
+        return "WRONG", "not the saved parameters"
+    if ranks_begun is not None and ends(begun) != ends(ranks_begun):
+        return "WRONG", "not the checkpoint of plain ranks"
+    if ranks_resumed is not None and ends(resumed) != ends(ranks_resumed):
+        return "WRONG", "not what plain ranks make of this checkpoint"
     if size == 2 and not (blocks and crew):
         same = first["digest"] == whole[0]["digest"] and first["progress"] == whole[0]["progress"]
         return ("=", "") if same else ("WRONG", "not the training without a stop")
     if blocks:
-        same = {result["loaded"] for result in resumed} == {begun[0]["digest"]}
-        return ("ok (r)", "") if same else ("WRONG", "not the saved anchor")
+        return "ok (r)", ""
     progress = [first["progress"] or 0.0], [whole[0]["progress"] or 0.0]
     same = close(first["weights"], whole[0]["weights"]) and close(*progress)
     return ("ok", "") if same else ("WRONG", "not the training without a stop")
 
 
+def run_phase(start, size, folder, phase, begun=None, *options):
+    """Run a phase in its folder, which begins as a copy; return what failed. Run it once only."""
+    done = folder / "done"
+    if done.exists():
+        return ""
+    if folder.exists():  # of a run that was interrupted
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    if begun is not None:
+        shutil.copytree(begun, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("done"))
+    failed = start(size, folder, phase, *options)
+    if not failed:
+        done.touch()
+    return failed
+
+
 def try_engine(start, folder, whole):
     """Return the cells of one engine: {cell: {size: (mark, text)}}."""
     begin = folder / "begin"
-    begin.mkdir(parents=True)
-    failed = start(2, begin, "begin")
+    failed_begin = run_phase(start, 2, begin, "begin")
     begun, table = results(begin, "begin"), {}
+    ranks_begun = {} if start is ranks else by_ranks(start, folder)
     for size in SIZES:
         again = folder / f"resume{size}"
-        shutil.copytree(begin, again)
-        failed = failed or start(size, again, "resume")
+        failed = failed_begin or run_phase(start, size, again, "resume", begin)
         resumed = results(again, "resume")
+        ranks_resumed = {} if start is ranks else by_ranks(start, folder, size)
         for cell in (f"{sharding}, {rule}" for sharding in SHARDINGS for rule in RULES):
-            if cell in resumed and cell in begun:
-                crew = start in (manyhands, torchft)
-                found = judge(cell, size, begun[cell], resumed[cell], whole[cell], crew)
-            elif start is torchft and not cell.startswith("blocks"):
+            if start is torchft and not cell.startswith("blocks"):
                 found = "–", ""
+            elif cell in resumed and cell in begun:
+                reference = ranks_begun.get(cell), ranks_resumed.get(cell)
+                crew = start in CREWS
+                found = judge(cell, size, begun[cell], resumed[cell], whole[cell], *reference, crew)
             else:
                 found = "WRONG", failed.strip().splitlines()[-1] if failed else "no result"
             table.setdefault(cell, {})[size] = found
@@ -227,9 +274,49 @@ def try_engine(start, folder, whole):
     return table
 
 
+def by_ranks(start, folder, size=None):
+    """Return what plain ranks do: in the first five steps, or with this engine's checkpoint.
+
+    They have gone on from a checkpoint of their own, which is the same one. Only a crew's is
+    another. It has averaged over the network, and on one host plain ranks average in shared memory,
+    where the last bit may differ; so those that a crew is compared with do not. A crew of one
+    worker takes outer steps, since others may join, and a plain rank alone takes none; so it is
+    compared with two plain ranks that take the same steps as each other.
+    """
+    own = folder.parent / "ranks"
+    phase = "begin" if size is None else "resume"
+    found = results(own / (phase if size is None else f"resume{size}"), phase)
+    if start not in CREWS:
+        return found
+    if size is None:
+        where = own / "begin-network"
+        failed = run_phase(ranks, 2, where, phase, None, "--network", "--only", "blocks")
+    else:
+        where, begun = folder / f"ranks{size}", folder / "begin"
+        options = ["--network", *(["--alike"] if size == 1 else []), "--only", "blocks"]
+        failed = run_phase(ranks, max(size, 2), where, phase, begun, *options)
+    assert not failed, failed
+    of_blocks = {cell: each[: size or 2] for cell, each in results(where, phase).items()}
+    return {**found, **of_blocks}
+
+
+def saved_rows():
+    saved = re.search(r"<!-- (.*) -->", PAGE.read_text()) if PAGE.exists() else None
+    return json.loads(saved[1]) if saved else {}
+
+
+ABOUT = """
+Plain ranks have RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and nothing else: this is what
+Kubeflow's PyTorchJob sets as well. `manyhands run` starts one worker of several processes, and for
+blocks a crew. A crew averages over the network, and fixed ranks of one host in shared memory, where
+the last bit may differ: the plain ranks that a crew is compared with have `shared_memory=False`. A
+crew of one worker is compared with two plain ranks that take the same steps as each other.
+"""
+
+
 def write_page(rows):
     lines = []
-    for engine in ENGINES:
+    for engine, _ in ENGINES.values():
         if engine not in rows:
             continue
         lines += [f"\n## {engine}\n", "| | rule | 2 → 1 | 2 → 2 | 2 → 4 |", "|---|---|---|---|---|"]
@@ -246,14 +333,15 @@ def write_page(rows):
             lines.append(f"| {sharding} | {rule} | {' | '.join(marks)} |")
         lines += [""] if notes else []
         lines += [f"{number}. {text}" for number, text in enumerate(notes, 1)]
-    legend = re.search(r"A cell is\n\n(.*?)\n\nThe table", __doc__, re.DOTALL)
+    legend = re.search(r"A cell is\n\n(.*?)\n\n(On every .*?)\n\nThe table", __doc__, re.DOTALL)
     assert legend is not None
     PAGE.write_text(
         "# Every engine, sharding and rule\n\n"
         "Five steps on two workers, a checkpoint, and five more on one, two and four. Made by "
         "`python tools/engines_table.py`.\n\n```text\n"
         + legend[1]
-        + "\n```\n"
+        + f"\n```\n\n{legend[2]}\n"
+        + ABOUT
         + "\n".join(lines)
         + "\n\n<!-- "
         + json.dumps(rows)
@@ -263,24 +351,26 @@ def write_page(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", nargs="+", choices=KEYS, default=["ranks"])
-    parser.add_argument("--keep", type=Path, help="a folder for checkpoints and results")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["ranks"])
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="a folder for checkpoints and results; what is there already is not run again",
+    )
     arguments = parser.parse_args()
     rows = {}
-    if PAGE.exists():
-        saved = re.search(r"<!-- (.*) -->", PAGE.read_text())
-        rows = json.loads(saved[1]) if saved else {}
     with tempfile.TemporaryDirectory(prefix="engines-") as name:
         folder = arguments.keep or Path(name)
         whole = folder / "whole"
-        whole.mkdir(parents=True)
-        failed = ranks(2, whole, "whole")
+        failed = run_phase(ranks, 2, whole, "whole")
         assert not failed, failed
         expected = results(whole, "whole")
-        for key in arguments.engines:
-            print(KEYS[key], flush=True)
-            table = try_engine(ENGINES[KEYS[key]], folder / key, expected)
-            rows[KEYS[key]] = {
+        for key in ["ranks", *(key for key in arguments.engines if key != "ranks")]:
+            name, start = ENGINES[key]
+            print(name, flush=True)
+            table = try_engine(start, folder / key, expected)
+            rows = saved_rows()  # now: two runs of this script may write at a time
+            rows[name] = {
                 cell: {str(size): list(found) for size, found in sizes.items()}
                 for cell, sizes in table.items()
             }

@@ -60,6 +60,17 @@ def submitit(rank, size, port):
     }
 
 
+def train_job(rank, size, port):
+    """What Kubeflow Trainer tells a pod, with `python` as its command."""
+    return {
+        "PET_NNODES": size,
+        "PET_NPROC_PER_NODE": 1,
+        "PET_NODE_RANK": rank,
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": port,
+    }
+
+
 def mpirun(rank, size, port):
     return {
         "OMPI_COMM_WORLD_RANK": rank,
@@ -91,7 +102,8 @@ def test_the_engines_variables_give_the_same_losses(options, tmp_path):
         found, said = losses_under(engine, tmp_path, *options)
         assert f"rank 1 of 2 ({name}) begins with step 0" in said
         assert found == expected
-    assert losses_under(mpirun, tmp_path, *options)[0] == expected
+    for engine in (mpirun, train_job):
+        assert losses_under(engine, tmp_path, *options)[0] == expected
 
 
 def test_one_rank_takes_the_same_steps_as_two(tmp_path):

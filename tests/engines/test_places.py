@@ -37,6 +37,13 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+TRAIN_JOB = {  # Kubeflow Trainer, pkg/runtime/framework/plugins/torch/torch.go
+    "PET_NNODES": "4",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "3",
+    "PET_MASTER_ADDR": "run-node-0-0.run",
+    "PET_MASTER_PORT": "29400",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -82,6 +89,15 @@ def test_ranks_of_one_host_meet_there(variables, engine):
     assert (place.local_rank, place.local_world_size, place.address) == (1, 2, "127.0.0.1")
 
 
+def test_a_pod_of_a_train_job():
+    pod = {**TRAIN_JOB, "JOB_COMPLETION_INDEX": "3"}
+    assert find_place(pod) == Place("kubeflow", 3, 4, 0, 1, "run-node-0-0.run", 29400)
+    # torchrun has read these variables, and its ranks have them still.
+    ranks = {**pod, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}
+    assert find_place(ranks) == Place("torchrun", 5, 8, 1, 4, "10.0.0.1", 29500)
+    assert find_place({**pod, "MANYHANDS_STORE": "store:29600"}).engine == "manyhands"
+
+
 def test_a_crews_worker_is_a_rank_alone_wherever_it_was_started():
     for engine, variable in (("manyhands", "MANYHANDS_STORE"), ("torchft", "TORCHFT_LIGHTHOUSE")):
         place = find_place({**SLURM, variable: "http://10.0.0.1:29510"})
@@ -100,6 +116,7 @@ def test_a_workers_number_comes_from_whoever_knows_it():
         ({**TORCHRUN, "RANK": "x"}, "RANK has to be a whole number, got 'x'"),
         ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not"),
+        ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "auto"}, "Start the script with torchrun"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "Pass MASTER_ADDR"),
     ],
 )

@@ -105,6 +105,26 @@ def _crew_worker(variables: Variables) -> Place | None:
     return Place("torchft") if variables.get("TORCHFT_LIGHTHOUSE") else None
 
 
+def _train_job(variables: Variables) -> Place | None:
+    """A pod of Kubeflow's TrainJob whose command is not torchrun, which reads these by itself."""
+    if not {"PET_NNODES", "PET_NODE_RANK"} <= variables.keys():
+        return None
+    processes = variables.get("PET_NPROC_PER_NODE", "1")
+    if processes != "1":
+        raise ValueError(
+            f"PET_NPROC_PER_NODE={processes}, as Kubeflow's TrainJob sets it, means that torchrun "
+            "starts the processes of this node, and torchrun has not started this one. Start the "
+            'script with torchrun (command: ["torchrun", "train.py"]), or with numProcPerNode: 1.'
+        )
+    return Place(
+        "kubeflow",
+        _number(variables, "PET_NODE_RANK"),
+        _number(variables, "PET_NNODES"),
+        address=variables.get("PET_MASTER_ADDR", ""),
+        port=_number(variables, "PET_MASTER_PORT", 0),
+    )
+
+
 def _submitit_local(variables: Variables) -> Place | None:
     """submitit's executor for one machine. (Its Slurm executor is `_slurm`.)"""
     if variables.get("SUBMITIT_EXECUTOR") != "local":
@@ -186,6 +206,7 @@ def _mpi(variables: Variables) -> Place | None:
 ENGINES: list[Callable[[Variables], Place | None]] = [
     _torch_variables,
     _crew_worker,
+    _train_job,
     _submitit_local,
     _slurm,
     _mpi,
