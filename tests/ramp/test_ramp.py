@@ -652,7 +652,7 @@ def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning():
         optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
         return mh.Ramp(optimizer, 8, model=model, loader=loader)
 
-    with pytest.warns(UserWarning, match=r"^1 \(1 layer.*grow from 4 to 16 samples"):
+    with pytest.warns(UserWarning, match=r"statistics of 1 .* grow from 4 to 16 samples"):
         make(max_local_batch_size=16)
     make(max_local_batch_size=None)
 

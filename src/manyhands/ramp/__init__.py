@@ -3,6 +3,7 @@
 _decision.py         arithmetic: the best number of passes, and the next one
 _measured.py         what a decision rests on: the times of steps, and how sure the noise is
 _micro_batches.py    the micro-batches of a step, kept ready or from a loader of whole steps
+_mistakes.py         warnings of what a growing batch does to the rest of a script
 _ramp.py             `Ramp`: measures, decides, and hands out micro-batches
 _memory_trial.py     `largest_micro_batch`: how many samples fit into a pass, found by trying
 _adaptive_loader.py  adaptdl's loop: `AdaptiveDataLoader`, `remaining_epochs_until`

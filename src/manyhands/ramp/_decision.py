@@ -47,7 +47,6 @@ noise: with c = 1.25 at least 0.8.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -55,7 +54,6 @@ from typing import Literal
 from manyhands.scaling._noise import gain
 
 PRICE_OF_A_STEP = 1.25  # in small batches, with goal="samples"
-STEPS_IN_A_ROW = 20  # a rate that changes in each of these follows a schedule that counts steps
 
 Goal = Literal["time", "samples", "steps"] | None
 Reason = Literal["explore", "grow", "shrink", "stay", "decay", "wait"]
@@ -299,27 +297,3 @@ class Decay:
     def to_list(self) -> list[float]:
         """Return the numbers, in the order of the arguments."""
         return [self.highest, self.units, self.rate, self.grown]
-
-
-@dataclass
-class ScheduleWatch:
-    """Warn once if the learning rate follows a schedule that counts optimizer steps."""
-
-    rates: tuple[float, ...] = ()
-    in_a_row: int = 0
-    warned: bool = False
-
-    def see(self, rates: Sequence[float], growth: float) -> None:
-        """Record a step's rates; the batch is now `growth` times that of the first step."""
-        changed = self.rates != () and tuple(rates) != self.rates
-        self.rates, self.in_a_row = tuple(rates), self.in_a_row + 1 if changed else 0
-        if self.in_a_row < STEPS_IN_A_ROW or growth <= 1.0 or self.warned:
-            return
-        self.warned = True
-        warnings.warn(
-            f"the learning rate has changed in each of the last {self.in_a_row} steps, and a step "
-            f"has grown to {growth:g} times its first batch. A schedule that counts optimizer "
-            "steps still ends after the same number of steps, and so after more data. Let it "
-            "count progress: mh.ProgressScheduler(scheduler, optimizer, end=...).",
-            stacklevel=2,
-        )

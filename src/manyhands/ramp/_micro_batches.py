@@ -24,7 +24,6 @@ steps later: on all ranks at the same step.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,8 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 from torch.optim.optimizer import StateDict
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -386,16 +384,3 @@ def _check_arguments(
             raise ValueError(f"{name} must be None: AdaptiveDataLoader orders the samples itself.")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
-
-
-def warn_of_batch_norm(model: nn.Module, smallest: int, largest: int) -> None:
-    """Warn if batch normalisation would see micro-batches of several sizes."""
-    names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if names and largest > smallest:
-        warnings.warn(
-            f"{names[0] or type(model).__name__} ({len(names)} layer(s) of batch normalisation) "
-            "takes its statistics from one micro-batch, which may grow from "
-            f"{smallest} to {largest} samples on each rank. Leave max_local_batch_size out to keep "
-            "micro-batches as they are: then only their number grows.",
-            stacklevel=2,
-        )

@@ -36,7 +36,6 @@ from manyhands.ramp._decision import (
     Goal,
     Limits,
     Noise,
-    ScheduleWatch,
     StepTime,
     decide,
     efficiency,
@@ -47,8 +46,8 @@ from manyhands.ramp._micro_batches import (
     StepLoader,
     StepSize,
     Supply,
-    warn_of_batch_norm,
 )
+from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._settings import parse_passes
 from manyhands.scaling._step_stats import RankReport
