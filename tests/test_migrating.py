@@ -140,12 +140,13 @@ def test_their_name_exists(name):
 
 
 BY_TORCHRUN = ["scheduler_loop.py", "manual_loop.py"]
-BY_THEMSELVES = ["rule_loop.py", "oss_loop.py", "amp_loop.py"]
+ADAPTDL = ["rule_loop.py", "autoscale_loop.py"]
+BY_THEMSELVES = [*ADAPTDL, "oss_loop.py", "amp_loop.py"]
 
 
 @pytest.mark.parametrize("title", [*BY_TORCHRUN, *BY_THEMSELVES])
 def test_the_old_side_of_a_loop_runs_too(title, tmp_path):
-    peer("adaptdl.torch" if title == "rule_loop.py" else "fairscale.optim")
+    peer("adaptdl.torch" if title in ADAPTDL else "fairscale.optim")
     for block in blocks(PAGE):
         if block.title is not None:
             (tmp_path / block.title).write_text(block.side(old=True))

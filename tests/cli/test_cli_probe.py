@@ -63,6 +63,22 @@ def test_it_begins_from_a_checkpoint_and_leaves_it(manyhands, tmp_path):
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == files
 
 
+def test_scale_1_is_the_batch_that_a_ramp_has_grown_to(manyhands, tmp_path):
+    model = torch.nn.Linear(4, 1)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    ramp = mh.Ramp(optimizer, 4, goal="steps", every=1)
+    for micro_batches in ramp.over(torch.randn(20, 8, 4)):
+        for inputs in micro_batches:
+            (model(inputs).square().mean() / len(micro_batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mh.save(tmp_path / "run", model=model, optimizer=optimizer, ramp=ramp)
+    result = manyhands("probed_here:make_probe", "--checkpoint", tmp_path / "run", *SMALL[:-1], 300)
+    assert result.exit_code == 0, result.output
+    assert "the checkpoint's batch: 4 pass(es)" in result.output
+    assert sys.modules["probed_here"].optimizer.scale == 4.0
+
+
 def test_it_writes_a_figure(manyhands, tmp_path):
     pytest.importorskip("plotly")
     result = manyhands("probed_here:make_probe", "--figure", "probe.html", *SMALL)

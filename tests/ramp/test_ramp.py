@@ -574,6 +574,10 @@ def test_mistakes_are_errors_that_say_what_to_do(clock):
             mh.Ramp(optimizer, 64, **wrong)
     with pytest.raises(TypeError, match=r"model=Linear has no no_sync"):
         mh.Ramp(optimizer, 64, model=model)
+    with pytest.raises(TypeError, match=r"takes an AdaptiveDataLoader, got DataLoader.* over\(\)"):
+        mh.Ramp(optimizer, 64, loader=DataLoader([1.0]))
+    with pytest.raises(TypeError, match=r"without arguments, got 100.* probe_every"):
+        mh.Ramp(optimizer, 64, probe=100)
     mh.Ramp(optimizer, 64)
     with pytest.raises(ValueError, match="has a Ramp already"):
         mh.Ramp(optimizer, 64)
@@ -620,41 +624,63 @@ def test_a_schedule_that_counts_steps_is_noticed(clock):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("what", ["progress", "epochs"])
-def test_a_schedule_that_counts_something_else_is_right(clock, what):
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("what", ["progress", "epochs", "micro-batches", "micro-batches at once"])
+def test_a_schedule_that_counts_something_else_is_right(clock, what, kind):
     """No warning, which would be an error here."""
     model, loader = quadratic(spread=8.0)
     inner = torch.optim.SGD(model.parameters(), lr=1e-6)
     optimizer = mh.AdaScale(inner)
     ramp = mh.Ramp(optimizer, 64, goal="steps")
-    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, gamma=0.99)
-    steps = 0
-    by_progress = mh.ProgressScheduler(schedule, optimizer) if what == "progress" else None
-
-    def after_step(loss):
-        nonlocal steps
-        steps += 1
-        if by_progress is not None:
-            by_progress.step()
-        elif steps % 10 == 0:
+    if kind == "linear":
+        schedule = torch.optim.lr_scheduler.LinearLR(inner, 1.0, 0.1, total_iters=len(loader))
+    else:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=len(loader))
+    if what == "progress":
+        schedule = mh.ProgressScheduler(schedule, optimizer)
+    for step, micro_batches in enumerate(ramp.over(loader)):
+        for target in micro_batches:
+            loss = (model(torch.ones_like(target)) - target).square().mean() / 2
+            (loss / len(micro_batches)).backward()
+            if what == "micro-batches" and step:  # torch warns of one before the first step
+                schedule.step()
+        clock.step(len(micro_batches))
+        optimizer.step()
+        optimizer.zero_grad()
+        if what == "micro-batches at once":
+            for _ in micro_batches:
+                schedule.step()
+        elif what == "progress" or (what == "epochs" and step % 10 == 0):
             schedule.step()
-
-    train(clock, model, optimizer, ramp, loader, after_step=after_step)
     assert ramp.passes == 64
 
 
-def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning():
+@pytest.mark.parametrize("given", ["the wrapper", "nothing", "adaptdl's module"])
+def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning(given):
     def make(max_local_batch_size):
         data = torch.utils.data.TensorDataset(torch.randn(64, 4))
-        loader = mh.AdaptiveDataLoader(data, 4, max_local_batch_size=max_local_batch_size)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if given == "adaptdl's module":
+            loader = mh.AdaptiveDataLoader(data, 4)
+            loader.autoscale_batch_size(32, local_bsz_bounds=(None, max_local_batch_size))
+            model = mh.AdaptiveDataParallel(model, optimizer)
+            for (inputs,) in loader:
+                model(inputs)
+                break
+            return
+        loader = mh.AdaptiveDataLoader(data, 4, max_local_batch_size=max_local_batch_size)
         model.no_sync = contextlib.nullcontext  # as a wrapper's
-        optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
-        return mh.Ramp(optimizer, 8, model=model, loader=loader)
+        mh.Ramp(
+            mh.AdaScale(optimizer),
+            8,
+            model=model if given == "the wrapper" else None,
+            loader=loader,
+        )
 
-    with pytest.warns(UserWarning, match=r"statistics of 1 .* grow from 4 to 16 samples"):
+    with pytest.warns(UserWarning, match=r"\(1 layer.* grow from 4 to 16 samples"):
         make(max_local_batch_size=16)
-    make(max_local_batch_size=None)
+    make(max_local_batch_size=4)
 
 
 @pytest.mark.parametrize("delayed", [False, True])

@@ -14,6 +14,7 @@ from rich.table import Table
 from manyhands.checkpoint import load
 from manyhands.cli._terminal import import_object, printable, stop
 from manyhands.probe import ProbeResult, probe_batch
+from manyhands.scaling._rule_base import ScalingRuleBase
 
 
 def probe(
@@ -57,6 +58,9 @@ def probe(
     try:
         if checkpoint is not None:
             load(checkpoint, model=model, optimizer=optimizer)
+            if isinstance(optimizer, ScalingRuleBase) and not optimizer._batch.counts_passes:
+                passes = optimizer._continue_batch()  # a Ramp may have grown it
+                typer.echo(f"the checkpoint's batch: {passes} pass(es) in each step")
         found = probe_batch(
             model,
             optimizer,

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhands._core.modules import modules_holding
 
 STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule that counts steps
 
 
 @dataclass
 class ScheduleWatch:
-    """Warns once if the learning rate follows a schedule that counts optimizer steps."""
+    """Warns once if the learning rate follows a schedule that counts optimizer steps.
+
+    One that counts micro-batches or samples is right, and moves further in a larger step. Where the
+    size of a step changes, `follows` compares the change of the rate with that of the size: of
+    this step, if the schedule is stepped in its passes, or of the step before.
+    """
 
     rates: tuple[float, ...] = ()
     in_a_row: int = 0
+    moved: float = 0.0  # by how much the rates have changed since the step before
+    sizes: tuple[float, float] = (1.0, 1.0)  # of the last two steps
+    follows: tuple[SizeFollower, SizeFollower] = field(
+        default_factory=lambda: (SizeFollower(), SizeFollower())
+    )
     warned: bool = False
 
     def see(self, rates: Sequence[float], growth: float) -> None:
-        """Take note of a step's rates; the batch is now `growth` times that of the first step."""
-        changed = self.rates != () and tuple(rates) != self.rates
-        self.rates, self.in_a_row = tuple(rates), self.in_a_row + 1 if changed else 0
+        """Take note of a step's rates; its batch is `growth` times that of the first step."""
+        pairs = zip(rates, self.rates, strict=False)
+        moved = sum(abs(now - before) for now, before in pairs)
+        sizes = (*self.sizes, growth)
+        if moved and self.moved:
+            for follower, (before, now) in zip(self.follows, (sizes[1:], sizes[:-1]), strict=True):
+                follower.see(now / before, moved / self.moved)
+        self.in_a_row = self.in_a_row + 1 if moved else 0
+        self.rates, self.moved, self.sizes = tuple(rates), moved, (sizes[1], sizes[2])
         if self.in_a_row < STEPS_IN_A_ROW or growth <= 1.0 or self.warned:
+            return
+        if any(follower.follows for follower in self.follows):
             return
         self.warned = True
         warnings.warn(
@@ -36,10 +57,39 @@ class ScheduleWatch:
         )
 
 
-def warn_of_batch_norm(model: nn.Module, smallest: int, largest: int) -> None:
-    """Warn if a model's normalisation would see micro-batches of several sizes."""
-    names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if names and largest > smallest:
+@dataclass
+class SizeFollower:
+    """Whether one number changes by the same factor as another: the slope of their logarithms."""
+
+    product: float = 0.0
+    square: float = 0.0
+
+    def see(self, size: float, other: float) -> None:
+        """Take note of the factor by which the size has changed, and the other number."""
+        self.product += math.log(size) * math.log(other)
+        self.square += math.log(size) ** 2
+
+    @property
+    def follows(self) -> bool:
+        """Whether the slope is nearer to 1 than to 0."""
+        return self.product > 0.5 * self.square
+
+
+def warn_of_batch_norm(
+    model: nn.Module | None, params: Sequence[Tensor], smallest: int, largest: int
+) -> None:
+    """Warn if a model's normalisation would see micro-batches of several sizes.
+
+    Without the model its layers are found by their parameters.
+    """
+    if largest <= smallest:
+        return
+    if model is None:
+        found = modules_holding(params, lambda module: isinstance(module, _BatchNorm))
+        names = [type(module).__name__ for module, _ in found]
+    else:
+        names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if names:
         warnings.warn(
             f"the statistics of {names[0] or type(model).__name__} "
             f"({len(names)} layer(s) of batch normalisation) are those of a micro-batch, which may "

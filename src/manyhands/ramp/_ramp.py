@@ -143,6 +143,7 @@ class Ramp:
         _check_goal_and_numbers(
             max_scale, limits, decay, {"every": every, "probe_every": probe_every}
         )
+        _check_parts(loader, probe)
         optimizer = _rule(optimizer)
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
@@ -201,8 +202,10 @@ class Ramp:
             else:
                 self._set_units(1)
                 self._moments_scale, self._first_units = self.scale, 1
-            if self._model is not None:
-                warn_of_batch_norm(self._model, *loader.local_batch_sizes)
+            optimizer = self.optimizer
+            model = optimizer._model if self._model is None else self._model
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            warn_of_batch_norm(model, params, *loader.local_batch_sizes)
         elif self._loader is not loader:
             raise ValueError(
                 "this Ramp has another AdaptiveDataLoader already, and counts its batch in that "
@@ -348,7 +351,7 @@ class Ramp:
         self._supply.step_ended(reports)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if not self.optimizer._schedule_counts_progress:
-            self._schedule.see(rates, growth=self._units / self._first_units)
+            self._schedule.see(rates, growth=units / self._first_units)
         if self._decay is not None:
             self._decay.see(self._units, rates)
         if not reports:  # delayed statistics, and this was the first step
@@ -597,6 +600,20 @@ def _check_goal_and_numbers(
         raise ValueError(f"growth must be a number above 1, such as 2.0, got {limits.growth}.")
     if not math.isfinite(max_scale):
         raise ValueError(f"max_scale must be a number, such as 64, got {max_scale}.")
+
+
+def _check_parts(loader: object, probe: object) -> None:
+    """Raise if a loader or a probe is of another kind."""
+    if loader is not None and not isinstance(loader, StepLoader):
+        raise TypeError(
+            f"loader= takes an AdaptiveDataLoader, got {type(loader).__name__}. Give any other "
+            "loader of micro-batches to over()."
+        )
+    if probe is not None and not callable(probe):
+        raise TypeError(
+            f"probe must be a function without arguments, got {probe!r}: write probe=lambda: "
+            "mh.probe_batch(...). Every how many steps it is called is probe_every."
+        )
 
 
 def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:

@@ -289,6 +289,7 @@ class Batch:
     counts_passes: bool = False
     loss_is_divided: bool = True
     set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
+    saved_scale: float | None = None  # of the whole batch in the run that was loaded
 
     def scale_for(self, passes: int) -> float:
         """Return the scale of a batch with this number of passes."""
@@ -354,7 +355,14 @@ class Batch:
         """
         passes = int(state["passes"]) if self.counts_passes else self.passes
         scale, per_pass = state["scale"], state["scale_per_pass"]
-        saved_micro_batches = int(state["workers"]) * int(state["passes"])
+        saved = replace(
+            self,
+            workers=int(state["workers"]),
+            passes=int(state["passes"]),
+            scale=scale,
+            scale_per_pass=per_pass,
+        )
+        saved_micro_batches = saved.workers * saved.passes
         ours = replace(self, passes=passes, short=None)
         loaded = replace(
             ours,
@@ -363,6 +371,7 @@ class Batch:
             else float(scale) * self.workers * passes / saved_micro_batches,
             scale_per_pass=None if per_pass is None else float(per_pass),
             smoothing=check_smoothing(state["smoothing"]),
+            saved_scale=saved.scale_for(saved.passes),
         )
         mismatches = []
         if "scale" in self.set_by_user:
