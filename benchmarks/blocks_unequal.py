@@ -1,6 +1,7 @@
 """Workers of different speed: how much of their summed speed is used, and what does it cost?
 
     python benchmarks/blocks_unequal.py --data FOLDER    # mnist.npz, tinyshakespeare.txt.xz; writes
+    python benchmarks/blocks_unequal.py --data FOLDER --only loss    # as long as it takes; writes
     python benchmarks/blocks_unequal.py --data FOLDER --faults   # only these, 20 minutes; writes
     python benchmarks/blocks_unequal.py --data FOLDER --quick    # a smoke test, writes nothing
     python benchmarks/blocks_unequal.py --draw           # the page from the results so far
@@ -30,6 +31,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +60,7 @@ SPEEDS = tuple(1 + 3 * rank / 7 for rank in range(8))
 SYNCHRONOUS, EQUAL, OWN = "one worker, all eight batches", "equal steps", "own steps"
 UNWEIGHTED = "own steps, equal weights"
 LOSSES = (SYNCHRONOUS, EQUAL, OWN, UNWEIGHTED)
+KINDS = ("speed", "loss")
 WITHIN, KEPT = 0.005, 0.88
 
 
@@ -188,6 +191,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with the data sets")
     parser.add_argument("--task", choices=list(PLANS), action="append", help="only this one")
     parser.add_argument("--seed", type=int, action="append", help="only this one")
+    parser.add_argument("--only", choices=KINDS, action="append", help="only runs of this kind")
     parser.add_argument("--faults", action="store_true", help="only the runs of crews")
     parser.add_argument("--minutes", type=float, default=5.0, help="of a run of 8 in a crew")
     parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
@@ -201,14 +205,15 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # what it imports is not imported again
     for name in [] if args.faults else args.task or list(PLANS):
-        measure(PLANS[name], args.data, args.seed or SEEDS[: 1 if args.quick else None], args.quick)
-    if args.faults or not (args.task or args.quick):
+        seeds = args.seed or SEEDS[: 1 if args.quick else None]
+        measure(PLANS[name], args.data, seeds, args.quick, args.only or KINDS)
+    if args.faults or not (args.task or args.quick or args.only):
         measure_crews(args.data, args.minutes, args.quick)
     if not args.quick:
         PAGE.write_text(page(json_lines.read(RESULTS)))
 
 
-def measure(plan: Plan, folder: Path, seeds: Any, quick: bool) -> None:
+def measure(plan: Plan, folder: Path, seeds: Any, quick: bool, kinds: Sequence[str]) -> None:
     """Make all runs of a task that are not in the results yet."""
     plan.task.load(folder)  # in this process, whose forks have it
     if quick:
@@ -217,7 +222,7 @@ def measure(plan: Plan, folder: Path, seeds: Any, quick: bool) -> None:
     runs = [("speed", short, 0, name) for name in (EQUAL, OWN)]
     runs += [("loss", plan, seed, name) for seed in seeds for name in LOSSES]
     done = {row["key"] for row in json_lines.read(RESULTS)} if not quick else set()
-    for kind, chosen, seed, name in runs:
+    for kind, chosen, seed, name in [run for run in runs if run[0] in kinds]:
         settings = f"{chosen.task.batch}/{chosen.pace}/{chosen.seconds}/{OUTER}"
         key = f"{chosen.task.name}/{chosen.task.steps}/{settings}/{kind}/{name}/{seed}"
         if key in done:

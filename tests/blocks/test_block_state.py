@@ -113,6 +113,19 @@ def test_work_is_what_no_kept_round_has_yet():
     assert merged.load(9, 2, own=7, work=Work(2)).work == Work(2)
 
 
+def test_steps_that_are_given_up_are_counted_and_those_along_a_mean_are_not():
+    state = after(3).send(ALL).step()  # 3 in flight, and a fourth
+    late = state.undo().join(20, 4, diverged=False, retry=[])
+    assert (late.own, late.dropped, late.work) == (4, 4, NO_WORK)
+    assert late.step().give_up_steps().dropped == 5
+    assert late.step().return_to_anchor().dropped == 5
+    merged = state.commit(complete=True, overlaps=True, work=Work(3))
+    assert merged.join(20, 4, diverged=False, retry=[]).dropped == 1
+    assert after(1, 2).join(2, 0, diverged=False, retry=[]).dropped == 0  # in a shared warm-up
+    assert after(1, 2, True).join(2, 0, diverged=False, retry=[]).dropped == 1
+    assert merged.load(9, 2, own=7, dropped=3).dropped == 3
+
+
 def test_a_block_that_ends_early_counts_to_its_end():
     state = after(2).end_block(6)
     assert (state.steps, state.own) == (6, 2)
@@ -166,6 +179,7 @@ class Life(RuleBasedStateMachine):
         self.state = BlockState.begin(warmup, local)
         self.moved, self.sent, self.steps_since_joining = set(), [], 1
         self.unmerged = 0  # steps that are in no kept round
+        self.given_up = 0  # steps that never will be
 
     def change(self, state, falls=False):
         assert falls or state.version >= self.state.version
@@ -195,6 +209,7 @@ class Life(RuleBasedStateMachine):
         if joins:
             source = replace(self.state, steps=self.state.steps + 1, rounds=self.state.rounds + 1)
             diverged, retry = source.diverged, source.retry
+            self.given_up += self.unmerged if self.state.diverged else 0
             joined = self.state.join(source.steps, source.rounds, diverged=diverged, retry=retry)
             assert not joined.contributes
             self.change(joined, falls=not joined.has_anchor)
@@ -268,11 +283,13 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: not self.sent and self.state.anchor_in_use)
     @rule()
     def leave(self):
+        self.given_up += self.unmerged if self.state.diverged else 0
         self.change(self.state.return_to_anchor())
         self.moved, self.unmerged = set(), 0
 
     @rule()
     def is_not_finite(self):
+        self.given_up += self.unmerged if self.state.diverged else 0
         self.change(self.state.give_up_steps())
         self.sent = [(fragments, overlaps, NO_WORK) for fragments, overlaps, _ in self.sent]
         self.unmerged = 0
@@ -287,10 +304,12 @@ class Life(RuleBasedStateMachine):
         self.change(self.state.load(steps, rounds, diverged=diverged), falls=True)
         self.moved = set(ALL) if diverged else set()
         self.sent, self.steps_since_joining, self.unmerged = [], 1, 0
+        self.given_up = 0
 
     @invariant()
     def no_step_is_weighed_twice_or_not_at_all(self):
         assert self.state.work.steps == self.unmerged
+        assert self.state.dropped == self.given_up
 
     @invariant()
     def at_the_anchor_unless_it_says_so(self):

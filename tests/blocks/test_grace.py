@@ -1,12 +1,18 @@
 """How long a late member is waited for, how many hold a round, and who reaches whom."""
 
+import errno
 import math
+import socket
+import threading
+import time
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import manyhands as mh
+from manyhands.blocks.crew import _reach
 from manyhands.blocks.crew._grace import SHORTEST, GraceWindow
 from manyhands.blocks.crew._reach import Door, unreachable
 from manyhands.blocks.crew._roster import Member, Roster
@@ -47,6 +53,26 @@ def test_the_window_is_never_below_the_median_wait_nor_too_short(waits, block, m
     found = window(waits, block).seconds(members)
     assert found >= max(SHORTEST, sorted(waits[-32:])[len(waits[-32:]) // 2 - 1])
     assert found <= 5 * max(waits) + block + 4.0 + SHORTEST
+
+
+def test_the_rounds_of_a_warm_up_do_not_say_how_long_blocks_take():
+    """Otherwise the slowest of workers with equal steps would be dropped in every block."""
+    found = window([0.01] * 40, block=0.1, regroups=[1.5])
+    found.forget_rounds()
+    assert found.seconds(8) == math.inf
+    for _ in range(3):
+        found.add_round(block=30.0, waited=25.0)
+    assert found.seconds(8) == 25.0
+
+
+def test_a_crew_forgets_them_as_its_warm_up_ends(monkeypatch):
+    monkeypatch.setenv("MANYHANDS_PATIENCE", "auto")
+    crew, param = mh.Crew(), torch.nn.Parameter(torch.zeros(1))
+    optimizer = mh.LocalSGD(torch.optim.SGD([param], lr=0.1), every=2, warmup=3, crew=crew)
+    for step in range(1, 5):
+        crew._grace.add_round(1.0, 1.0)
+        optimizer.step()
+        assert len(crew._grace._waits) == {1: 1, 2: 2, 3: 0, 4: 1}[step]
 
 
 def test_one_long_wait_does_not_make_the_next_one_longer():
@@ -148,3 +174,42 @@ def test_a_door_answers_until_it_is_closed():
         door.close()
     assert unreachable({"0.1": door.address}) == ("0.1",)
     assert unreachable({}) == ()
+
+
+PASSING = [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM]
+
+
+def doors():
+    return [thread for thread in threading.enumerate() if thread.name == "manyhands door"]
+
+
+def test_a_door_goes_on_after_errors_that_pass_and_ends_when_it_is_closed(monkeypatch):
+    """As while too many files are open: one that has ended would be cut off for ever."""
+    errors = [OSError(number, "") for number in PASSING]
+
+    class Listening(socket.socket):
+        def accept(self):
+            if errors:
+                raise errors.pop()
+            return super().accept()
+
+    def create_server(*args, **kwargs):
+        return Listening(fileno=made(*args, **kwargs).detach())
+
+    made = socket.create_server
+    monkeypatch.setattr(_reach.socket, "create_server", create_server)
+    monkeypatch.setattr(_reach, "PAUSE", 0.01)
+    before = len(doors())
+    door = Door("127.0.0.1")
+    try:
+        host, _, port = door.address.partition(":")
+        with socket.create_connection((host, int(port)), 10.0) as caller:
+            caller.settimeout(10.0)
+            assert caller.recv(1) == b""  # it has been accepted, and closed
+        assert errors == [] and len(doors()) == before + 1
+    finally:
+        door.close()
+    until = time.monotonic() + 10.0
+    while len(doors()) > before:
+        assert time.monotonic() < until, "the thread of a closed door goes on"
+        time.sleep(0.01)

@@ -94,7 +94,7 @@ def train(crew, log, steps, options, params, slow):
         name: [float(p.detach().min()), float(p.detach().max())]
         for name, p in model.named_parameters()
     }
-    log("done", **values, undone=seen["undone"], rounds=seen["rounds"])
+    log("done", **values, **{name: seen[name] for name in ("undone", "rounds", "dropped")})
 
 
 @pytest.fixture
@@ -181,6 +181,34 @@ def test_one_that_comes_while_the_others_synchronize_takes_part(store, tmp_path)
         assert workers.events(2, "in")[0]["steps"] % 6 in (1, 4)  # let in by synchronize()
         for e in done:
             assert e["first"] == close_to(-STEPS) and e["undone"] == 0
+
+
+def test_one_that_is_too_late_for_synchronize_holds_no_round_of_its_own(store, tmp_path):
+    """The others have held theirs, and are in a block: a further round would find nobody there."""
+
+    def sleeps(number):
+        if number == 2:
+            original = _sync.Sync.count_step
+
+            def count_step(self):
+                if self.state.own == 14:
+                    time.sleep(4.0)
+                original(self)
+
+            _sync.Sync.count_step = count_step
+
+    options = {"every": 6, "overlap": 3, "calls_at": lambda n: n == 15}
+    with Joiners(store, tmp_path, expected=3, stall=1.0, patience=1.5) as workers:
+        workers.start(range(3), steps=120, options=options, harm=sleeps)
+        workers.until(lambda: (workers.last(0, "step", "steps") or 0) >= 14)
+        (tmp_path / "slow").touch()
+        workers.until(lambda: (workers.last(2, "step", "steps") or 0) >= 24, 30.0)
+        (tmp_path / "slow").unlink()
+        workers.finish(60.0)
+        done = [workers.events(number, "done")[-1] for number in range(3)]
+        for e in done:
+            assert e["first"] == close_to(-120)
+        assert done[0]["dropped"] == 0 < done[2]["dropped"] <= 15
 
 
 def test_many_differences_are_cut_short():

@@ -358,12 +358,106 @@ def test_a_worker_that_is_not_finite_is_left_out_with_its_steps():
                 run.param[0] = math.nan
         while run.optimizer.rounds < 4:
             run.step()
-        return run.param.detach(), run.optimizer.snapshot()["left_out"], run.optimizer.steps
+        shown = run.optimizer.snapshot()
+        return run.param.detach(), shown["left_out"], shown["step"], shown["dropped"]
 
     results = run_ranks(3, blocks)
-    for param, left_out, steps in results:
+    for param, left_out, steps, _ in results:
         assert torch.equal(param, results[0][0]) and param.isfinite().all()
         assert (left_out, steps) == (1, results[0][2])
+
+    assert [rank for rank in range(3) if results[rank][3]] == [0]  # its steps are dropped
+    assert results[0][3] == 8
+
+
+def test_parameters_can_be_averaged_and_added_wherever_the_workers_are():
+    """They have the same count in mind, and are at different steps of one block, or behind it."""
+
+    def blocks(overlap):
+        run = Run(shared_memory=False, overlap=overlap)
+        added = nn.Parameter(torch.full((3,), float(run.rank)))
+        for end in (11, 16, 23, 31):
+            run.train(end)
+            run.optimizer.average_parameters()
+            if end == 16:
+                run.optimizer.add_param_group({"params": [added]})
+        run.finish()
+        return run.param.detach(), added.detach(), run.optimizer.rounds, run.optimizer.steps
+
+    for overlap in (0, 1):
+        results = run_ranks(3, blocks, overlap)
+        for param, added, *counts in results:
+            assert torch.equal(param, results[0][0]) and torch.equal(added, results[0][1])
+            assert counts == [*results[0][2:]]
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_loaded_hands_out_samples_for_the_steps_of_its_block(tmp_path):
+    """In every order of loading, and also where each worker loads its own state in mid-block."""
+
+    def train(run, cursor, epochs):
+        seen = []
+        while cursor.epoch < epochs:
+            for batch in cursor:
+                run.clock.now += run.seconds(0)
+                run.param.grad = torch.zeros_like(run.param)
+                seen += batch.tolist()[: cursor.samples]
+                run.optimizer.step()
+                if run.optimizer.steps >= 20 and epochs == 1:
+                    return seen
+        return seen
+
+    def make():
+        run = Run(shared_memory=False)
+        return run, mh.Cursor(torch.arange(700), 4, optimizer=run.optimizer)
+
+    def blocks():
+        run, cursor = make()
+        train(run, cursor, 1)
+        own = run.optimizer.state_dict()
+        run.optimizer.synchronize()
+        model = nn.ParameterList([run.param])
+        mh.save(tmp_path / "run", model=model, optimizer=run.optimizer, cursor=cursor)
+        position = cursor.state_dict()
+        found = []
+        for how in ("together", "cursor first", "optimizer first", "own"):
+            other, cursor = make()
+            if how == "together":
+                model = nn.ParameterList([other.param])
+                mh.load(tmp_path / "run", model=model, optimizer=other.optimizer, cursor=cursor)
+            elif how == "cursor first":
+                cursor.load_state_dict(position)
+                other.optimizer.load_state_dict(run.optimizer.state_dict())
+            elif how == "optimizer first":
+                other.optimizer.load_state_dict(run.optimizer.state_dict())
+                cursor.load_state_dict(position)
+            else:
+                cursor.load_state_dict(position)
+                other.optimizer.load_state_dict(own)
+            found.append((cursor.position, train(other, cursor, 2)))
+        return found
+
+    results = run_ranks(3, blocks)
+    for case in range(4):
+        before = results[0][case][0]
+        assert 0 < before < 700
+        seen = [sample for rank in range(3) for sample in results[rank][case][1]]
+        assert len(seen) == 700 - before + 700
+        assert set(seen) == set(range(700))
+
+
+def test_a_joiner_gets_samples_for_a_block_longer_than_every_workers():
+    """The slow ones were lost, and the next block makes up for what the fast one took more."""
+    schedule = OwnSchedule(5)
+    schedule.begin_next()
+    schedule.follow({0: 8}, 0, taken=8.0, seconds=8.0)
+    assert (schedule.length, schedule.own) == (11, 8)
+    joiner = OwnSchedule(5)
+    joiner.begin(schedule.start, schedule.length)
+    joiner.load(schedule.plan, 1, schedule.seconds, schedule.ahead)
+    assert schedule.steps_of([0, 1]) == joiner.steps_of([0, 1]) == {0: 8, 1: joiner.own}
 
 
 # -- mistakes --------------------------------------------------------------------------------------

@@ -64,11 +64,14 @@ def fork(fn: Callable[[], None], errors: Path) -> int:
 class Store:
     """A store in a process of its own."""
 
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+
     def __enter__(self) -> Store:
         read, write = os.pipe()
 
         def host() -> None:
-            _store, address = serve_store("127.0.0.1")
+            _store, address = serve_store(self._host)
             os.write(write, address.encode())
             time.sleep(1000)
 

@@ -14,6 +14,7 @@
     in_flight     rounds that were sent, and neither merged nor undone yet
     own           steps that this worker has taken itself, since it began
     work          of these, the steps that are in no kept round yet, and were not given up
+    dropped       of these, the steps that were given up: they are in no mean, and never will be
 
 A block with one round:
 
@@ -79,6 +80,7 @@ class BlockState:
     in_flight: int = 0
     own: int = 0
     work: Work = NO_WORK
+    dropped: int = 0
 
     def __post_init__(self) -> None:
         assert min(self.work) >= 0, f"more work was merged than was done: {self}"
@@ -151,6 +153,7 @@ class BlockState:
             in_flight=self.in_flight,
             own=self.own + 1,
             work=self.work.plus(samples),
+            dropped=self.dropped,
         )
 
     def end_block(self, steps: int) -> BlockState:
@@ -205,11 +208,13 @@ class BlockState:
     def return_to_anchor(self) -> BlockState:
         """Give up the steps of this block: the parameters are at the anchor again."""
         assert self.anchor_in_use and not self.in_flight, f"no anchor to return to: {self}"
-        return replace(self, diverged=False, work=NO_WORK)
+        return replace(self.give_up_steps(), diverged=False)
 
     def give_up_steps(self) -> BlockState:
-        """Give up the steps taken so far: their values are not finite."""
-        return replace(self, work=NO_WORK)
+        """Give up the steps that are in no kept round, such as those of values not finite."""
+        # In a shared warm-up the workers step along their mean, and nothing of it is lost.
+        lost = self.work.steps if self.diverged else 0
+        return replace(self, work=NO_WORK, dropped=self.dropped + lost)
 
     # -- members and state that change ---------------------------------------------------------
 
@@ -224,10 +229,14 @@ class BlockState:
     def join(self, steps: int, rounds: int, *, diverged: bool, retry: Sequence[int]) -> BlockState:
         """Take over another member's state.
 
-        A joiner takes part in a round that is repeated, although it has nothing to contribute.
+        A joiner takes part in a round that is repeated, although it has nothing to contribute. If
+        it was a member that came too late, it gives up its steps: they started from an anchor that
+        the others have left.
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
-        state = replace(self, diverged=diverged, just_joined=True, retry=tuple(retry), work=NO_WORK)
+        state = replace(
+            self.give_up_steps(), diverged=diverged, just_joined=True, retry=tuple(retry)
+        )
         return state._at(steps, rounds)
 
     def forget_rounds(self) -> BlockState:
@@ -243,9 +252,10 @@ class BlockState:
         in_flight: int = 0,
         own: int = 0,
         work: Work = NO_WORK,
+        dropped: int = 0,
     ) -> BlockState:
         """Continue from saved counters, with as many rounds in flight as were saved."""
-        state = replace(self.forget_rounds(), own=own, work=work)
+        state = replace(self.forget_rounds(), own=own, work=work, dropped=dropped)
         return replace(state, diverged=diverged, in_flight=in_flight)._at(steps, rounds)
 
     def _at(self, steps: int, rounds: int) -> BlockState:

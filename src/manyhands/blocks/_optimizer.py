@@ -299,6 +299,7 @@ class Blocks(OptimizerWrapper):
             "cosine": stats.drift.cosine,
             "left_out": stats.left_out_ever,
             "undone": stats.undone,
+            "dropped": sync.state.dropped,  # steps of this worker that are in no mean
             "waited": stats.waited,
         }
 
@@ -408,6 +409,7 @@ class Blocks(OptimizerWrapper):
         if self.alone:
             return
         with torch.no_grad():
+            self._sync.end_block()  # of own steps: some workers have held its round already
             self._sync.merge_pending()
         try:
             self._check_agreement([p for g in self.param_groups for p in g["params"]], [])
@@ -431,6 +433,7 @@ class Blocks(OptimizerWrapper):
     def average_parameters(self) -> None:
         """Set every worker's parameters to their mean, without an outer step."""
         if not self.alone:
+            self._sync.end_block()
             self._sync.merge_pending()
             payloads = make_payloads(by_index(trainable_params(self._inner_optimizer)))
             while self._sync.average_now(payloads) is None:

@@ -61,7 +61,8 @@ class SavedWorker(SavedByAnyWorker, total=False):
     last_round: list[int]  # its workers, and the numbers of those left out
     clock: list[float]
     own: list[int]  # steps of its own in all, and in no kept round: steps, steps told, samples
-    own_block: list[int]  # with own steps: of the present block, and how many are taken
+    taken: int  # with own steps: how many of the present block are taken
+    dropped: int  # steps of its own that are in no mean
 
 
 class SavedCounters(Counters):
@@ -86,7 +87,8 @@ def save_worker(sync: Sync) -> SavedWorker:
         "last_round": [stats.workers, *stats.left_out],
         "clock": sync.runner.clock.elapsed(state.own),
         "own": [state.own, *state.work],
-        "own_block": schedule.saved() if isinstance(schedule, OwnSchedule) else [],
+        "taken": schedule.taken if isinstance(schedule, OwnSchedule) else 0,
+        "dropped": state.dropped,
         # A crew sends its differences again when they are due: saving must not wait for a member.
         "pending": []
         if sync.members.elastic
@@ -154,6 +156,7 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
     if saved["alone"]:  # its steps were not in blocks
         sync.begin_block()
     sync.restart_clock()
+    sync.restart_samples()
 
 
 def check_saved(
@@ -233,10 +236,15 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     diverged = saved["diverged"] and bool(saved["anchor"])
     own, *work = saved.get("own", [saved["steps"], 0, 0, 0])
     sync.state = sync.state.load(
-        saved["steps"], saved["rounds"], diverged=diverged, own=own, work=Work(*work)
+        saved["steps"],
+        saved["rounds"],
+        diverged=diverged,
+        own=own,
+        work=Work(*work),
+        dropped=saved.get("dropped", 0),
     )
-    if isinstance(sync.schedule, OwnSchedule) and saved.get("own_block"):
-        sync.schedule.restore(*saved["own_block"])
+    if isinstance(sync.schedule, OwnSchedule):
+        sync.schedule.taken = saved.get("taken", 0)
     sync.restart_clock()
     if sync.alone:
         pass
@@ -255,6 +263,7 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     for each in saved["pending"] if sync.anchor.buckets and not sync.members.elastic else []:
         sync.pending.append(restore_round(each, sync.anchor))
         sync.state = sync.state.send(each["fragments"])
+    sync.restart_samples()
 
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
@@ -292,8 +301,9 @@ def save_round(pending: Pending) -> SavedRound:
         "buffers": [mean.saved() for mean in pending.buffers],
         "state": [mean.saved() for mean in pending.state],
         "note": astuple(pending.note),
-        # A stop notice is about the processes that were saved, not about those that load.
-        "notes": [astuple(replace(note, stop=0.0)) for note in result.notes],
+        # A stop notice is about the processes that were saved, not about those that load, and a
+        # `Cursor` that is loaded hands out the samples of this round again.
+        "notes": [astuple(replace(note, stop=0.0, drawn=0.0)) for note in result.notes],
         "squares": [*result.squares, result.square_of_mean],
     }
 

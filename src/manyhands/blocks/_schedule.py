@@ -134,13 +134,9 @@ class OwnSchedule(Schedule):
         self.ahead -= self.length
         self.taken = 0
 
-    def saved(self) -> list[int]:
-        """Return what belongs to this worker alone."""
-        return [self._own, self.taken]
-
-    def restore(self, own: int, taken: int) -> None:
-        """Continue as this worker was when it was saved."""
-        self._own, self.taken = own, taken
+    def steps_of(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Return how many steps each of these workers takes in the block."""
+        return {number: self.plan.get(number, self.length) for number in numbers}
 
     def load(self, plan: Mapping[int, int], number: int, seconds: float, ahead: float) -> None:
         """Take over the numbers of a block that was saved, or that another worker is in."""

@@ -150,6 +150,7 @@ class Sync:
         self.joined_late = False  # whether this worker received another one's state
         self._options_checksum = fingerprint(options)
         self.regroups = 0  # how often the members have changed
+        self.joins = 0  # how often this worker has received the others' state
         self._due_after_merges: Sequence[int] = ()  # fragments that `sync_now` is about to send
         self.samples: int | None = None  # of the step that is being taken, if they are known
         self._compared = False  # whether the first block was searched for identical moves
@@ -212,9 +213,11 @@ class Sync:
         block, and some just after it: these have held the block's round, or have it in flight.
         """
         if isinstance(self.schedule, OwnSchedule) and self.schedule.taken:
+            joins = self.joins
             self.merge_pending()
-            self.state = self.state.end_block(self.schedule.end())
-            self.after_step()
+            if self.joins == joins:  # not if it came too late, and is in another block now
+                self.state = self.state.end_block(self.schedule.end())
+                self.after_step()
 
     def set_steps(self, step: int) -> None:
         """Continue as after `step` steps."""
@@ -231,8 +234,10 @@ class Sync:
     def sync_now(self) -> None:
         """Merge all that is in flight, and then synchronize all fragments if any has diverged.
 
-        Joiners that come as something is merged take part in the round that follows.
+        Joiners that come as something is merged take part in the round that follows. This worker
+        does not if it came too late: the others have held theirs, and train on.
         """
+        joins = self.joins
         self.end_block()
         fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
         self._due_after_merges = fragments
@@ -240,7 +245,7 @@ class Sync:
             self.merge_pending()
         finally:
             self._due_after_merges = range(0)
-        if self.state.diverged and fragments:
+        if self.state.diverged and fragments and self.joins == joins:
             self._send(fragments, self.now)
             self._merge()
 
@@ -252,12 +257,16 @@ class Sync:
         """
         self.end_block()
         self.merge_pending()
-        if self.state.diverged and self.anchor.buckets:
+        while self.state.diverged and self.anchor.buckets:
             if self.members.close(self.state.steps):
                 self.sync_now()
+            elif self.members.regroup_due:  # it was cut off meanwhile, and is back
+                self.regroup()
+                continue
             elif self.state.anchor_in_use:
                 self.anchor.restore_params()
                 self.state = self.state.return_to_anchor()
+            break
 
     def merge_pending(self) -> None:
         """Wait for all that is in flight, and merge it."""
@@ -414,8 +423,7 @@ class Sync:
         steps = self.every.share(seconds)
         slowest = max(n * each for n, each in zip(steps, seconds, strict=True))
         taken = sum(result.notes[rank].taken for rank in included) / len(included)
-        plan = self.account.paces = dict(zip(numbers, steps, strict=True))
-        schedule.follow(plan, self.number, taken, slowest)
+        schedule.follow(dict(zip(numbers, steps, strict=True)), self.number, taken, slowest)
 
     def _record_result(self, result: RoundResult) -> None:
         self.stats.record(result, self.members.numbers)
@@ -495,6 +503,7 @@ class Sync:
             self.initial_state.restore()
         self.state = self.state.begin_anchor()
         self.anchor.begin()
+        self.members.begin_blocks()
         self.restart_clock()
         self.regroup()
 
@@ -559,6 +568,7 @@ class Sync:
         )
         self.account.load(state["samples"])
         self.joined_late = state["samples"] is not None
+        self.joins += 1
         self.restart_clock()
 
     # -- samples (`_samples.py`) ---------------------------------------------------------------
@@ -573,17 +583,20 @@ class Sync:
     def hand_out_samples(self) -> None:
         """Hand out what is left of the epoch, if that has changed, until the next sync round."""
         account, numbers, overlap = self.account, self.members.numbers, self.schedule.overlap
-        if self.every.own_steps and self.state.steps >= self.state.warmup:
-            # a worker that has just come may take as many as the fastest
-            most = max(account.paces.values(), default=self.schedule.length)
-            paces = {n: account.paces.get(n, most) for n in numbers}
-            account.hand_out(paces, own=self.number)
+        if isinstance(self.schedule, OwnSchedule) and self.state.steps >= self.state.warmup:
+            account.hand_out(self.schedule.steps_of(numbers), own=self.number)
             return
         steps = self._steps_to_round()
         if overlap:  # training goes on while the round is in flight
             steps += self.schedule.length + overlap
         since = self.state.steps - account.committed_at
         account.hand_out(dict.fromkeys(numbers, steps), since)
+
+    def restart_samples(self) -> None:
+        """Hand out for the block that the counters say now: they were loaded."""
+        if not self.account.taken:
+            self.account.committed_at, self.account.due = self.state.steps, True
+            self.hand_out_samples()
 
     def _steps_to_round(self) -> int:
         """Return how many steps each worker takes until samples are committed next."""

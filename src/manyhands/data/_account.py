@@ -40,7 +40,6 @@ class Account:
         self._steps_left: int | None = (
             None  # when it took that step; None: more than are handed out
         )
-        self.paces: dict[int, int] = {}  # steps of each worker in a block, if they have their own
         self.due = False  # what is left is to be handed out anew
         self.received = False  # from another member, before there is a cursor here
         self.changes = 0  # counts what may have changed this worker's part
@@ -157,12 +156,10 @@ class Account:
             "rules": dict(self.rules),
             "ledger": self.ledger.all_of_it(),
             "committed_at": self.committed_at,
-            "paces": [list(pace) for pace in self.paces.items()],
         }
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Take over what another member has saved."""
         if saved is not None:
             self.begin(saved["rules"], Ledger.of(saved["ledger"]), saved["committed_at"])
-            self.paces = {number: steps for number, steps in saved["paces"]}
             self.received = True

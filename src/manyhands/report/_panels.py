@@ -146,6 +146,12 @@ _WELL_KNOWN = (
         "Sync rounds that were repeated because a worker was lost in them.",
     ),
     Panel(
+        "dropped",
+        "Dropped steps",
+        "steps",
+        "Steps of this worker that are in no mean: they came too late, or were not finite.",
+    ),
+    Panel(
         "left_out",
         "Left out of a mean",
         "workers",

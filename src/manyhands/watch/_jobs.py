@@ -42,10 +42,17 @@ SUFFIX = ".jsonl"
 COUNTED = {  # columns that only grow, and what has happened when one does
     "undone": "{} undone: a worker was lost in the sync round",
     "left_out": "{} left out of a mean: its numbers were not finite",
+    "dropped": "{} dropped: too late for the sync round, or not finite",
     "nonfinite": "{} with a gradient that was not finite",
     "skipped": "{} skipped by the gradient scaler",
 }
-COUNTED_UNIT = {"undone": "round", "left_out": "worker", "nonfinite": "step", "skipped": "step"}
+COUNTED_UNIT = {
+    "undone": "round",
+    "left_out": "worker",
+    "dropped": "step",
+    "nonfinite": "step",
+    "skipped": "step",
+}
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,9 @@ class Membership(Protocol):
         `moves_anchor` is False for a state transfer, which only brings joiners to the anchor.
         """
 
+    def begin_blocks(self) -> None:
+        """Forget how long rounds took: those of a warm-up come after each step."""
+
     def close(self, steps: int) -> bool:
         """Return whether all others are done after as many steps: then a last round is held."""
 
@@ -126,6 +129,9 @@ class FixedMembers:
         if background.error is not None:
             raise background.error
         return background.result
+
+    def begin_blocks(self) -> None:
+        pass
 
     def close(self, steps: int) -> bool:
         return True

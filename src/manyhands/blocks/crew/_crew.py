@@ -175,16 +175,19 @@ class Crew(CrewBase):
         client = StoreClient(store, monitor.interval, self._signer)
         try:
             shared = SharedRoster(client, monitor, self.inner.size)
+            former = frozenset() if self._enrollment is None else self._enrollment.own_ids
             self._enrollment = Enrollment(
-                shared, self.number, self.inner, self.expected, self.patience, self.quorum
+                shared, self.number, self.inner, self.expected, self.patience, self.quorum, former
             )
             self._enrollment.agree_on_incarnation()
             self._enrollment.check_terms(self._terms)
-        except StoreLost:
+        except (StoreLost, OSError) as error:
             client.close()
             if self._enrollment is not None:
                 self._enrollment.close()
-            raise
+            if isinstance(error, StoreLost):
+                raise
+            raise StoreLost(store, error) from error  # there is no route to it
 
     def regroup(self, version: int) -> None:
         """Form the next generation with all living members and all waiting processes."""
@@ -221,6 +224,7 @@ class Crew(CrewBase):
             except StoreLost:
                 if time.monotonic() > until:
                     raise
+                time.sleep(1.0)  # without a route there is an answer at once
         # No generation has our new id, and a store that was started anew counts from 1 again.
         self._cut_off, self.generation = False, 0
 
@@ -272,15 +276,29 @@ class Crew(CrewBase):
             self._check_progress(roster, began)
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
+    def begin_blocks(self) -> None:
+        if self._grace is not None:
+            self._grace.forget_rounds()
+
     def close(self, steps: int) -> bool:
         """Announce that this worker is done; return whether to hold a last round before it leaves.
 
         True once all others have finished after as many steps. False if they go on, or have taken
-        more steps: they hold their next round without this worker, as if it had died.
+        more steps: they hold their next round without this worker, as if it had died. False with
+        `regroup_due` if it cannot reach the store, and has a quorum.
         """
         if self._enrollment is None or self.size == 1 == self.inner.size:
             return True
-        enrollment, generation, round_index = self._enrollment, self.generation, self._round
+        try:
+            return self._close(self._enrollment, steps)
+        except StoreLost:
+            if self.quorum == 1:
+                raise
+            self._cut_off = self.regroup_due = True
+            return False
+
+    def _close(self, enrollment: Enrollment, steps: int) -> bool:
+        generation, round_index = self.generation, self._round
         shared, own = enrollment.shared, enrollment.id
         roster = shared.change(lambda roster: roster.close(own, generation, round_index, steps))
         began, pause = time.monotonic(), FIRST_PAUSE

@@ -112,6 +112,7 @@ class Enrollment:
         expected: int,
         patience: float,
         quorum: int = 1,
+        former_ids: frozenset[str] = frozenset(),
     ) -> None:
         self.shared = shared
         self.number = number  # the worker's
@@ -125,6 +126,7 @@ class Enrollment:
         self._cut_from: tuple[str, ...] = ()
         self.process_number = number * inner.size + inner.rank
         self.id = ""  # "number.incarnation", once there is one
+        self.own_ids = former_ids  # all that this process has had: none of them is another worker
         self._worker_incarnation = 0
         # Ids of this worker's other processes in the present generation. Ours dies with them.
         self._siblings: frozenset[str] = frozenset()
@@ -182,6 +184,7 @@ class Enrollment:
         """Take an id that no process has had. An earlier process with our number is not us."""
         roster = self.shared.change(lambda roster: roster.count_incarnation(self.process_number))
         self.id = f"{self.process_number}.{dict(roster.incarnations)[self.process_number]}"
+        self.own_ids |= {self.id}
         self.shared.client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
         self.shared.monitor.reset()
         if self._door is not None:
@@ -316,7 +319,8 @@ class Enrollment:
         Only an earlier incarnation counts, and only if its heartbeat advances while we watch: our
         own last life may stand in the roster until it is known to be dead.
         """
-        everyone = {*roster.ids, *(member.id for member in roster.waiting)} - {self.id}
+        # A heartbeat that this process sent as its line was cut may arrive when the line is back.
+        everyone = {*roster.ids, *(member.id for member in roster.waiting)} - self.own_ids
         for id in everyone:
             same_number = number_of(id) == self.process_number
             if (

@@ -41,6 +41,11 @@ class GraceWindow:
     def add_regroup(self, seconds: float) -> None:
         self._regroups.append(seconds)
 
+    def forget_rounds(self) -> None:
+        """Begin anew, because later rounds will take another time."""
+        self._waits.clear()
+        self._blocks.clear()
+
     def seconds(self, members: int) -> float:
         """Return the seconds for which this many members wait; infinity if too little is known.
 

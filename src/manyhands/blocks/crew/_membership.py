@@ -73,6 +73,9 @@ class CrewBase:
         """Return whether this round is kept: whether every member `arrived`. One answer for all."""
         raise NotImplementedError
 
+    def begin_blocks(self) -> None:
+        """Forget how long rounds took: those of a warm-up come after each step."""
+
     def close(self, steps: int) -> bool:
         """Return whether to hold a last round: whether all others finished after as many steps."""
         return True
@@ -154,6 +157,9 @@ class ElasticMembers:
         # torch.distributed raises RuntimeError when another worker's connection breaks.
         of_others = isinstance(error, RuntimeError | RanksDisagree) and self.crew.size > 1
         return not of_others or self._failures >= PERSISTENT
+
+    def begin_blocks(self) -> None:
+        self.crew.begin_blocks()
 
     def close(self, steps: int) -> bool:
         return self.crew.close(steps)

@@ -22,6 +22,7 @@ from contextlib import suppress
 from manyhands.blocks.crew._store import parse_address
 
 ANSWER = 2.0  # seconds in which a door must answer
+PAUSE = 0.2  # seconds after which a door goes on that could not accept
 
 
 class Door:
@@ -32,16 +33,21 @@ class Door:
         self._listening = socket.create_server((host, 0), family=family, backlog=1024)
         port = self._listening.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="manyhands door", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 self._listening.accept()[0].close()
-            except OSError:  # closed
-                return
+            except OSError:
+                # Closed, or an error that passes: the caller has gone (ECONNABORTED), too many
+                # files are open (EMFILE, ENFILE), no memory (ENOBUFS, ENOMEM), ... Those who come
+                # meanwhile wait in the backlog: to them the door has answered.
+                self._closed.wait(PAUSE)
 
     def close(self) -> None:
+        self._closed.set()
         # A thread that waits in accept() notices a shutdown, and not that the socket is closed.
         with suppress(OSError):  # not on every system possible
             self._listening.shutdown(socket.SHUT_RDWR)

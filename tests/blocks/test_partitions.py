@@ -1,0 +1,119 @@
+"""A crew that is cut in two by real routes: network namespaces, and a router between them.
+
+Of five workers three are in one network and two in another one, and the store is in a third. The
+half with the quorum goes on, the other one waits and comes back, in the same processes. Each
+sample is committed once, and no two workers ever differ.
+"""
+
+import time
+
+import pytest
+
+import manyhands as mh
+from helpers.crew_workers import Store
+from helpers.data_workers import DataWorkers
+from helpers.networks import Networks, NoNetworks
+from manyhands.blocks.crew import _store
+
+pytestmark = pytest.mark.long
+
+NEAR, FAR = (0, 1, 2), (3, 4)
+OPTIONS = {"expected": 5, "quorum": 3, "stall": 1.5, "patience": "auto"}
+OWN = mh.Seconds(0.2, first=3, own_steps=True)
+
+CUTS = {  # what happens to the line of the far workers, and how it is mended
+    "unplugged": (lambda n: n.unplug("far"), lambda n: n.plug_in("far")),
+    "all dropped": (lambda n: n.drop("far"), lambda n: n.mend("far")),
+    "dropped between workers": (lambda n: n.drop("far", "near"), lambda n: n.mend("far", "near")),
+}
+
+
+@pytest.fixture
+def networks(monkeypatch):
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 3.0)
+    try:
+        networks = Networks().__enter__()
+    except NoNetworks as error:
+        pytest.skip(f"network namespaces are not allowed here: {error}")
+    yield networks
+    networks.__exit__()
+
+
+@pytest.mark.parametrize("make", [mh.LocalSGD, mh.DiLoCo])
+@pytest.mark.parametrize(("cut", "mend"), CUTS.values(), ids=CUTS)
+def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
+    networks, tmp_path, cut, mend, make
+):
+    options = {"make": make, "every": OWN, "pause": 0.005}
+    with (
+        Store(networks.address) as store,
+        DataWorkers(store, tmp_path, **OPTIONS) as workers,
+    ):
+        with networks.inside("near"):
+            workers.start(NEAR, **options)
+        with networks.inside("far"):
+            workers.start(FAR, **options)
+        for _ in range(2):
+            workers.wait_for_members({*NEAR, *FAR})
+            cut(networks)
+            workers.wait_for_members({*NEAR})
+            alone = len(workers.members())
+            workers.until(lambda n=alone: len(workers.members()) >= n + 5, timeout=60)
+            before = [len(workers.events(number, "commit")) for number in FAR]
+            time.sleep(4.0)  # those who lost the store have noticed
+            assert [len(workers.events(number, "commit")) for number in FAR] == before
+            mend(networks)
+        workers.wait_for_members({*NEAR, *FAR})
+        workers.stop_soon()
+        workers.finish(timeout=90)
+        workers.each_sample_once()
+        assert set(workers.incarnations.values()) == {1}
+        assert workers.last(3, "done", "dropped") > 0 == workers.last(0, "done", "dropped")
+
+
+@pytest.mark.parametrize("cut", ["unplugged", "all dropped"])
+def test_nobody_goes_on_without_the_quorum_and_nothing_is_lost(networks, tmp_path, cut):
+    """The larger half has lost the store; the other one has it, and is too small."""
+    cut, mend = CUTS[cut]
+    options = {"every": OWN, "pause": 0.005}
+    with (
+        Store(networks.address) as store,
+        DataWorkers(store, tmp_path, **OPTIONS) as workers,
+    ):
+        with networks.inside("near"):
+            workers.start(FAR, **options)
+        with networks.inside("far"):
+            workers.start(NEAR, **options)
+        workers.wait_for_members({*NEAR, *FAR})
+        cut(networks)
+        time.sleep(3.0)  # a round that was under way may still be kept
+        before = len(workers.members())
+        time.sleep(5.0)
+        assert len(workers.members()) == before
+        mend(networks)
+        workers.wait_for_members({*NEAR, *FAR})
+        workers.stop_soon()
+        workers.finish(timeout=90)
+        workers.each_sample_once()
+        assert set(workers.incarnations.values()) == {1}
+
+
+def test_one_that_is_cut_off_as_it_finishes_waits_and_leaves_with_the_others(networks, tmp_path):
+    options = {"every": OWN, "pause": 0.005}
+    with (
+        Store(networks.address) as store,
+        DataWorkers(store, tmp_path, **OPTIONS) as workers,
+    ):
+        with networks.inside("near"):
+            workers.start(NEAR, **options)
+        with networks.inside("far"):
+            workers.start(FAR, **options)
+        workers.wait_for_members({*NEAR, *FAR})
+        workers.stop_soon()
+        networks.drop("far")
+        workers.until(lambda: bool(workers.events(0, "done")), timeout=60)
+        networks.mend("far")
+        workers.finish(timeout=90)
+        workers.each_sample_once()
+        for number in FAR:  # the run may have ended without it
+            assert workers.events(number, "done") or workers.events(number, "late")
