@@ -1,26 +1,25 @@
 """The Hugging Face Trainer: a scaling rule around its optimizer, and what the rule has to know.
 
-In a loop of your own you give a rule these things. Here they are found in the Trainer:
+Trainer runs the loop, so what a loop of one's own would say has to be found out from it:
 
-    passes      Trainer fetches the micro-batches of a step before it runs them, and the last step
-                of an epoch may have fewer. The rule is given their number.
-    tokens      If the model takes `num_items_in_batch`, a step's loss is a sum over all of its
+    passes      Trainer fetches the micro-batches of a step before it runs them, and an epoch's last
+                step may have fewer. The rule is given their number.
+    tokens      If the model is told `num_items_in_batch`, a step's loss is a sum over all of its
                 tokens, divided by their number. Micro-batches then count by their tokens
                 (`scaling/_weighted_mean.py`).
     loss scale  The accelerator's gradient scaler.
     progress    If asked, the schedule follows the progress, and `max_steps` is counted in it.
 
-`Attachment` replaces these methods of the Trainer, on the instance:
+Methods of Trainer that are replaced on the instance, by those of `Attachment`:
 
-    create_scheduler                puts the rule around the optimizer: Trainer calls this when the
-                                    optimizer has been prepared, and before it loads a checkpoint
-    get_batch_samples               fetches a step's micro-batches; the rule is given their number
+    create_scheduler                is called when the optimizer has been prepared, and before a
+                                    checkpoint is loaded: the moment to put the rule around it
+    get_batch_samples               fetches a step's micro-batches
     log                             adds the gain, the scale and the progress
-    _save_optimizer_and_scheduler   lets every rank take part (`OSS`), where Trainer asks rank 0
-                                    alone, and saves what the optimizer's file leaves out
-    _load_optimizer_and_scheduler   loads what the optimizer's file leaves out
+    _save_optimizer_and_scheduler   lets every rank take part, where Trainer asks rank 0 alone (OSS)
+    _load_optimizer_and_scheduler   and adds what the optimizer's file leaves out
 
-and with a `Ramp`, whose steps do not all have the same number of micro-batches, also these:
+and, with a `Ramp`, whose steps do not all have the same number of micro-batches:
 
     set_initial_training_values     says how many epochs there are: as many as the progress takes
     _init_training_state            finds the place in the epoch at which a checkpoint was saved
@@ -31,24 +30,20 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
+from transformers.training_args import ParallelMode
 
+from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrappers import find_layer
+from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations._step_passes import StepPasses
-from manyhands.integrations._transformers_checks import (
-    check_for_ramp,
-    check_layers,
-    check_ramp,
-    check_trainer,
-)
 from manyhands.ramp import Ramp
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._progress import ProgressScheduler
@@ -65,7 +60,6 @@ __all__ = ["Attachment", "attach"]
 
 STATE_FILE = "manyhands.pt"  # in a checkpoint: what is not in the optimizer's state there
 
-Batch: TypeAlias = Mapping[str, Tensor]  # a micro-batch: the arguments of the model's forward
 MakeRamp: TypeAlias = Callable[[ScalingRuleBase], Ramp]
 
 
@@ -102,21 +96,21 @@ def attach(
 
     Args:
         trainer: a `Trainer`, or an object of a class derived from it.
-        rule: `AdaScale`, `AdamScale`, or a function that is called with the optimizer and the
-            options, and returns a rule. Leave it out if Trainer's optimizer has a rule already
-            (`optimizers=(rule, None)`), or if there is no rule, only `OSS`.
+        rule: `AdaScale`, `AdamScale` or another rule: what is called with the optimizer and with
+            the options. Leave it out if Trainer's optimizer has a rule inside already, as when it
+            was given as `optimizers=(rule, None)`, or if there is no rule, only `OSS`.
         by_progress: count `max_steps` in progress: write the number of steps that you would train
-            for at the small batch. The schedule is made for so many steps, and follows the
-            progress. Training ends when the progress has reached them, after fewer optimizer steps.
-        ramp: a function that is called with the rule and returns a `Ramp`, which then sets the
-            number of passes: `lambda rule: mh.Ramp(rule, max_scale=64)`. Leave
-            `gradient_accumulation_steps` at 1, and count by progress. If the last micro-batches of
-            an epoch are fewer than a step has, they are left out.
+            for at the small batch. The schedule is made for so many, and follows the progress;
+            training ends when the progress has reached them, after fewer optimizer steps.
+        ramp: what is called with the rule and returns a `Ramp`, which then sets the number of
+            passes: `lambda rule: mh.Ramp(rule, max_scale=64)`. Leave `gradient_accumulation_steps`
+            at 1, and count by progress. The last micro-batches of an epoch are left out, if
+            they are fewer than a step has.
         options: further arguments of the rule.
     """
-    check_trainer(trainer, by_progress)
+    _check_trainer(trainer, by_progress)
     if ramp is not None:
-        check_for_ramp(trainer, by_progress)
+        _check_for_ramp(trainer, by_progress)
     if any(isinstance(each, Attachment) for each in trainer.callback_handler.callbacks):
         raise RuntimeError("this trainer has been attached to already. Call attach() once.")
     attachment = Attachment(trainer, rule, by_progress, ramp, options)
@@ -125,7 +119,7 @@ def attach(
 
 
 class Attachment(TrainerCallback):
-    """What `attach` puts into a Trainer, and returns: `rule` is the scaling rule.
+    """What `attach` has put into a Trainer, and returns: `rule` is the scaling rule.
 
     >>> import manyhands as mh, torch
     >>> from manyhands.integrations.transformers import attach
@@ -135,7 +129,7 @@ class Attachment(TrainerCallback):
     >>> attached.rule is None  # it is made in `train()`
     True
 
-    Some of its methods replace Trainer's own; Trainer calls the others as a callback's.
+    Its methods take the place of some of Trainer's, and are called at each of its steps.
     """
 
     def __init__(
@@ -153,10 +147,10 @@ class Attachment(TrainerCallback):
         self.rule: ScalingRuleBase | None = None
         """The rule, once `train()` has made the optimizer; None if there is only `OSS`."""
         self.ramp: Ramp | None = None
-        """The ramp, if there is one, from the same moment on."""
+        """The ramp, likewise."""
         self._make_ramp = make_ramp
         self._scale = 1.0  # of the last step
-        self._taken = 0  # with a ramp: the micro-batches of this epoch that were fetched
+        self._taken = 0  # micro-batches of this epoch, by a ramp
         self._mean: WeightedMean | None = None  # of the step's tokens, if they are counted
         self._replaced: dict[str, Callable[..., Any]] = {}
         names = [
@@ -174,18 +168,16 @@ class Attachment(TrainerCallback):
 
     # -- before the first step ---------------------------------------------------------------
 
-    def create_scheduler(
-        self, num_training_steps: int, *args: object, **kwargs: object
-    ) -> LRScheduler | ProgressScheduler:
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Put the rule around the optimizer, which has been prepared, and make the schedule."""
         trainer = self._trainer
-        check_trainer(trainer, self._by_progress)
+        _check_trainer(trainer, self._by_progress)
         self.rule = self._find_or_make_rule()
-        check_layers(trainer, self.rule, self.ramp, self._by_progress)
+        _check_optimizer(trainer, self.rule, self.ramp, self._by_progress)
         if self._make_ramp is not None and self.ramp is None:
             assert self.rule is not None
             self.ramp = self._make_ramp(self.rule)
-            check_ramp(self.ramp)
+            _check_ramp(self.ramp)
         scheduler = self._replaced["create_scheduler"](num_training_steps, *args, **kwargs)
         if self._by_progress and not isinstance(scheduler, ProgressScheduler):
             assert self.rule is not None
@@ -201,14 +193,13 @@ class Attachment(TrainerCallback):
             return None
         if made is None:
             assert self._make_rule is not None
-            # The prepared optimizer keeps its place in Trainer: the rule replaces its methods
-            # (`scaling/_binding.py`), and finds the accelerator's scaler in it.
+            # The prepared optimizer's own methods become the rule's (`scaling/_binding.py`), and
+            # its scaler is found.
             made = self._make_rule(
                 trainer.optimizer, num_gradients_to_accumulate=passes, **self._options
             )
         assert isinstance(made, ScalingRuleBase)
-        # A rule around a prepared optimizer would ask accelerate for the number of passes. Trainer
-        # counts them on its own, and leaves accelerate at one pass a step.
+        # Trainer counts on its own: to accelerate it says that each step has one pass.
         made._batch.accumulation = None
         if made is self.rule:  # in another call of `train`, which counts from 0 again
             made.set_progress(0.0)
@@ -227,16 +218,16 @@ class Attachment(TrainerCallback):
     # -- one step ----------------------------------------------------------------------------
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], Tensor | int | None]:
-        """Fetch a step's micro-batches, and give the rule their number and their sizes."""
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """Fetch a step's micro-batches, and tell the rule how many they are, and how large."""
         passes = num_batches if self.ramp is None else self.ramp.passes
-        batches, items = self._replaced["get_batch_samples"](epoch_iterator, passes, device)
+        fetched = self._replaced["get_batch_samples"](epoch_iterator, passes, device)
+        batches, items = fetched
         self._mean = None
         if self.ramp is not None:
             if len(batches) < passes:
-                return [], None  # too few for a step: Trainer goes on to the next epoch
-            # Trainer steps where its count of the epoch's batches can be divided by this number.
+                return [], None
             steps = StepPasses(passes, start=self._taken)
             self._trainer.args.gradient_accumulation_steps = steps
             self._taken += passes
@@ -245,10 +236,10 @@ class Attachment(TrainerCallback):
                 _set_passes(self.rule, len(batches))
             if items is not None:
                 self._mean = self._weigh(batches, float(items))
-        return batches, items
+        return fetched
 
-    def _weigh(self, batches: list[Batch], items: float) -> WeightedMean:
-        """Return the mean over all of the step's tokens; `items` is Trainer's count of them."""
+    def _weigh(self, batches: list[Any], items: float) -> WeightedMean:
+        """Return the mean over all of the step's tokens, of which Trainer says the number."""
         trainer = self._trainer
         counts = torch.stack([_count_tokens(trainer, batch) for batch in batches]).tolist()
         mean = WeightedMean(counts, trainer.optimizer)
@@ -260,29 +251,27 @@ class Attachment(TrainerCallback):
             )
         return mean
 
-    def on_step_begin(self, *_: object, **__: object) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Announce the first pass of a step."""
         self.on_substep_end()
 
-    def on_substep_end(self, *_: object, **__: object) -> None:
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Announce the next pass, if there is one."""
         if self._mean is not None and self._mean.passes_left:
             self._mean._begin_pass()
 
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Keep the scale of this step, for the logs: a ramp sets the next one's in `step`."""
         if self.rule is not None:
             self._scale = self.rule.scale
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        """End the training when the progress has reached its end."""
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **__: Any) -> None:
+        """End the training when the progress is there."""
         schedule = self._trainer.lr_scheduler
         if self._by_progress and schedule.done:
-            state.max_steps = state.global_step + 1  # Trainer counts this step afterwards
+            state.max_steps = state.global_step + 1  # the step that is being counted
 
-    def on_train_begin(self, *_: object, train_dataloader: DataLoader[Batch], **__: object) -> None:
+    def on_train_begin(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
         """Check that an epoch has enough micro-batches for the largest step."""
         if self.ramp is None or not has_length(train_dataloader):
             return
@@ -293,23 +282,23 @@ class Attachment(TrainerCallback):
                 "batches of an epoch, and Trainer's steps do not go over its end. Lower it."
             )
 
-    def on_epoch_begin(self, *_: object, **__: object) -> None:
-        """Leave the time since the last step out of the ramp's measurements."""
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Let the time until now be no part of a step."""
         if self.ramp is not None:
             self.ramp.skip_time()
 
     on_evaluate = on_save = on_epoch_begin
 
-    def set_initial_training_values(self, *args: object, **kwargs: object) -> tuple[object, ...]:
-        """Let epochs go on until the progress has reached its end."""
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Let epochs go on until the progress is there."""
         self._trainer.args.gradient_accumulation_steps = 1  # not those of the last step
         _, *others = self._replaced["set_initial_training_values"](*args, **kwargs)
         return (sys.maxsize, *others)
 
     def _init_training_state(
-        self, max_steps: int, epoch_batches: int, *args: object, **kwargs: object
+        self, max_steps: int, epoch_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Return the epochs, and the micro-batches of this one, that were done at a checkpoint."""
+        """Return the epochs and the micro-batches that a checkpoint has behind it."""
         trainer = self._trainer
         self._replaced["_init_training_state"](max_steps, epoch_batches, *args, **kwargs)
         self._taken = 0
@@ -319,27 +308,25 @@ class Attachment(TrainerCallback):
         self._taken = 0 if trainer.args.ignore_data_skip else taken
         return epochs, self._taken
 
-    def on_epoch_end(self, *_: object, **__: object) -> None:
-        """Drop passes without a step: data of unknown length has ended in the middle of one."""
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Drop passes that no step has followed: the data has run out without saying so before."""
         self._taken = 0
         if self.rule is not None:
             self._trainer.model.zero_grad()  # the prepared optimizer's leaves them in mid-step
             self.rule.zero_grad()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        """Warn if the training has ended before the progress had reached its end."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
+        """Say so if the data has run out before the progress was there."""
         schedule = self._trainer.lr_scheduler
         if self._by_progress and not schedule.done:
             assert self.rule is not None
             warnings.warn(
                 f"training has ended at a progress of {self.rule.progress:.1f} small-batch steps "
-                f"of {args.max_steps}: something other than the progress has stopped it.",
+                f"of {args.max_steps}: something else than the progress has stopped it.",
                 stacklevel=2,
             )
 
-    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the gain, the scale and the progress to a training step's values."""
         if self.rule is not None and "loss" in logs:
             gain = self.rule.noise.gain(self._scale)
@@ -375,11 +362,11 @@ class Attachment(TrainerCallback):
 
 
 def _set_passes(rule: ScalingRuleBase, passes: int) -> None:
-    """Set the next step's number of passes. A smoothing that the user has set stays."""
+    """Let the next step have so many passes. A smoothing that was set stays."""
     rule.set_num_gradients_to_accumulate(passes, update_smoothing=rule._batch.smoothing is None)
 
 
-def _count_tokens(trainer: Trainer, batch: Batch) -> Tensor:
+def _count_tokens(trainer: Trainer, batch: Any) -> Tensor:
     """Return how many labels of a micro-batch count, as `Trainer._get_num_items_in_batch` does."""
     labels: Tensor
     if "shift_labels" in batch:
@@ -387,3 +374,128 @@ def _count_tokens(trainer: Trainer, batch: Batch) -> Tensor:
     else:
         labels = batch["labels"][..., 1:] if trainer._loss_shifts_labels else batch["labels"]
     return labels.ne(-100).sum()
+
+
+# -- what cannot be right --------------------------------------------------------------------
+
+SHARD = "fsdp= with the version 2 in fsdp_config"
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # which Trainer steps with a metric
+
+
+def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
+    """Raise for what would make a rule's numbers wrong, or keep it from seeing gradients."""
+    args, accelerator, mode = trainer.args, trainer.accelerator, trainer.args.parallel_mode
+    fsdp_version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 1)
+    optim, schedule = str(args.optim.value), str(args.lr_scheduler_type.value)
+    shared = {kind: getattr(trainer, f"get_{kind}_size")() for kind in ("tp", "cp", "sp")}
+    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    followed = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
+    other = accelerator.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA)
+    for wrong, message in (
+        (
+            trainer.is_deepspeed_enabled,
+            "DeepSpeed reduces gradients and steps its optimizer where a rule does not see it. "
+            f"Leave deepspeed= out. To shard, use mh.OSS as the optimizer, or {SHARD}.",
+        ),
+        (
+            trainer.is_fsdp_enabled and fsdp_version != 2,
+            "the first version of FSDP makes flat parameters, in which the gradients of single "
+            f"parameters cannot be told apart. Use {SHARD}.",
+        ),
+        (
+            mode not in followed or other,
+            "Trainer on an XLA device, in SageMaker's model parallelism or with Megatron-LM does "
+            f"not run the passes that a rule measures. Use DDP or {SHARD}.",
+        ),
+        (
+            mode == ParallelMode.NOT_DISTRIBUTED,
+            f"Trainer would use DataParallel for the {args.n_gpu} GPUs of this process, and the "
+            "gradients of single GPUs are never seen. Start a process for each with torchrun.",
+        ),
+        (
+            max(shared.values()) > 1,
+            "ranks that share a micro-batch have no gradients of their own to compare (tensor, "
+            f"context and sequence parallelism: {shared}). Use DDP or {SHARD}.",
+        ),
+        (
+            trainer.is_distributed_loading_by_transformers,
+            "the model was sharded when it was loaded (distributed_config=). Load it whole, and "
+            f"let Trainer shard it: {SHARD}.",
+        ),
+        (
+            isinstance(trainer.model, ModuleWrapper),
+            f"the model is in {type(trainer.model).__name__}, and Trainer would wrap it in DDP "
+            "once more. Give Trainer the model itself. To shard, use mh.OSS as the optimizer, or "
+            f"{SHARD}.",
+        ),
+        (
+            "lomo" in optim or optim.endswith("layerwise"),
+            f"optim={optim!r} steps inside of backward(), before the gradient of the whole batch "
+            "is known. Use another one.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True changes the micro-batch, which is the small batch that the "
+            "learning rate was tuned for. Find it beforehand, with mh.largest_micro_batch, and "
+            "set per_device_train_batch_size.",
+        ),
+        (
+            args.world_size > 1 and counts_tokens and not args.average_tokens_across_devices,
+            "average_tokens_across_devices=False weighs a token by the rank that it is on: the "
+            "gradient is not the mean over the step's tokens. Leave it at True.",
+        ),
+        (
+            by_progress and args.max_steps <= 0,
+            "by_progress=True counts max_steps in progress, and max_steps is not set. Set it to "
+            "the number of steps that you would train for at the small batch.",
+        ),
+        (
+            by_progress and schedule in METRIC_SCHEDULES,
+            f"lr_scheduler_type={schedule!r} follows a metric, and cannot follow the progress. "
+            "Leave by_progress out.",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
+
+
+def _check_optimizer(
+    trainer: Trainer, rule: ScalingRuleBase | None, ramp: Ramp | None, by_progress: bool
+) -> None:
+    """Raise for an optimizer that Trainer's loop cannot drive."""
+    if rule is None and by_progress:
+        raise ValueError(
+            "by_progress=True needs the progress of a scaling rule: attach(trainer, mh.AdaScale, "
+            "by_progress=True)."
+        )
+    blocks = find_layer(trainer.optimizer, Blocks)
+    if blocks is not None and trainer.args.world_size > 1:
+        raise ValueError(
+            f"{type(blocks).__name__} is for workers that follow their own gradients, and Trainer "
+            "averages them in every step, with DDP. Use Lightning, Accelerate or a loop of your "
+            "own, and leave the model unwrapped."
+        )
+    if rule is not None and rule._observer is not ramp:
+        raise ValueError(
+            "the rule has a Ramp already, of which Trainer does not know. Let attach() make it: "
+            "attach(trainer, ramp=lambda rule: mh.Ramp(rule, max_scale=...))."
+        )
+
+
+def _check_for_ramp(trainer: Trainer, by_progress: bool) -> None:
+    passes = trainer.args.gradient_accumulation_steps
+    if passes != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={passes}, and a Ramp sets the number of passes itself. "
+            "Leave it at 1."
+        )
+    if not by_progress:
+        raise ValueError(
+            "with a Ramp, the number of optimizer steps says little about how far the training "
+            "is. Set by_progress=True, and max_steps to the steps at the small batch."
+        )
+
+
+def _check_ramp(ramp: Ramp) -> None:
+    if ramp._probe is not None:
+        raise ValueError("a Ramp's probe= is for loops of your own; in Trainer, leave it out.")
