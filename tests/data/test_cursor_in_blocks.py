@@ -202,6 +202,16 @@ def test_more_batches_than_steps_are_told():
     raises_on_ranks(2, RuntimeError, run, match="takes more than one batch for a step")
 
 
+def test_a_ramp_in_blocks_is_refused_and_says_what_to_do():
+    def run():
+        rule = mh.AdaScale(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), world_size=1)
+        optimizer = mh.Blocks(rule, every=3)
+        cursor = mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
+        next(mh.Ramp(rule, max_scale=4).over(cursor))
+
+    raises_on_ranks(2, ValueError, run, match="Iterate the Cursor itself, without the Ramp")
+
+
 def test_a_second_cursor_on_the_same_blocks_is_refused():
     def run():
         _, optimizer, _cursor = make()

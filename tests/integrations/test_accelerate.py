@@ -4,6 +4,7 @@ The oracle is the plain run, in one process, with nothing of ours or of Accelera
 gradient of a step is the mean of the small batches that it had.
 """
 
+import contextlib
 import importlib.util
 import os
 import warnings
@@ -245,6 +246,64 @@ def test_the_noise_scale_of_a_prepared_optimizer_is_that_of_a_bare_one():
             assert result == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+@pytest.mark.parametrize("rule", [True, False])
+def test_a_weighted_mean_is_not_divided_by_the_passes_once_more(order, rule):
+    """Micro-batches of different sizes, steps of four passes, and a last one of three."""
+    sizes = [[3, 1, 4, 2, 2, 4, 1], [1, 4, 4, 3, 4, 2, 0]]  # of each rank
+
+    def micro_batches(rank):
+        x, y = data()
+        return [(x[0, 2 * a + rank, :n], y[0, 2 * a + rank, :n]) for a, n in enumerate(sizes[rank])]
+
+    def loss_sum(model, x, y):
+        return nn.functional.mse_loss(model(x), y, reduction="sum")
+
+    def train():
+        accelerator = accelerator_of()
+        model = make_model()
+        optimizer = SGD(model.parameters(), **MOMENTUM)
+        if rule:
+            model, used, rule_of_it = prepared(accelerator, order, "AdaScale", model)
+        else:
+            model, used = accelerator.prepare(model, optimizer)
+        batches = micro_batches(dist.get_rank())
+        for _ in range(EPOCHS):
+            for own in (batches[:4], batches[4:]):
+                mean = mh.WeightedMean([len(x) for x, _ in own], rule_of_it if rule else used)
+                for i, (x, y) in enumerate(own):
+                    accelerator.gradient_state._set_sync_gradients(i == len(own) - 1)
+                    with contextlib.nullcontext() if i == len(own) - 1 else model.no_sync():
+                        accelerator.backward(mean(loss_sum(model, x, y)))
+                    used.step()
+                    used.zero_grad()
+        return whole(model), numbers(rule_of_it) if rule else None
+
+    def plain_loop():
+        """One process, and the same rule told of each step's passes."""
+        model = make_model()
+        optimizer = SGD(model.parameters(), **MOMENTUM)
+        if rule:
+            optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=8, measured=1.0)
+        batches = [each for pair in zip(*map(micro_batches, (0, 1)), strict=True) for each in pair]
+        for _ in range(EPOCHS):
+            for own in (batches[:8], batches[8:]):
+                if rule:
+                    optimizer.set_num_gradients_to_accumulate(len(own))
+                mean = mh.WeightedMean([len(x) for x, _ in own], optimizer)
+                for x, y in own:
+                    mean(loss_sum(model, x, y)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(model), optimizer.progress if rule else None
+
+    params, progress = plain_loop()
+    for ours, read in run_ranks(2, train):
+        torch.testing.assert_close(ours, params, rtol=1e-4, atol=1e-6)
+        if rule:
+            assert float(read[3]) == pytest.approx(progress, rel=1e-4)
+
+
 # -- float16, with a scaler --------------------------------------------------------------------
 
 
@@ -419,18 +478,10 @@ def test_sharding_under_accelerate_is_the_plain_run(wrapper, order, tmp_path):
         model, used, rule = make(accelerator)
         epochs_of(accelerator, model, used, accelerator.prepare(loader()))
         result = whole(model), numbers(rule)
-        if wrapper == "FSDP":
-            with pytest.raises(RuntimeError, match=r"Write mh.save\(path, model=model"):
-                accelerator.save_state(str(tmp_path))
-            mh.save(tmp_path / "saved", model=model, optimizer=used)
-        else:
-            accelerator.save_state(str(tmp_path))
+        accelerator.save_state(str(tmp_path))
         accelerator = accelerator_of()
         model, used, rule = make(accelerator)
-        if wrapper == "FSDP":
-            mh.load(tmp_path / "saved", model=model, optimizer=used)
-        else:
-            accelerator.load_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path))
         return result, (whole(model), numbers(rule))
 
     expected = plain()
@@ -440,8 +491,65 @@ def test_sharding_under_accelerate_is_the_plain_run(wrapper, order, tmp_path):
         assert loaded[1][3] == result[1][3]
 
 
+@pytest.mark.parametrize("rule", [mh.AdaScale, mh.AdamScale, None])
+@pytest.mark.parametrize("wrapper", ["OSS", "sharded", "FSDP"])
 @pytest.mark.parametrize("order", [BEFORE, AFTER])
-def test_sharded_gradients_are_clipped_by_the_optimizer(order):
+def test_a_sharded_run_goes_on_on_one_process_and_without_sharding(wrapper, order, rule, tmp_path):
+    """Saved by two ranks after one epoch; the second epoch on two, on one, and without wrapper."""
+    if rule is None and order == BEFORE:
+        pytest.skip("without a rule there is one order")
+    kind = SGD if rule is mh.AdaScale else AdamW
+    arguments = MOMENTUM if kind is SGD else {"lr": 0.01}
+
+    def make(size, wrapper):
+        accelerator = accelerator_of(gradient_accumulation_steps=N * 2 // size)
+        model = make_model()
+        if wrapper == "FSDP":
+            model = mh.FSDP(model)
+        optimizer = (
+            kind(model.parameters(), **arguments)
+            if wrapper in ("FSDP", "plain")
+            else mh.OSS(model.parameters(), optim=kind, gather_state=True, **arguments)
+        )
+        if wrapper == "sharded":
+            model = mh.ShardedDataParallel(model, optimizer)
+        if rule is not None and order == BEFORE:
+            optimizer = rule(optimizer, num_gradients_to_accumulate=accelerator, measured=1.0)
+        model, used = prepare(accelerator, model, optimizer)
+        if rule is not None and order == AFTER:
+            used = rule(used, measured=1.0)
+        return accelerator, model, used
+
+    def epoch(size, wrapper, load=None, save=None):
+        accelerator, model, used = make(size, wrapper)
+        if load is not None:
+            accelerator.load_state(str(load))
+        epochs_of(accelerator, model, used, accelerator.prepare(loader()), epochs=1)
+        if save is not None:
+            accelerator.save_state(str(save))
+        return whole(model)
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(2, epoch, 2, wrapper, None, first)
+    expected = run_ranks(2, epoch, 2, "plain", first)[0]
+    for size, again in ((2, wrapper), (1, wrapper), (1, "plain")):
+        for params in run_ranks(size, epoch, size, again, first, second):
+            torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_be_gathered_is_an_error_that_says_what_to_use(tmp_path):
+    def blocks():
+        accelerator = accelerator_of()
+        model = mh.FSDP(make_model(), process_group=dist.new_group([dist.get_rank()]))
+        optimizer = mh.LocalSGD(SGD(model.parameters(), lr=0.1), every=2)
+        prepare(accelerator, model, optimizer)
+        accelerator.save_state(str(tmp_path))
+
+    raises_on_ranks(1, RuntimeError, blocks, match=r"write mh.save\(path, model=model")
+
+
+@pytest.mark.parametrize("order", [BEFORE, AFTER])
+def test_sharded_gradients_are_clipped(order):
     def train():
         accelerator = accelerator_of()
         model = make_model()
@@ -458,9 +566,7 @@ def test_sharded_gradients_are_clipped_by_the_optimizer(order):
                 with accelerator.accumulate(model):
                     accelerator.backward(loss_of(model, x, y))
                     if accelerator.sync_gradients:
-                        with pytest.raises(RuntimeError, match=r"optimizer.clip_grad_norm\(max"):
-                            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                        rule.clip_grad_norm(0.5)
+                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
                     used.step()
                     used.zero_grad()
         return whole(model), numbers(rule)

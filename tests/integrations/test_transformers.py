@@ -163,7 +163,7 @@ def as_under_torchrun():
 
 
 def trainer_of(
-    data, folder, *, passes=3, rule=mh.AdaScale, by_progress=False, given=None, **options
+    data, folder, *, passes=3, rule=mh.AdaScale, by_progress=False, given=None, wrap=None, **options
 ):
     if dist.get_world_size() > 1:
         as_under_torchrun()
@@ -190,7 +190,7 @@ def trainer_of(
     trainer = Trainer(net(), args, train_dataset=data, **given)
     trainer.pop_callback(transformers.PrinterCallback)
     if rule is not False:
-        attach(trainer, rule, by_progress=by_progress)
+        attach(trainer, rule, by_progress=by_progress, wrap=wrap)
     return trainer
 
 
@@ -433,6 +433,7 @@ OSS = {"optimizer_cls_and_kwargs": (mh.OSS, {"optim": SGD, "lr": RATE, "momentum
 KINDS = {
     "DDP": {},
     "OSS": {"given": OSS},
+    "OSS, ShardedDataParallel": {"given": OSS, "wrap": mh.ShardedDataParallel},
     "by progress": {"by_progress": True, "max_steps": 24, **LINEAR},
 }
 
@@ -472,6 +473,166 @@ def test_oss_is_the_plain_optimizer(rule, tmp_path):
         plain = Plain().train(data, 2, 3, 2).values
     for params in run_ranks(2, train, OSS):
         torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [None, mh.AdaScale])
+@pytest.mark.parametrize("clip", [1.0, 0.01])
+def test_sharded_gradients_are_those_of_the_plain_run(clip, rule, tmp_path):
+    def train(given, wrap):
+        trainer = trainer_of(
+            data, tmp_path, rule=rule, given=given, wrap=wrap, max_grad_norm=clip, save_steps=1
+        )
+        trainer.train()
+        wrapped = type(trainer.model_wrapped)
+        norms = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
+        return values(trainer), wrapped is mh.ShardedDataParallel, norms
+
+    data = samples(12)
+    ((plain, _, norms), _) = run_ranks(2, train, {}, None)
+    if rule is not None:
+        plain = Plain(clip=clip).train(data, 2, 3, 2).values
+    for params, is_sharded, clipped in run_ranks(2, train, OSS, mh.ShardedDataParallel):
+        torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
+        assert is_sharded
+        assert clipped == pytest.approx(norms, rel=1e-3)
+
+
+def test_label_smoothing_knows_the_model_in_its_wrapper(tmp_path):
+    def train(given, wrap):
+        options = {"label_smoothing_factor": 0.1, "bf16": True, "rule": None}
+        trainer = trainer_of(samples(6), tmp_path, given=given, wrap=wrap, **options)
+        trainer.train()
+        return values(trainer)
+
+    for params, plain in zip(
+        run_ranks(2, train, OSS, mh.ShardedDataParallel), run_ranks(2, train, {}, None), strict=True
+    ):
+        torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_of_sharded_training_is_a_whole_model(sharded, tmp_path):
+    """`from_pretrained` finds all weights, also those that are tied, in memory of OSS."""
+
+    def train():
+        trainer = trainer_of(
+            samples(6),
+            tmp_path,
+            given=OSS,
+            wrap=mh.ShardedDataParallel if sharded else None,
+            save_strategy="steps",
+            save_steps=2,
+        )
+        trainer.model.lm_head.weight = trainer.model.model.embed_tokens.weight
+        trainer.model.config.tie_word_embeddings = True
+        trainer.train()
+        trainer.save_model(str(tmp_path / "own"))
+        if dist.get_rank() == 0:
+            trainer.model.save_pretrained(tmp_path / "pretrained")
+        return values(trainer)
+
+    params, _ = run_ranks(2, train)
+    for folder in ("checkpoint-2", "own", "pretrained"):
+        loaded, info = LlamaForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        loaded = dict(loaded.named_parameters())
+        torch.testing.assert_close(loaded, params, rtol=0, atol=0)
+
+
+# -- blocks -----------------------------------------------------------------------------------
+
+
+def local_steps(data, ranks, passes, epochs, make):
+    """The plain loop: each worker's own steps, and blocks of ours around a plain optimizer."""
+    model, rank = net(), dist.get_rank()
+    plain = Plain()
+    optimizer = make(model)
+    batches = micro_batches_of(data)
+    for _ in range(epochs):
+        for i in range(0, len(batches), ranks * passes):
+            own = batches[i : i + ranks * passes][rank::ranks]
+            tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in own)
+            for batch in own:
+                plain.model = model
+                (plain.loss_sum(batch) / tokens).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.synchronize()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def local_sgd(model, **_):
+    return mh.DiLoCo(SGD(model.parameters(), lr=RATE), every=3, lr=0.7)
+
+
+IN_BLOCKS = {"optimizer_cls_and_kwargs": (lambda: local_sgd, {})}
+
+
+def in_blocks(data, folder, resume=None, **options):
+    trainer = trainer_of(data, folder, rule=None, given=IN_BLOCKS, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return values(trainer), trainer.optimizer.optimizer.rounds, trainer.state.log_history
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_are_those_of_the_plain_loop(ranks, tmp_path):
+    """Four steps and a round of three: the last round ends the training."""
+
+    def both():
+        plain = local_steps(data, ranks, 3, 2, local_sgd)
+        return plain, in_blocks(data, tmp_path)
+
+    data = samples(3 * ranks * 2)
+    results = run_ranks(ranks, both)
+    for plain, (params, rounds, _) in results:
+        torch.testing.assert_close(params, plain, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(params, results[0][1][0], rtol=0, atol=0)
+        assert rounds == (2 if ranks == 2 else 0)
+
+
+def test_blocks_are_saved_and_evaluated_synchronized_and_go_on_on_other_ranks(tmp_path):
+    data = samples(16)
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": SIZE}
+    evaluated = {"eval_dataset": data[:8]}
+
+    def run(passes=3, resume=None):
+        trainer = trainer_of(
+            data, tmp_path, rule=None, given=IN_BLOCKS | evaluated, passes=passes, **options
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        losses = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+        return values(trainer), losses
+
+    whole = run_ranks(2, run)
+    at_the_end = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    for params, losses in whole:
+        torch.testing.assert_close(params, dict(at_the_end.named_parameters()), rtol=0, atol=0)
+        assert losses == whole[0][1]
+    resumed = run_ranks(2, run, resume=str(tmp_path / "checkpoint-2"))
+    for params, losses in resumed:
+        torch.testing.assert_close(params, whole[0][0], rtol=0, atol=0)
+        assert losses == whole[0][1]
+    run_ranks(1, run, resume=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_rule_inside_blocks(tmp_path):
+    def make(model, **_):
+        sgd = SGD(model.parameters(), lr=RATE)
+        rule = mh.AdaScale(sgd, num_gradients_to_accumulate=3, world_size=1)
+        return mh.LocalSGD(rule, every=2)
+
+    def train():
+        given = {"optimizer_cls_and_kwargs": (lambda: make, {})}
+        trainer = trainer_of(samples(12), tmp_path, rule=None, given=given)
+        trainer.train()
+        logged = [each for each in trainer.state.log_history if "gain" in each]
+        return rule_in(trainer).scale, values(trainer), len(logged)
+
+    (scale, params, logged), (_, others, _) = run_ranks(2, train)
+    assert (scale, logged) == (3.0, 4)
+    torch.testing.assert_close(params, others, rtol=0, atol=0)
 
 
 # -- fully_shard ------------------------------------------------------------------------------
@@ -625,7 +786,7 @@ def test_what_a_rule_cannot_follow_is_an_error_that_says_what_to_use(name, tmp_p
 
 def test_tokens_that_are_weighed_by_rank_are_an_error(tmp_path):
     def make():
-        trainer_of(samples(4), tmp_path, average_tokens_across_devices=False)
+        trainer_of(samples(4), tmp_path, average_tokens_across_devices=False).train()
 
     raises_on_ranks(2, ValueError, make, match="Leave it at True")
     run_ranks(1, make)  # one rank has all tokens
@@ -651,10 +812,6 @@ def test_what_cannot_be_counted_in_progress(options, message, tmp_path):
     raises_on_ranks(1, ValueError, train, match=message)
 
 
-def blocks(model, **options):
-    return mh.LocalSGD(SGD(model.parameters(), **options), every=2)
-
-
 def ramped(model, **options):
     rule = mh.AdaScale(SGD(model.parameters(), **options), num_gradients_to_accumulate=3)
     mh.Ramp(rule, max_scale=64)
@@ -668,7 +825,6 @@ def other_passes(model, **options):
 @pytest.mark.parametrize(
     "made, message",
     [
-        (blocks, "LocalSGD is for workers that follow their own gradients"),
         (ramped, "Let attach.. make it"),
         (other_passes, "gradient_accumulation_steps=3 .* num_gradients_to_accumulate=2"),
     ],
@@ -682,6 +838,40 @@ def test_an_optimizer_that_its_loop_cannot_drive_is_an_error_before_the_first_st
         trainer.train()
 
     raises_on_ranks(2, ValueError, train, match=message)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rule": mh.AdaScale}, r"mh.DiLoCo\(mh.AdamScale\(optimizer, world_size=1, num_grad.*=3"),
+        ({"wrap": mh.ShardedDataParallel}, "Leave wrap= out, or the blocks"),
+        ({"by_progress": True, "max_steps": 4}, "Leave it out, and count steps"),
+    ],
+)
+def test_what_does_not_go_with_blocks(options, message, tmp_path):
+    def train():
+        trainer_of(samples(12), tmp_path, **{"rule": None, **options}, given=IN_BLOCKS).train()
+
+    raises_on_ranks(2, ValueError, train, match=message)
+
+
+def test_a_wrapper_that_trainer_cannot_drive_is_an_error(tmp_path):
+    def train():
+        trainer_of(samples(12), tmp_path, wrap=lambda model, _: mh.FSDP(model), given=OSS).train()
+
+    raises_on_ranks(2, TypeError, train, match="must return a ShardedDataParallel, got Fully")
+
+
+def test_an_optimizer_class_that_has_the_rule_in_it(tmp_path):
+    """fairscale's `AdaScaleWrapper`, as the class that Trainer makes its optimizer of."""
+
+    def train():
+        kind = {"optim_cls": SGD, "lr": RATE, "momentum": 0.9, "num_gradients_to_accumulate": 3}
+        given = {"optimizer_cls_and_kwargs": (mh.AdaScaleWrapper, kind)}
+        return run(data, tmp_path, rule=None, given=given)
+
+    data = samples(16)
+    assert_as(run_ranks(2, train), Plain().train(data, 2, 3, 2))
 
 
 def test_attach_is_called_once(tmp_path):

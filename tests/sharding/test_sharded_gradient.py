@@ -172,16 +172,55 @@ def test_torchs_clipping_of_values_works():
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
-def test_torchs_clipping_of_the_norm_is_an_error_that_names_ours(foreach):
-    def run():
-        module, _, _ = after_backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=foreach)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_torchs_clipping_of_the_norm_works(foreach, workers):
+    def run(way=WAYS[1]):
+        results = []
+        for limit, norm_type in [(0.05, 2.0), (0.05, 1), (0.01, float("inf")), (100.0, 2.0)]:
+            module, optimizer, _ = after_backward(way)
+            if way is None:
+                x, y = (t[0, 0].flatten(0, 1) for t in make_batches(1, 1, workers))
+                module.zero_grad()
+                loss_of(module, x, y).backward()
+                optimizer = AdamW(module.parameters(), lr=0.02)
+            params = module.parameters()
+            norm = nn.utils.clip_grad_norm_(params, limit, norm_type, foreach=foreach)
+            assert type(norm) is torch.Tensor
+            optimizer.step()
+            results += [norm, *full_gradients(module), *copied(module.parameters())]
+        return results
 
-    raises_on_ranks(2, RuntimeError, run, match=r"optimizer\.clip_grad_norm")
+    assert_same(run_ranks(workers, run), run(None))
+
+
+def test_torchs_norm_of_a_part_of_the_parameters_takes_one_collective():
+    def run():
+        module, _, _ = after_backward(model=lambda: make_model(torch.bfloat16))
+        whole = [g.float() for g in full_gradients(module)][:3]
+        calls, real = [], dist.all_reduce
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+            norm = nn.utils.get_total_norm([p.grad for p in module.parameters()][:3])
+        return norm, nn.utils.get_total_norm(whole), len(calls)
+
+    for norm, expected, collectives in run_ranks(2, run):
+        torch.testing.assert_close(norm, expected)
+        assert collectives == 1
+
+
+def test_torchs_clipping_of_gradients_that_are_not_averaged_is_an_error():
+    def run():
+        module, _, wrapped = after_backward()
+        x, y = make_batches(1, 1, 2)
+        with wrapped.no_sync():
+            loss_of(wrapped, x[0, 0, 0], y[0, 0, 0]).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+
+    raises_on_ranks(2, RuntimeError, run, match=r"last backward of the step outside no_sync")
 
 
 LOCAL = {  # what would silently be about this worker's part
-    "norm": lambda g: g.norm(),
+    "norm of rows": lambda g: g.norm(dim=1),
     "sum": lambda g: g.sum(),
     "isfinite": lambda g: torch.isfinite(g).all(),
     "item": lambda g: g[0, 0].item(),

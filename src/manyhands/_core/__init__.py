@@ -7,7 +7,9 @@ shared_memory.py  the same collectives between ranks of one host, through shared
 agreement.py      do all ranks have the same facts? If not, every rank raises
 backward.py       when a backward pass begins and ends
 flat.py           tensors as flat ranges of elements, and the norm of a tensor
-sharded.py        DTensors and sharded gradients: which part of a tensor is on this rank
+sharded.py        DTensors: which part of a tensor is on this rank
+local_norm.py     the norm of what ranks hold slices of, for torch's clipping
+sharded_gradient.py  gradients of which each rank holds slices
 wrappers.py       optimizers around optimizers, and what a gradient scaler leaves on them
 modules.py        modules around a model, and the names in it
 stop_notice.py    whether this process was asked to stop

@@ -114,6 +114,11 @@ class RankGroup:
         return self.group or dist.group.WORLD
 
     @cached_property
+    def reducing_group(self) -> Any:
+        """The process group, to be compared with others; None if there is only this rank."""
+        return self._process_group if self.size > 1 else None
+
+    @cached_property
     def _backends(self) -> dict[str, str]:
         """The backend by device type. A group may have several: "cpu:gloo,cuda:nccl"."""
         # torch keeps no record of our own groups, nor of a crew's: both are gloo.

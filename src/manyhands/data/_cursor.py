@@ -294,11 +294,18 @@ class Cursor:
 
         It calls `_begin` for each batch that the loop gets.
         """
-        if self._blocks is not None or self._most is not None:
+        if self._blocks is not None:
             raise ValueError(
-                "a Ramp decides how many batches of a Cursor a step has. Make the Cursor without "
-                "max_local_batch_size, and not for an optimizer in blocks: there each worker's "
-                "samples of a block are handed out before it begins."
+                "a Ramp changes how many samples a step takes, and in blocks each worker's samples "
+                "of a block are handed out before it begins. Iterate the Cursor itself, without the"
+                " Ramp; or give the Ramp a DataLoader of this worker's own samples, and count steps"
+                " instead of epochs."
+            )
+        if self._most is not None:
+            raise ValueError(
+                "a Ramp decides how many batches of a Cursor are the passes of a step, and so does "
+                "max_local_batch_size. Make the Cursor without max_local_batch_size: a batch of it "
+                "is then one micro-batch of all ranks together."
             )
         with self._being_iterated():
             yield self._fetched()

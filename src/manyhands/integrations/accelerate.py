@@ -10,12 +10,17 @@ mixed precision, without DDP.
 
 `save_state` writes safetensors, and leaves out tensors that share their memory, as the parameters
 of `OSS` do: slices of one flat tensor. So copies are written, and read back into the parameters.
+
+It asks every rank for an optimizer's state, and writes what rank 0 answers. With a
+FullyShardedDataParallel that would be rank 0's shards. So the prepared optimizer answers with the
+plain optimizer's whole state, and takes this rank's shards of it in `load_state`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +30,16 @@ from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.modules import ModuleWrapper
+from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
+from manyhands.scaling._binding import KEY
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+from manyhands.sharding.zero._ddp import ShardedDataParallel
 
 __all__ = ["RuleState", "prepare"]
 
@@ -57,20 +66,39 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
     A model that averages its gradients itself, and one whose optimizer is blocks, is not wrapped in
     `DistributedDataParallel`. Give blocks together with their model. `accelerator.save_state` and
-    `load_state` then work for parameters in flat memory too; for `FullyShardedDataParallel` they
-    raise an error, as its state is sharded: use `mh.save` and `mh.load`.
+    `load_state` then work for parameters in flat memory too, and for `FullyShardedDataParallel`,
+    whose whole state is gathered. The files are those of the plain model and optimizer.
     """
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
     in_blocks = any(find_layer(each, Blocks) is not None for each in optimizers)
     for each in objects:
         if isinstance(each, nn.Module) and (in_blocks or isinstance(each, ModuleWrapper)):
-            accelerator.prepare_model(each, evaluation_mode=True)  # now it counts as prepared
+            prepare_without_ddp(accelerator, each)
     if not getattr(accelerator, "_manyhands_hooks", ()):
         accelerator._manyhands_hooks = (
-            accelerator.register_save_state_pre_hook(_copy_shared_memory),
-            accelerator.register_load_state_pre_hook(_load_models),
+            accelerator.register_save_state_pre_hook(partial(_before_save, accelerator)),
+            accelerator.register_load_state_pre_hook(partial(_before_load, accelerator)),
         )
-    return accelerator.prepare(*objects)
+    prepared = accelerator.prepare(*objects)
+    for optimizer in accelerator._optimizers:
+        root = _root_of(optimizer, accelerator._models)
+        if root is not None and _answers_with_shards(optimizer):
+            _answer_with_whole_state(optimizer, root)
+    return prepared
+
+
+def prepare_without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Move a model to its device, with Accelerate's mixed precision; then it counts as prepared."""
+    if "_manyhands_unwrap" not in vars(accelerator):
+        unwrap = accelerator.unwrap_model
+
+        def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = unwrap(model, *args, **kwargs)
+            return inner.module if isinstance(inner, ShardedDataParallel) else inner
+
+        vars(accelerator).update(_manyhands_unwrap=unwrap, unwrap_model=unwrap_model)
+    prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    return prepared
 
 
 class RuleState:
@@ -101,20 +129,23 @@ class RuleState:
         self._rule.load_scaling_state_dict(state_dict)
 
 
-def _copy_shared_memory(
-    models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str
+# -- save_state and load_state -----------------------------------------------------------------
+
+
+def _before_save(
+    accelerator: Accelerator, models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str
 ) -> None:
     """Let Accelerate write copies of parameters that are slices of one tensor."""
-    _check_not_sharded(models, "save")
+    _check_whole(accelerator, "save")
     for state in weights:
         for name, tensor in state.items():
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
                 state[name] = tensor.clone()
 
 
-def _load_models(models: list[nn.Module], folder: str) -> None:
+def _before_load(accelerator: Accelerator, models: list[nn.Module], folder: str) -> None:
     """Load the models in Accelerate's place, which refuses parameters in flat memory."""
-    _check_not_sharded(models, "load")
+    _check_whole(accelerator, "load")
     for number, model in enumerate(models):
         model.load_state_dict(_read_weights(Path(folder), f"_{number}" if number else ""))
     models.clear()  # Accelerate loads what is left
@@ -130,10 +161,60 @@ def _read_weights(folder: Path, ending: str) -> Mapping[str, Tensor]:
     return plain
 
 
-def _check_not_sharded(models: list[nn.Module], what: str) -> None:
-    if any(isinstance(m, FullyShardedDataParallel) for each in models for m in each.modules()):
-        raise RuntimeError(
-            f"accelerator.{what}_state() takes the state of rank 0, and that of a "
-            f"FullyShardedDataParallel is sharded. Write mh.{what}(path, model=model, "
-            "optimizer=optimizer) on every rank."
-        )
+def _check_whole(accelerator: Accelerator, what: str) -> None:
+    """Raise if an optimizer would answer with this rank's shards."""
+    for optimizer in accelerator._optimizers:
+        if _root_of(optimizer, accelerator._models) is None:
+            continue
+        if _answers_with_shards(optimizer) or accelerator.project_configuration.save_on_each_node:
+            raise RuntimeError(
+                f"accelerator.{what}_state() takes the state of rank 0, and that of a "
+                "FullyShardedDataParallel is sharded. It is gathered if model and optimizer were "
+                "prepared by manyhands.integrations.accelerate.prepare before a rule was put around"
+                " them, and without blocks and save_on_each_node. Otherwise write "
+                f"mh.{what}(path, model=model, optimizer=optimizer) on every rank."
+            )
+
+
+def _root_of(optimizer: Optimizer, models: list[nn.Module]) -> FullyShardedDataParallel | None:
+    """Return the outermost FullyShardedDataParallel of an optimizer's parameters, if any."""
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    wraps = (
+        module
+        for model in models
+        for module in model.modules()  # the outermost comes first
+        if isinstance(module, FullyShardedDataParallel)
+    )
+    return next((each for each in wraps if any(id(p) in own for p in each.parameters())), None)
+
+
+WHOLE = "_manyhands_whole_state"  # marks a prepared optimizer that answers with the whole state
+
+
+def _answers_with_shards(prepared: Optimizer) -> bool:
+    return not vars(prepared).get(WHOLE, False)
+
+
+def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> None:
+    """Let a prepared optimizer give and take the plain optimizer's whole state.
+
+    A rule that is put around it later adds its own state to that.
+    """
+    layers = OptimizerLayers.of(prepared.optimizer)
+    if layers.blocks is not None or "state_dict" in vars(prepared):  # of a rule around it
+        return
+
+    def state_dict() -> StateDict:
+        state = root.gather_full_optim_state_dict(layers.inner) or {}
+        if layers.rule is not None:
+            state[KEY] = layers.rule.scaling_state_dict()
+        return state
+
+    def load_state_dict(state: Mapping[str, Any]) -> None:
+        shard = root.get_shard_from_optim_state_dict({k: state[k] for k in state.keys() - {KEY}})
+        added = {KEY: state[KEY]} if KEY in state else {}
+        prepared.optimizer.load_state_dict({**shard, **added})
+
+    vars(prepared).update(
+        {"state_dict": state_dict, "load_state_dict": load_state_dict, WHOLE: True}
+    )

@@ -16,6 +16,8 @@ Methods of Trainer that are replaced on the instance, by those of `Attachment`:
                                     checkpoint is loaded: the moment to put the rule around it
     get_batch_samples               fetches a step's micro-batches
     log                             adds the gain, the scale and the progress
+    _wrap_model                     leaves `DistributedDataParallel` out in blocks, and with `wrap=`
+    _maybe_log_save_evaluate        ends a block first, if the model is evaluated or saved there
     _save_optimizer_and_scheduler   lets every rank take part, where Trainer asks rank 0 alone (OSS)
     _load_optimizer_and_scheduler   and adds what the optimizer's file leaves out
 
@@ -35,7 +37,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode
@@ -44,11 +47,13 @@ from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations._step_passes import StepPasses
+from manyhands.integrations.accelerate import prepare_without_ddp
 from manyhands.ramp import Ramp
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._weighted_mean import WeightedMean
+from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 
 if TYPE_CHECKING:
@@ -61,6 +66,7 @@ __all__ = ["Attachment", "attach"]
 STATE_FILE = "manyhands.pt"  # in a checkpoint: what is not in the optimizer's state there
 
 MakeRamp: TypeAlias = Callable[[ScalingRuleBase], Ramp]
+Wrap: TypeAlias = Callable[[nn.Module, Optimizer], nn.Module]
 
 
 def attach(
@@ -69,6 +75,7 @@ def attach(
     *,
     by_progress: bool = False,
     ramp: MakeRamp | None = None,
+    wrap: Wrap | None = None,
     **options: Unpack[RuleOptions],
 ) -> Attachment:
     """Put a scaling rule around the optimizer of a Trainer. Call it before `train()`.
@@ -98,7 +105,7 @@ def attach(
         trainer: a `Trainer`, or an object of a class derived from it.
         rule: `AdaScale`, `AdamScale` or another rule: what is called with the optimizer and with
             the options. Leave it out if Trainer's optimizer has a rule inside already, as when it
-            was given as `optimizers=(rule, None)`, or if there is no rule, only `OSS`.
+            was given as `optimizers=(rule, None)`, or if there is no rule, only `OSS` or blocks.
         by_progress: count `max_steps` in progress: write the number of steps that you would train
             for at the small batch. The schedule is made for so many, and follows the progress;
             training ends when the progress has reached them, after fewer optimizer steps.
@@ -106,6 +113,8 @@ def attach(
             passes: `lambda rule: mh.Ramp(rule, max_scale=64)`. Leave `gradient_accumulation_steps`
             at 1, and count by progress. The last micro-batches of an epoch are left out, if
             they are fewer than a step has.
+        wrap: what is called with the model and the optimizer, an `OSS`, and takes the place of
+            `DistributedDataParallel`: `mh.ShardedDataParallel`.
         options: further arguments of the rule.
     """
     _check_trainer(trainer, by_progress)
@@ -113,7 +122,7 @@ def attach(
         _check_for_ramp(trainer, by_progress)
     if any(isinstance(each, Attachment) for each in trainer.callback_handler.callbacks):
         raise RuntimeError("this trainer has been attached to already. Call attach() once.")
-    attachment = Attachment(trainer, rule, by_progress, ramp, options)
+    attachment = Attachment(trainer, rule, by_progress, ramp, wrap, options)
     trainer.add_callback(attachment)
     return attachment
 
@@ -138,6 +147,7 @@ class Attachment(TrainerCallback):
         make_rule: Callable[..., ScalingRuleBase] | None,
         by_progress: bool,
         make_ramp: MakeRamp | None,
+        wrap: Wrap | None,
         options: RuleOptions,
     ) -> None:
         self._trainer = trainer
@@ -148,7 +158,7 @@ class Attachment(TrainerCallback):
         """The rule, once `train()` has made the optimizer; None if there is only `OSS`."""
         self.ramp: Ramp | None = None
         """The ramp, likewise."""
-        self._make_ramp = make_ramp
+        self._make_ramp, self._wrap = make_ramp, wrap
         self._scale = 1.0  # of the last step
         self._taken = 0  # micro-batches of this epoch, by a ramp
         self._mean: WeightedMean | None = None  # of the step's tokens, if they are counted
@@ -157,6 +167,8 @@ class Attachment(TrainerCallback):
             "create_scheduler",
             "get_batch_samples",
             "log",
+            "_wrap_model",
+            "_maybe_log_save_evaluate",
             "_save_optimizer_and_scheduler",
             "_load_optimizer_and_scheduler",
         ]
@@ -168,11 +180,35 @@ class Attachment(TrainerCallback):
 
     # -- before the first step ---------------------------------------------------------------
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kw: Any) -> Any:
+        """Wrap the model for training. What is returned as prepared gets no DDP."""
+        trainer = self._trainer
+        in_blocks = training and find_layer(trainer.optimizer, Blocks) is not None
+        if not training or not (in_blocks or self._wrap):
+            return self._replaced["_wrap_model"](model, training, *args, **kw)
+        if in_blocks and self._wrap:
+            raise ValueError(
+                "wrap= averages gradients in every step, and in blocks each worker follows its "
+                "own. Leave wrap= out, or the blocks."
+            )
+        if self._wrap is not None and not isinstance(model, ModuleWrapper):
+            model = self._wrap(model, trainer.optimizer)
+            if not isinstance(model, ShardedDataParallel):
+                raise TypeError(
+                    f"wrap= must return a ShardedDataParallel, got {type(model).__name__}. To "
+                    f"shard the parameters as well, use {SHARD}."
+                )
+        return prepare_without_ddp(trainer.accelerator, model)
+
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Put the rule around the optimizer, which has been prepared, and make the schedule."""
         trainer = self._trainer
         _check_trainer(trainer, self._by_progress)
         self.rule = self._find_or_make_rule()
+        blocks = find_layer(trainer.optimizer, Blocks)
+        if blocks is not None:
+            # Each worker has the mean over its own tokens, and nothing to send before a step.
+            trainer.args.average_tokens_across_devices = False
         _check_optimizer(trainer, self.rule, self.ramp, self._by_progress)
         if self._make_ramp is not None and self.ramp is None:
             assert self.rule is not None
@@ -193,6 +229,7 @@ class Attachment(TrainerCallback):
             return None
         if made is None:
             assert self._make_rule is not None
+            _check_no_blocks_inside(trainer)
             # The prepared optimizer's own methods become the rule's (`scaling/_binding.py`), and
             # its scaler is found.
             made = self._make_rule(
@@ -326,6 +363,19 @@ class Attachment(TrainerCallback):
                 stacklevel=2,
             )
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Let all workers have one model, if it is evaluated or saved, or the training ends."""
+        trainer, control, state = self._trainer, self._trainer.control, self._trainer.state
+        blocks = find_layer(trainer.optimizer, Blocks)
+        used = control.should_evaluate or control.should_save
+        if isinstance(trainer.model_wrapped, ModuleWrapper) and used:
+            trainer.model_wrapped.settle()
+        ends = control.should_training_stop or state.global_step >= state.max_steps
+        # the workers of a crew end a block together, and do not all save at the same step
+        if blocks is not None and not blocks._in_crew and (used or ends):
+            blocks.synchronize()
+        self._replaced["_maybe_log_save_evaluate"](*args, **kwargs)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the gain, the scale and the progress to a training step's values."""
         if self.rule is not None and "loss" in logs:
@@ -388,7 +438,6 @@ def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
     fsdp_version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 1)
     optim, schedule = str(args.optim.value), str(args.lr_scheduler_type.value)
     shared = {kind: getattr(trainer, f"get_{kind}_size")() for kind in ("tp", "cp", "sp")}
-    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     followed = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
     other = accelerator.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA)
     for wrong, message in (
@@ -425,8 +474,8 @@ def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
         (
             isinstance(trainer.model, ModuleWrapper),
             f"the model is in {type(trainer.model).__name__}, and Trainer would wrap it in DDP "
-            "once more. Give Trainer the model itself. To shard, use mh.OSS as the optimizer, or "
-            f"{SHARD}.",
+            "once more. Give Trainer the model itself. To shard, use mh.OSS as the optimizer, with "
+            f"attach(trainer, ..., wrap=mh.ShardedDataParallel) for the gradients, or {SHARD}.",
         ),
         (
             "lomo" in optim or optim.endswith("layerwise"),
@@ -438,11 +487,6 @@ def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
             "auto_find_batch_size=True changes the micro-batch, which is the small batch that the "
             "learning rate was tuned for. Find it beforehand, with mh.largest_micro_batch, and "
             "set per_device_train_batch_size.",
-        ),
-        (
-            args.world_size > 1 and counts_tokens and not args.average_tokens_across_devices,
-            "average_tokens_across_devices=False weighs a token by the rank that it is on: the "
-            "gradient is not the mean over the step's tokens. Leave it at True.",
         ),
         (
             by_progress and args.max_steps <= 0,
@@ -468,17 +512,40 @@ def _check_optimizer(
             "by_progress=True needs the progress of a scaling rule: attach(trainer, mh.AdaScale, "
             "by_progress=True)."
         )
+    args = trainer.args
     blocks = find_layer(trainer.optimizer, Blocks)
-    if blocks is not None and trainer.args.world_size > 1:
+    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    weighed_by_rank = counts_tokens and not args.average_tokens_across_devices
+    if rule is not None and blocks is None and args.world_size > 1 and weighed_by_rank:
         raise ValueError(
-            f"{type(blocks).__name__} is for workers that follow their own gradients, and Trainer "
-            "averages them in every step, with DDP. Use Lightning, Accelerate or a loop of your "
-            "own, and leave the model unwrapped."
+            "average_tokens_across_devices=False weighs a token by the rank that it is on: the "
+            "gradient is not the mean over the step's tokens. Leave it at True."
+        )
+    if blocks is not None and by_progress:
+        raise ValueError(
+            "by_progress=True would end the training at another step on each process: in blocks "
+            "each has a progress of its own. Leave it out, and count steps."
+        )
+    if blocks is not None and trainer.is_fsdp_enabled:
+        raise ValueError(
+            f"{type(blocks).__name__} is for workers that have a model each, and fsdp= divides one "
+            "among them. Leave fsdp= out, or the blocks."
         )
     if rule is not None and rule._observer is not ramp:
         raise ValueError(
             "the rule has a Ramp already, of which Trainer does not know. Let attach() make it: "
             "attach(trainer, ramp=lambda rule: mh.Ramp(rule, max_scale=...))."
+        )
+
+
+def _check_no_blocks_inside(trainer: Trainer) -> None:
+    blocks = find_layer(trainer.optimizer, Blocks)
+    if blocks is not None:
+        name, passes = type(blocks).__name__, trainer.args.gradient_accumulation_steps
+        raise ValueError(
+            f"the rule goes into the blocks, where each worker has a batch of its own: mh.{name}("
+            f"mh.AdamScale(optimizer, world_size=1, num_gradients_to_accumulate={passes}), "
+            "every=...). Then attach(trainer) without a rule."
         )
 
 

@@ -32,7 +32,8 @@ from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.flat import SHORT, are_rows, norm, norm_of_rows
-from manyhands._core.sharded import ShardedGradient, is_dtensor, local_shard
+from manyhands._core.sharded import is_dtensor, local_shard
+from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.scaling._step_stats import Norm
 
 # (parameter index, elements of its gradient that this rank holds, a function that takes the same

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup, widest_float
-from manyhands._core.sharded import DTensorShards, ShardedGradient, is_dtensor, local_shard
+from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
+from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.wrappers import ParamGroup
 from manyhands.scaling._hooks import GradientSlice, NormKind, Norms
 from manyhands.scaling._step_stats import LocalNumbers, Norm, Numbers, StepFacts, to_tensor
@@ -112,7 +113,7 @@ class MeanGradient:
         `norms` are those of the last pass; `squares` are the sums over the passes before it. If
         examples are measured, `norms` are theirs, and only `covered` parameters count.
         """
-        small_batches = facts.passes * self._ranks.size
+        small_batches: float = facts.passes * self._ranks.size
         if small_batches == 1 and covered is None:
             return self._compare_with_previous(facts)
         self._previous.grads = []  # no longer needed: free the copy

@@ -347,7 +347,7 @@ class StepFacts:
     mean_multiplied_by: int
     valid: bool
     examples: ExampleFacts | None = None
-    small_batches: int | None = None
+    small_batches: float | None = None
     counts_short: bool = False
     must_see_alike: bool = False
 
@@ -364,7 +364,7 @@ class LocalNumbers:
     """What this rank has measured in a step."""
 
     numbers: Numbers  # `small_squares`, then `mean_square`
-    small_batches: int  # on all ranks
+    small_batches: float  # on all ranks
     shared_square: Norm = 0.0  # see `RankClaims`
     consecutive: bool = False
 

@@ -75,6 +75,7 @@ class PassWeight:
 
     squares: float  # its squared norm counts so many times
     small_batches: int  # of the whole step, on all ranks: those that are not empty
+    passes: int  # that this rank's step is to have
 
 
 @dataclass
@@ -93,6 +94,7 @@ class StepInProgress:
     last_norm: Tensor | None = None  # of one gradient, where its version does not tell enough
     divided_by: float = 1  # what the gradient was divided by here
     small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
+    announced: int | None = None  # the passes that a WeightedMean was made for
 
 
 @dataclass(frozen=True)
@@ -366,7 +368,7 @@ class GradientTap:
         if self.next_weight is not None:
             weight, self.next_weight = self.next_weight, None
             norms = hooks.multiply_norms(math.sqrt(weight.squares))
-            step.small_batches = weight.small_batches
+            step.small_batches, step.announced = weight.small_batches, weight.passes
             if self.examples is not None:
                 step.problem = (
                     "examples= does not work with WeightedMean, whose examples have different "
@@ -446,6 +448,9 @@ class GradientTap:
         if self._unsharded:
             problem = find_unaveraged_gradients(self._params, self._unsharded, self.hooks.norms)
             step.problem = problem or step.problem
+        small_batches: float | None = step.small_batches
+        if small_batches is not None and 0 < step.passes < passes:
+            small_batches *= passes / step.passes  # `StepStats.read` takes a short step's share
         facts = StepFacts(
             passes=passes,
             passes_seen=step.passes,
@@ -457,7 +462,7 @@ class GradientTap:
             mean_multiplied_by=1 if by_user else max(passes, 1),
             valid=step.valid,
             examples=self._example_facts(passes),
-            small_batches=step.small_batches,
+            small_batches=small_batches,
             counts_short=batch.short_step == "count",
             # else a rank may have seen fewer, if a loss of its used none of the parameters
             must_see_alike=batch.short_step == "count" and batch.accumulation is not None,
@@ -520,10 +525,10 @@ class GradientTap:
         step, batch = self.step, self.batch
         if step.passes >= batch.passes or batch.short_step != "count":
             return
-        if step.small_batches is not None:
+        if step.announced not in (None, step.passes):
             raise RuntimeError(
-                f"a WeightedMean of {batch.passes} counts, and only {step.passes} backward passes "
-                "in the step. Make it of as many counts as the step will have passes."
+                f"a WeightedMean of {step.announced} counts, and only {step.passes} backward "
+                "passes in the step. Make it of as many counts as the step will have passes."
             )
         batch.short = step.passes
         self.multiply_gradients(batch.passes / step.passes)

@@ -13,10 +13,16 @@ tokens. With s_i the gradient of l_i, and v the noise of one token,
 
     E |s_i|^2 / n_i = n_i sqr + v          E N |G|^2 = N sqr + v
 
-The sum of the first over i, minus the second, is (k' - 1) v, however the tokens are divided. So the
-estimate (`_noise.py`) is right if the squared norm of pass i counts N k' / (k^2 n_i) times, and k'
-is the number of gradients that were compared. The small batch is then the mean micro-batch, of
-N / k tokens.
+and the sum of the first over i minus the second is (k' - 1) v, however the tokens are divided. So
+the estimate (`_noise.py`) is right if pass i's squared norm counts N k' / (k^2 n_i) times, and k'
+gradients were compared: the small batch is then the mean micro-batch, of N / k tokens.
+
+Whoever divides a pass's loss or gradient once more, by the passes of a step, is made up for:
+
+    the rule              the gradient, by the passes that it counted (AdaptiveDataParallel)
+    a trainer's loop      each loss, by the passes of a whole step. If a step has fewer, the rule
+                          multiplies its gradient, so that it is divided by those that it had
+    Accelerate, no rule   each loss, by the passes of a whole step
 """
 
 from __future__ import annotations
@@ -28,8 +34,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import gradient_ranks, unwrap
+from manyhands._core.wrappers import find_prepared, gradient_ranks, unwrap
 from manyhands.scaling._optimizer import ScaledOptimizer, rule_of
+from manyhands.scaling._settings import GatedAccumulation
 from manyhands.scaling._tap import PassWeight
 
 
@@ -91,7 +98,8 @@ class WeightedMean:
         if wrong:
             raise RuntimeError(f"the counts of rank {wrong[0]} are wrong: its error says why.")
         total, not_empty, passes, _ = (sum(column) for column in zip(*rows, strict=True))
-        self._begin(numbers, rule, ranks.size, total, int(not_empty), int(passes))
+        divided = _divided_by(optimizer, rule, len(numbers))
+        self._begin(numbers, rule, ranks.size * divided, total, int(not_empty), int(passes))
 
     @classmethod
     def of_known(
@@ -113,25 +121,24 @@ class WeightedMean:
         mistake = cls._mistake(numbers, rule)
         if mistake is not None:
             raise ValueError(mistake)
-        mean._begin(numbers, rule, ranks, total, not_empty, ranks * len(numbers))
+        factor = ranks * _divided_by(optimizer, rule, len(numbers))
+        mean._begin(numbers, rule, factor, total, not_empty, ranks * len(numbers))
         return mean
 
     def _begin(
         self,
         numbers: Sequence[float],
         rule: ScaledOptimizer | None,
-        ranks: int,
+        factor: int,
         total: float,
         not_empty: int,
         passes: int,
     ) -> None:
         self.total = total
         """The number of tokens in the step, on all ranks."""
-        # Under AdaptiveDataParallel, or with is_scaled_loss=False, the sum of the passes' gradients
-        # is divided by their number afterwards. This mean needs no division: undo it in advance.
-        divided_later = rule is not None and not rule._batch.passes_divided_by_user
-        self._factor = ranks * (len(numbers) if divided_later else 1)
-        self._rule, self._left = rule, list(reversed(numbers))  # `pop` takes the next count
+        self._factor = factor
+        self._rule, self._left = rule, list(reversed(numbers))
+        self._own_passes = len(numbers)
         self._not_empty, self._passes = not_empty, passes
 
     @staticmethod
@@ -139,8 +146,11 @@ class WeightedMean:
         if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
             return f"counts must be one number of at least 0 for each micro-batch, got {numbers}."
         if rule is not None and not rule._batch.counts_passes:
-            passes = rule._batch.passes
-            if len(numbers) != passes:
+            batch = rule._batch
+            loop = batch.accumulation
+            passes = batch.passes if loop is None else loop.gradient_accumulation_steps
+            may_be_short = loop is not None and batch.short_step != "error"
+            if len(numbers) > passes or (len(numbers) < passes and not may_be_short):
                 return (
                     f"counts has {len(numbers)} number(s), and a step has {passes} backward "
                     "pass(es), as declared by num_gradients_to_accumulate or a Ramp. Give one "
@@ -172,8 +182,23 @@ class WeightedMean:
             self._rule._tap.next_weight = PassWeight(
                 self.total * self._not_empty / (self._passes**2 * count) if count else 0.0,
                 self._not_empty,
+                self._own_passes,
             )
         return count
+
+
+def _divided_by(optimizer: Optimizer | None, rule: ScaledOptimizer | None, passes: int) -> int:
+    """Return by what others divide a step of so many passes, after the mean was taken."""
+    if rule is not None and (
+        rule._batch.accumulation is not None or not rule._batch.passes_divided_by_user
+    ):
+        return passes
+    prepared = None if optimizer is None else find_prepared(optimizer)
+    return (
+        1
+        if prepared is None
+        else GatedAccumulation(vars(prepared)["gradient_state"]).gradient_accumulation_steps
+    )
 
 
 def _device_of(optimizer: Optimizer | None) -> torch.device:

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import local_parts
+from manyhands._core.sharded_gradient import local_parts
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import find_layer
 from manyhands.sharding._agreement import GroupLike

@@ -17,7 +17,7 @@ from torch.optim import Optimizer, SparseAdam
 from manyhands._core.agreement import Describer, agree
 from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import ShardedGradient
+from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.wrappers import find_layer, wrapped_attribute
 from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_groups
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
@@ -36,7 +36,7 @@ class ShardedDataParallel(ModuleWrapper):
     >>> optimizer.step()
 
     After `backward`, `param.grad` is a stand-in for the mean gradient, of which each worker
-    holds a shard. Clip it with `optimizer.clip_grad_norm`, and scale losses with
+    holds a shard. Clip it with torch's `clip_grad_norm_`, and scale losses with
     `ShardedGradScaler`. Backward passes inside `no_sync()` accumulate gradients of full size on
     each worker. Outside it every pass is averaged, and added to what the owners hold.
 

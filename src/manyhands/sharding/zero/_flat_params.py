@@ -25,7 +25,7 @@ from torch import Tensor
 
 from manyhands._core.flat import flatten, unflatten
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import ShardedGradient
+from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.shared_memory import check_on_cpu
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._layout import ParamRange

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import ShardedGradient
+from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.shared_memory import SharedMemoryReduceScatter
 from manyhands._core.slices import PendingReduceScatter
 from manyhands.sharding._agreement import check_same_frozen
@@ -292,7 +292,8 @@ class Reducer:
     def _set_gradient(self, number: int, slices: list[tuple[Tensor, int]]) -> None:
         """Set `param.grad` to the mean, plus what earlier passes left."""
         param, before = self.params[number], self._before.get(number)
-        grad = ShardedGradient(param, [p for p, _ in slices], [start for _, start in slices])
+        pieces, starts = [p for p, _ in slices], [start for _, start in slices]
+        grad = ShardedGradient(param, pieces, starts, self.workers.reducing_group)
         if before is not None:
             for owned, earlier in zip(grad.slices, before.slices, strict=True):
                 owned.add_(earlier)

@@ -1,0 +1,197 @@
+"""A gradient of which each rank holds slices, as `param.grad`.
+
+**A `ShardedGradient`** is what `param.grad` is after a sharded backward. It has the parameter's
+shape and no memory of its own. Behind it are
+
+    slices   this rank's elements of the mean gradient: flat tensors, one per bucket
+    starts   where in the flat parameter each of them begins
+    local    gradients of this rank that have not been averaged yet (after `no_sync()`, or
+             while a backward adds to what an earlier one left)
+    group    the ranks that hold the other slices
+
+Operations that act on each element alone act on the slices. The norm that
+`torch.nn.utils.clip_grad_norm_` takes is a `LocalNorm`. Any other operation would be of this rank's
+shard and not of the gradient: it raises, and says what to call instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from manyhands._core.local_norm import LocalNorm, norm_of_slices
+from manyhands._core.sharded import local_shard
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+
+class ShardedGradient(Tensor):
+    """Stands in `param.grad` for a gradient that is sharded over the ranks."""
+
+    slices: tuple[Tensor, ...]
+    starts: tuple[int, ...]
+    local: Tensor | None
+    group: Any  # None: this rank has all slices
+    zeroed: bool  # by `zero_grad(set_to_none=False)`, and not added to since
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        param: Tensor,
+        pieces: Sequence[Tensor],
+        starts: Sequence[int],
+        group: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> ShardedGradient:
+        # A wrapper has a type, a shape and a version, and no storage.
+        shell: ShardedGradient = Tensor._make_wrapper_subclass(
+            cls,
+            param.size(),
+            strides=param.stride(),
+            dtype=dtype or param.dtype,
+            device=device or param.device,
+        )
+        shell.slices, shell.starts = tuple(pieces), tuple(starts)
+        shell.local, shell.group, shell.zeroed = None, group, False
+        return shell
+
+    def parts(self) -> list[Tensor]:
+        """Return all tensors that this rank holds of the gradient."""
+        return [*self.slices, *([] if self.local is None else [self.local])]
+
+    def twin(
+        self,
+        change: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> ShardedGradient:
+        """Return a copy with each tensor changed, perhaps to another dtype and device."""
+        pieces = [change(piece) for piece in self.slices]
+        other = ShardedGradient(self, pieces, self.starts, self.group, dtype, device)
+        other.local = None if self.local is None else change(self.local)
+        return other
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = sum(piece.numel() for piece in self.slices)
+        return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedGradient:
+        memo[id(self)] = copied = self.twin(Tensor.clone)
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        packet, kwargs = func.overloadpacket, kwargs or {}
+        first = args[0] if args else None
+        if packet in NORMS and len(args) <= 2 and not kwargs:  # else of a dimension, or wider
+            power = float(args[1]) if len(args) > 1 else 2.0
+            if packet is aten.linalg_vector_norm:
+                return _norm_of(args[0], power)
+            return [_norm_of(each, power) for each in args[0]]
+        if isinstance(first, ShardedGradient):
+            if packet in ADDING and isinstance(args[1], Tensor):
+                target = first if packet is aten.add_ else first.twin(Tensor.detach)
+                return target._added(args[1].detach(), kwargs.get("alpha", 1))
+            if packet in ELEMENTWISE and not any(map(_is_large, args[1:])):
+                for part in first.parts():
+                    func(part, *args[1:], **kwargs)
+                first.zeroed = first.zeroed or packet is aten.zero_
+                return first
+            if packet in COPYING:
+                return first.twin(lambda part: func(part, **kwargs))
+            if packet is aten._to_copy:
+                to = kwargs.get("dtype"), kwargs.get("device")
+                return first.twin(lambda part: func(part, **kwargs), *to)
+        if packet in FOREACH and not any(map(_is_large, args[1:])):
+            _each(func, args, kwargs)
+            return None
+        raise RuntimeError(
+            f"{packet.__name__} needs the whole gradient, and this one is sharded over the "
+            "workers. To clip, call torch.nn.utils.clip_grad_norm_; for loss scaling, use "
+            "ShardedGradScaler. This worker's elements are in grad.slices."
+        )
+
+    def local_norm(self, power: float) -> LocalNorm:
+        """Return the norm of this rank's slices, to be combined with those of the other ranks."""
+        if self.local is not None:
+            raise RuntimeError(
+                "this gradient has a part of this rank alone, of a backward inside no_sync(). Run "
+                "the last backward of the step outside no_sync(), and clip after it."
+            )
+        nothing = () if self.slices else (torch.zeros((), device=self.device),)
+        return norm_of_slices([*self.slices, *nothing], power, self.group)
+
+    def _added(self, other: Tensor, alpha: object) -> ShardedGradient:
+        """Add the next backward's gradient, as autograd does; it is averaged later."""
+        self.zeroed = False
+        if isinstance(other, ShardedGradient):
+            if alpha != 1 or len(other.slices) != len(self.slices) or other.local is not None:
+                raise RuntimeError("only whole sharded gradients of one parameter can be added.")
+            for mine, theirs in zip(self.slices, other.slices, strict=True):
+                mine.add_(theirs)
+        elif other.shape != self.shape or alpha != 1:
+            raise RuntimeError(
+                "a number or another tensor cannot be added to a sharded gradient; change the "
+                "gradient in a hook of the parameter, before it is averaged."
+            )
+        else:
+            self.local = other if self.local is None else self.local + other
+        return self
+
+
+ADDING = {aten.add_, aten.add}
+ELEMENTWISE = {
+    *(aten.mul_, aten.div_, aten.zero_, aten.neg_, aten.nan_to_num_),
+    *(aten.clamp_, aten.clamp_min_, aten.clamp_max_),
+}
+COPYING = {aten.detach, aten.clone, aten.alias}
+NORMS = {aten.linalg_vector_norm, aten._foreach_norm}
+FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_}
+
+
+def _norm_of(grad: Tensor, power: float) -> Tensor:
+    if isinstance(grad, ShardedGradient):
+        return grad.local_norm(power)
+    plain: Tensor = torch.linalg.vector_norm(grad, power)
+    return plain
+
+
+def _is_large(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.numel() > 1
+
+
+def _each(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Apply a foreach operation; an argument that is a list has one element for each gradient."""
+    lists = [a if isinstance(a, list | tuple) else None for a in args[1:]]
+    for i, grad in enumerate(args[0]):
+        own = [a if each is None else [each[i]] for a, each in zip(args[1:], lists, strict=True)]
+        parts = grad.parts() if isinstance(grad, ShardedGradient) else [grad]
+        for part in parts:
+            func([part], *own, **kwargs)
+        if isinstance(grad, ShardedGradient) and func.overloadpacket is aten._foreach_zero_:
+            grad.zeroed = True
+
+
+def local_parts(grad: Tensor) -> list[Tensor]:
+    """Return the tensors with the elements of a gradient that this rank holds.
+
+    They are slices of a `ShardedGradient`, the shard of a DTensor, or any other gradient itself.
+    """
+    if isinstance(grad, ShardedGradient):
+        return [elements for elements in grad.slices if elements.numel()]
+    return [local_shard(grad)]
