@@ -121,6 +121,7 @@ def save(trace: Trace) -> None:
     optimizer = AdamW(model.parameters())
     step(model, optimizer)
     folder = Path(os.environ["WALKS_FOLDER"]) / "checkpoint"
+    mh.save(folder, model=model, optimizer=optimizer)  # imports what a save needs
     with trace.on():
         mh.save(folder, model=model, optimizer=optimizer)
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from manyhands.checkpoint._safetensors import DTYPE_NAMES
-from manyhands.checkpoint._values import decode, escape, tensor_key
+from manyhands.checkpoint._values import decode, escape, state_key, tensor_key
 
 FIELDS = {
     "step", "workers", "versions", "time", "files", "tensors", "model", "optimizers", "schedulers",
@@ -69,11 +69,6 @@ def check_content(content: object) -> None:
             _check_model(module["value"], f"value/{escape(name)}", tensors)
         else:
             _check_value(meta, f"the value {name!r}", tensors)
-
-
-def state_key(prefix: str, entry: str, name: str) -> str:
-    """Return the key of one entry of a parameter's state."""
-    return f"{prefix}/{escape(entry)}/{name}"
 
 
 # -- tensors ---------------------------------------------------------------------------------------

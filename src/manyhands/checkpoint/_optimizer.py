@@ -26,7 +26,6 @@ from manyhands._core.state_parts import (
 from manyhands._core.wrappers import unwrap
 from manyhands.checkpoint import _foreign, _index
 from manyhands.checkpoint._blocks import BlocksLoader, collect_blocks
-from manyhands.checkpoint._index_checks import state_key
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._ranks import Replica
 from manyhands.checkpoint._slices import (
@@ -39,7 +38,7 @@ from manyhands.checkpoint._slices import (
     put_new,
     to_parts,
 )
-from manyhands.checkpoint._values import GetTensor, PutTensor, decode, encode, tensor_key
+from manyhands.checkpoint._values import GetTensor, PutTensor, decode, encode, state_key, tensor_key
 
 
 @dataclass

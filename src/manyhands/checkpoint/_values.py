@@ -213,3 +213,8 @@ def escape(key: str) -> str:
 def child_path(path: str, key: object) -> str:
     """Return the path of a container's child; `key` is a key of a dict or an index of a list."""
     return f"{path}.{escape(str(key))}"
+
+
+def state_key(prefix: str, entry: str, name: str) -> str:
+    """Return the key of one entry of a parameter's state."""
+    return f"{prefix}/{escape(entry)}/{name}"
