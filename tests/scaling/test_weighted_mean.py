@@ -226,7 +226,7 @@ def test_mistakes_are_errors_that_say_what_to_do():
         mh.WeightedMean([1, 2, 3], rule)
     mean = mh.WeightedMean([3], None)
     mean(torch.ones(3).sum())
-    with pytest.raises(RuntimeError, match="more than there were counts"):
+    with pytest.raises(RuntimeError, match="called more often than it has counts"):
         mean(torch.ones(3).sum())
 
 
