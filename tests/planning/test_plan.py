@@ -22,7 +22,7 @@ import manyhands as mh
 from helpers.pages import ROOT, blocks, run_page
 from helpers.ranks import run_ranks
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import ShardedGradient
+from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.planning import _costs, _line, _model, _table
 from manyhands.planning._costs import (
     ModelSizes,

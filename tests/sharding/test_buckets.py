@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import ShardedGradient
+from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.slices import PendingReduceScatter
 from manyhands.sharding.fsdp._collectives import ReduceQueue, ReduceScatter
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards, SharedMemoryGather
