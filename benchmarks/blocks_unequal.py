@@ -148,8 +148,7 @@ def train(plan: Plan, folder: Path, seed: int, name: str, asleep: bool) -> dict[
         warmup = 0 if asleep else task.steps // 4
         optimizer = mh.DiLoCo(optimizer, every=every, warmup=warmup, **OUTER)
         if name == UNWEIGHTED:
-            weigh = optimizer._sync._weigh
-            optimizer._sync._weigh = lambda note: replace(weigh(note), weight=1.0)
+            optimizer._sync.samples.weight = lambda work, drawn: 1.0
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     count = task.batch * (len(plan.speeds) if alone else 1)
     step, began = 0, (0.0, 0)

@@ -100,13 +100,13 @@ def measure(make: Callable[[int], Any], samples: int, steps: int) -> tuple[float
 def measure_round(workers: int, times: int) -> float:
     """Return the CPU seconds of one worker after a sync round."""
     account, batch = Account(), 32
-    rules = {"samples": 10**9, "batch": batch, "ahead": 4, "drop_last": False}
+    rules: Any = {"samples": 10**9, "batch": batch, "ahead": 4, "drop_last": False}
     account.begin(rules, Ledger(10**9))
     steps = dict.fromkeys(range(workers), 50)
     account.hand_out(steps)
     begin = time.process_time()
     for _ in range(times):
-        account.handed_out(50 * batch)
+        account.add_to_step(50 * batch)
         account.step()
         account.checksum()
         account.commit(dict.fromkeys(steps, 50 * batch), 0)

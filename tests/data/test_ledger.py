@@ -71,7 +71,7 @@ def test_every_position_is_in_one_state(samples, moves):
                 if pinned == 0:
                     assert count(own) == share
         check(ledger, committed)
-        assert Ledger.of(ledger.all_of_it()) == ledger
+        assert Ledger.of(ledger.state()) == ledger
         assert Ledger.of_saved(samples, ledger.saved()) == ledger.keep_only({})
 
 
@@ -93,7 +93,7 @@ class Simulated:
             return False
         assert steps is not None or count(spans) >= batch, "a worker has run dry in a block"
         step = take(spans, batch)[0]
-        account.handed_out(count(step))
+        account.add_to_step(count(step))
         account.step()
         self.trained += positions(step)
         return True

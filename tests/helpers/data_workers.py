@@ -134,7 +134,7 @@ def train(crew, log, end, make, hook, pause=0.002, **options):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     optimizer = make(optimizer, every=every, crew=crew, **options)
-    account = optimizer._sync.account
+    account = optimizer._sync.samples.account
     commit, begin = account.commit, account.begin
 
     def logged_commit(taken, own, step):

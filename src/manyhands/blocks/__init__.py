@@ -7,12 +7,13 @@ _optimizer.py    Blocks, the optimizer wrapper: options, step, save and load
 _checks.py       arguments and options, checked: alone, together, and against the other workers'
 _sync.py         the life of a block: send, commit, merge, undo; the steps of a warm-up
 _block_state.py  where a worker is in that life, as one value
-_samples.py      which samples of the data the workers have, for a Cursor
+_samples.py      which samples of the data a worker has, and what its steps weigh in the mean
 _schedule.py     after which step a fragment is sent, how long the next block is; the drift
 _anchor.py       the anchor, and the differences from it
 _codec.py        differences in 16, 8 or 4 bits
 averaging/       one sync round: from differences to their mean
 crew/            elastic membership: workers that come and go
 _outer.py        outer steps, which move the anchor by the mean
+_common_state.py the state that is equal on every worker: for joiners, and for what is saved
 _saving.py       what is saved, and how a run continues
 """

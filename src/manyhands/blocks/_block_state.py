@@ -12,9 +12,9 @@
     retry         fragments that the members synchronize as soon as they have regrouped: those of
                   an undone round, or those that `synchronize()` was about to send
     in_flight     rounds that were sent, and neither merged nor undone yet
-    own           steps that this worker has taken itself, since it began
-    work          of these, the steps that are in no kept round yet, and were not given up
-    dropped       of these, the steps that were given up: they are in no mean, and never will be
+    own           steps that this worker has taken itself, since the run began
+    work          of these steps, those that no kept round has merged, and that were not given up
+    dropped       of these steps, those that were given up: they are in no mean, and never will be
 
 A block with one round:
 
@@ -29,8 +29,9 @@ other fragments have moved on. Two things always hold:
     something is in flight, or to be repeated    ⇒  diverged
     something is to be repeated                  ⇒  nothing is in flight
 
-Everything here is plain values: no tensors, no process group, no clock. `Sync` (_sync.py) has one
-of these values, and does what each change stands for.
+Everything here is plain values: no tensors, no process group, no clock. `Sync` (_sync.py) holds one
+of these values. When it changes the value, it also does what the change means: it sends, waits, or
+moves parameters.
 """
 
 from __future__ import annotations
@@ -46,17 +47,21 @@ class Work(NamedTuple):
     """Steps of one worker, and on how many samples it took them: its weight in a sync round."""
 
     steps: int = 0
-    told: int = 0  # steps whose samples are known
-    samples: int = 0  # of these steps
+    counted: int = 0  # of these, the steps whose samples are known
+    samples: int = 0  # of the counted steps
 
     def plus(self, samples: int | None) -> Work:
         """Add a step on this many samples; None: not known."""
         if samples is None:
-            return Work(self.steps + 1, self.told, self.samples)
-        return Work(self.steps + 1, self.told + 1, self.samples + samples)
+            return Work(self.steps + 1, self.counted, self.samples)
+        return Work(self.steps + 1, self.counted + 1, self.samples + samples)
 
     def minus(self, other: Work) -> Work:
-        return Work(self.steps - other.steps, self.told - other.told, self.samples - other.samples)
+        return Work(
+            self.steps - other.steps,
+            self.counted - other.counted,
+            self.samples - other.samples,
+        )
 
 
 NO_WORK = Work()

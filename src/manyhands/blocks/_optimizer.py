@@ -48,8 +48,8 @@ from manyhands.blocks._checks import (
 )
 from manyhands.blocks._codec import find_codec
 from manyhands.blocks._outer import Average, Outer
-from manyhands.blocks._samples import BlockSamples
-from manyhands.blocks._schedule import Every, OwnSchedule, Schedule, check_schedule
+from manyhands.blocks._samples import CursorRounds
+from manyhands.blocks._schedule import Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._payload import (
     Buffers,
@@ -65,8 +65,8 @@ from manyhands.blocks.crew._membership import CrewBase, ElasticMembers
 STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
 
-Closure = Callable[[], Any]  # computes the gradients, and returns the loss
-Step = Callable[..., Any]  # an inner optimizer's, which may have arguments of its own
+Closure = Callable[[], object]  # computes the gradients, and returns the loss
+Step = Callable[..., object]  # an inner optimizer's, which may have arguments of its own
 
 
 class Blocks(OptimizerWrapper):
@@ -186,9 +186,7 @@ class Blocks(OptimizerWrapper):
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
             Anchor(outer, find_codec(codec), fragments, anchor_on_host, inner),
             interval,
-            OwnSchedule(interval.first, overlap, interval.first_start(warmup))
-            if interval.own_steps
-            else Schedule(interval.first, fragments, overlap, interval.first_start(warmup)),
+            make_schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),
             Extras(optimizer, found, buffers, state),
             self._options,
@@ -391,7 +389,7 @@ class Blocks(OptimizerWrapper):
         >>> optimizer.count_samples(len(batch))
         >>> optimizer.step()
         """
-        self._sync.samples = (self._sync.samples or 0) + whole("samples", samples)
+        self._sync.samples.count(whole("samples", samples))
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """Clear the gradients."""
@@ -437,7 +435,7 @@ class Blocks(OptimizerWrapper):
             self._sync.merge_pending()
             payloads = make_payloads(by_index(trainable_params(self._inner_optimizer)))
             while self._sync.average_now(payloads) is None:
-                pass  # a member was lost: repeat with those who are left
+                pass  # a member was lost: repeat with those that are left
             self._sync.regroup()
 
     @contextmanager
@@ -490,9 +488,9 @@ class Blocks(OptimizerWrapper):
             self.synchronize()
 
     @YieldingProperty
-    def _block_samples(self) -> BlockSamples | None:
+    def _block_samples(self) -> CursorRounds | None:
         """What a `Cursor` needs to hand out this worker's samples; None without other workers."""
-        return None if self.alone else BlockSamples(self._sync)
+        return None if self.alone else CursorRounds(self._sync)
 
     # -- stopping before the end ---------------------------------------------------------------
 

@@ -1,88 +1,199 @@
-"""Which samples the workers of blocks have: committed with the sync round, handed out for the next.
+"""A worker's samples in blocks: which ones it has, and what its steps weigh in a sync round.
 
-Every worker holds a part of the epoch (`data/_ledger.py`), and all of them have the same ledger:
+With a `Cursor` every worker holds a part of the epoch (`data/_ledger.py`), and all workers have the
+same ledger:
 
     send      the note of the round that ends a block says how many samples the worker has taken
     commit    if the round is kept, all workers commit what each one took; if not, nothing changes
-    members   who left or died holds nothing any more; a joiner receives the ledger with the state
+    members   a worker that left or died holds nothing any more; a joiner receives the ledger with
+              the state
     hand out  every member gets its part of what is left, for the steps until the next round
 
-A worker that is left out of the mean, because its values are not finite, commits its samples all
-the same: they count as those of a step that a gradient scaler skips.
+A worker may be left out of the mean because its values are not finite. It commits its samples all
+the same: they count like those of a step that a gradient scaler skips.
+
+`Sync` holds one `BlockSamples`; a `Cursor` sees it through `CursorRounds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
-from manyhands.blocks._sync import Sync
-from manyhands.data._account import Account
+from manyhands.blocks._block_state import BlockState, Work
+from manyhands.blocks._schedule import Every, OwnSchedule, Schedule
+from manyhands.blocks.averaging._payload import RoundResult
+from manyhands.blocks.averaging._round import Membership
+from manyhands.data._account import Account, SavedAccount
 from manyhands.data._ledger import Ledger
+from manyhands.data._rules import Rules
 
 
 class BlockSamples:
-    """This worker's samples, for a `Cursor`."""
+    """This worker's samples, and its account if there is a `Cursor`."""
 
-    def __init__(self, sync: Sync) -> None:
-        self._sync = sync
-
-    @property
-    def account(self) -> Account:
-        return self._sync.account
+    def __init__(self, members: Membership, every: Every, schedule: Schedule) -> None:
+        self._members, self._every, self._schedule = members, every, schedule
+        self.account = Account()  # without rules if there is no cursor
+        self.joined_late = False  # whether the ledger came from another worker
+        self._counted: int | None = None  # by `count_samples`, for the step that is being taken
 
     @property
     def number(self) -> int:
-        """This worker's number."""
-        return self._sync.number
+        """This worker's number: its rank, or that in a crew."""
+        return self._members.number
 
-    def begin(self, rules: Mapping[str, Any], ledger: Ledger) -> None:
-        """Begin with this ledger, or go on with that of the members that are here already."""
-        account = self.account
-        if self._sync.every.own_steps and self._sync.schedule.overlap:
+    # -- a step --------------------------------------------------------------------------------
+
+    def count(self, samples: int) -> None:
+        """Count samples of the step that is being taken."""
+        self._counted = (self._counted or 0) + samples
+
+    def end_step(self) -> int | None:
+        """Count a step; return the number of its samples, or None if it is not known."""
+        samples, self._counted = self._counted, None
+        if self.account.rules is None:
+            return samples
+        if samples is None:  # the user's own count comes first
+            samples = self.account.in_step
+        self.account.step()
+        return samples
+
+    # -- a sync round --------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> list[object]:
+        """What all workers must have in common in a round: the position, if there is a cursor."""
+        return [] if self.account.rules is None else [self.account.checksum()]
+
+    def weight(self, work: Work, drawn: float) -> float:
+        """Return the weight of this work in the mean; `drawn` are the samples of the cursor in it.
+
+        It follows from the samples, or from the steps if each worker takes steps of its own.
+        """
+        if work.counted:
+            return float(max(work.samples, 1))
+        if not self._every.own_steps:
+            return 1.0
+        steps: float = work.steps
+        if self.account.rules is not None:  # the last batches of a cursor may be short
+            steps = drawn / self.account.rules["batch"]
+        # 1 for a worker that takes as many steps as the mean, and never 0.
+        length = self._schedule.length
+        return max(steps, 1 / length) / length
+
+    def check_cursor(self) -> None:
+        """Raise if a cursor cannot be used with these options."""
+        if self._every.own_steps and self._schedule.overlap:
             raise ValueError(
                 "a Cursor needs overlap=0 with own_steps=True: while a round is in flight, it is "
                 "not known how many samples each worker has taken meanwhile. Leave overlap out."
             )
+
+    def commit(self, result: RoundResult, step: int) -> None:
+        """Commit what all workers have taken until this step: the round was kept."""
+        numbers, notes = self._members.numbers, result.notes
+        # A round that was restored from a checkpoint may have had another number of workers.
+        if self.account.rules is None or len(numbers) != len(notes):
+            return
+        taken = {n: int(note.drawn) for n, note in zip(numbers, notes, strict=True)}
+        self.account.commit(taken, self.number, step)
+
+    def take_over(self, saved: SavedAccount | None) -> None:
+        """Go on with the account of another member; it has none without a cursor."""
+        self.account.load(saved)
+        self.joined_late = saved is not None
+
+    def hand_out(self, state: BlockState) -> None:
+        """Hand out what is left of the epoch, if that has changed, until the next sync round."""
+        account, numbers, overlap = self.account, self._members.numbers, self._schedule.overlap
+        if account.rules is None or not account.due:
+            return
+        if isinstance(self._schedule, OwnSchedule) and state.steps >= state.warmup:
+            account.hand_out(self._schedule.steps_of(numbers), own=self.number)
+            return
+        steps = self._steps_to_round(state)
+        if overlap:  # training goes on while the round is in flight
+            steps += self._schedule.length + overlap
+        account.hand_out(dict.fromkeys(numbers, steps), state.steps - account.committed_at)
+
+    def restart(self, state: BlockState) -> None:
+        """Hand out for the block of this state, which was loaded."""
+        if not self.account.taken:
+            self.account.committed_at, self.account.due = state.steps, True
+            self.hand_out(state)
+
+    def _steps_to_round(self, state: BlockState) -> int:
+        """Return how many steps each worker takes until samples are committed next."""
+        if state.steps < state.warmup:
+            # In a shared warm-up each step commits its samples, in a local one the last step does.
+            return state.warmup - state.steps if state.local_warmup else 1
+        return max(1, self._schedule.start + self._schedule.length - state.steps)
+
+
+class Rounds(Protocol):
+    """What `CursorRounds` needs of `Sync`."""
+
+    state: BlockState
+    samples: BlockSamples
+
+    def sync_now(self) -> None:
+        """Synchronize all fragments, on all workers."""
+
+
+class CursorRounds:
+    """What a `Cursor` asks of blocks: the `SampleRounds` of `data/_cursor.py`."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds, self._samples = rounds, rounds.samples
+
+    @property
+    def account(self) -> Account:
+        return self._samples.account
+
+    @property
+    def number(self) -> int:
+        return self._samples.number
+
+    def begin(self, rules: Rules, ledger: Ledger) -> None:
+        """Begin with this ledger, or go on with that of the members that are here already."""
+        self._samples.check_cursor()
+        account = self.account
         if account.rules is None:
-            account.begin(rules, ledger, self._sync.state.steps)
+            account.begin(rules, ledger, self._rounds.state.steps)
         elif not account.received:
             raise ValueError(
                 "these blocks have a Cursor already, with which they commit samples. Make one "
                 "Cursor for the training data, and others without optimizer=."
             )
         elif account.rules != rules:
+            here = dict(rules)
             differ = ", ".join(
-                f"{name}: {rules[name]} here, {value} in the run"
+                f"{name}: {here[name]} here, {value} in the run"
                 for name, value in account.rules.items()
-                if rules[name] != value
+                if here[name] != value
             )
             raise ValueError(
                 f"this worker has joined a run whose Cursor differs ({differ}). Make the Cursor as "
                 "it is in the run, or begin a new run."
             )
         account.received = False
-        self.hand_out()
+        self._samples.hand_out(self._rounds.state)
 
-    def load(self, rules: Mapping[str, Any], ledger: Ledger) -> None:
+    def load(self, rules: Rules, ledger: Ledger) -> None:
         """Go on with a saved ledger."""
-        if self._sync.joined_late:
+        if self._samples.joined_late:
             raise RuntimeError(
                 "this worker has joined a run that goes on, and received its position. Load a "
                 "checkpoint only where the run begins: if optimizer.steps == 0."
             )
-        self.account.begin(rules, ledger, self._sync.state.steps)
-        self.hand_out()
-
-    def hand_out(self) -> None:
-        """Hand out what is due."""
-        self._sync.hand_out_samples()
+        self.account.begin(rules, ledger, self._rounds.state.steps)
+        self._samples.hand_out(self._rounds.state)
 
     def next_epoch(self) -> None:
-        """Begin the next epoch, on all workers after as many steps."""
-        self.account.next_epoch(self._sync.state.steps)
-        self.hand_out()
+        """Begin the next epoch: all workers are at its end."""
+        self.account.next_epoch(self._rounds.state.steps)
+        self._samples.hand_out(self._rounds.state)
 
     def synchronize(self) -> None:
-        """Hold a sync round with all other workers, which call this after as many steps."""
-        self._sync.sync_now()
+        """Hold a sync round: all workers need one here."""
+        self._rounds.sync_now()

@@ -20,8 +20,9 @@ from manyhands._core.state_parts import StatePart
 from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
 from manyhands.blocks._block_state import Work
 from manyhands.blocks._checks import Names, Options, Value, check_options
+from manyhands.blocks._common_state import CommonState, Counters
 from manyhands.blocks._schedule import OwnSchedule
-from manyhands.blocks._sync import CommonState, Counters, Pending, Sync
+from manyhands.blocks._sync import Pending, Sync
 from manyhands.blocks.averaging._payload import ArrivedMean, Note, RoundResult, SavedMean
 from manyhands.blocks.averaging._round import BackgroundSync
 
@@ -60,7 +61,7 @@ class SavedWorker(SavedByAnyWorker, total=False):
     initial_state: dict[object, object] | None
     last_round: list[int]  # its workers, and the numbers of those left out
     clock: list[float]
-    own: list[int]  # steps of its own in all, and in no kept round: steps, steps told, samples
+    own: list[int]  # steps of its own in all; then its `Work`
     taken: int  # with own steps: how many of the present block are taken
     dropped: int  # steps of its own that are in no mean
 
@@ -101,7 +102,7 @@ def save_common(sync: Sync) -> SavedByAnyWorker:
     return {
         "format": FORMAT,
         "workers": [0, 0],  # no worker has this size and rank, so none restores a residual
-        **sync.common_state(),
+        **sync.common.common_state(sync.state),
         "diverged": False,
         "residual": [],
         "pending": [],
@@ -135,7 +136,7 @@ def save_counters(sync: Sync, options: Options) -> SavedCounters:
     return {
         "format": FORMAT,
         "options": dict(options),
-        **sync.counters(),
+        **sync.common.counters(sync.state),
         "alone": sync.alone,
         "totals": [sync.stats.left_out_ever, sync.stats.undone],
     }
@@ -148,7 +149,7 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
     worker trained alone.
     """
     _drop_pending(sync)
-    sync.load_block(saved)
+    sync.common.load_block(saved)
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
     for outer in unsaved:
         outer.begin()
@@ -156,7 +157,7 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
     if saved["alone"]:  # its steps were not in blocks
         sync.begin_block()
     sync.restart_clock()
-    sync.restart_samples()
+    sync.samples.restart(sync.state)
 
 
 def check_saved(
@@ -232,7 +233,7 @@ def _drop_pending(sync: Sync) -> None:
 
 
 def _load_worker(saved: SavedWorker, sync: Sync) -> None:
-    sync.load_block(saved)
+    sync.common.load_block(saved)
     diverged = saved["diverged"] and bool(saved["anchor"])
     own, *work = saved.get("own", [saved["steps"], 0, 0, 0])
     sync.state = sync.state.load(
@@ -263,7 +264,7 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     for each in saved["pending"] if sync.anchor.buckets and not sync.members.elastic else []:
         sync.pending.append(restore_round(each, sync.anchor))
         sync.state = sync.state.send(each["fragments"])
-    sync.restart_samples()
+    sync.samples.restart(sync.state)
 
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:

@@ -12,8 +12,8 @@ The next block's length is fixed (`Every`), or follows from the time of a step (
 how far the workers drifted apart (`ByDrift`).
 
 With `Seconds(..., own_steps=True)` each worker takes a number of steps of its own in a block
-(`OwnSchedule`). The numbers follow from the seconds that a step took on each worker, which all
-workers tell each other in a sync round. So every worker knows all numbers before the block begins:
+(`OwnSchedule`). The numbers follow from the seconds that a step took on each worker. These are in
+the notes of a sync round, so every worker knows all numbers when the block begins:
 
     s_w                     seconds of a step on worker w
     n_w = round(T / s_w)    its steps in a block of T seconds, at least `least`
@@ -70,18 +70,20 @@ class Schedule:
         return step + 1
 
 
-LATE = 1.1  # times a block's expected seconds, after which a worker ends it where it is
+LATE = 1.1  # times a block's expected seconds: a worker that takes longer ends the block early
 
 
 class OwnSchedule(Schedule):
     """A block in which this worker takes a number of steps of its own.
 
-    taken      steps that it has taken in the block
-    plan       the workers' numbers of steps, from the last sync round, by the workers' own numbers;
-               `length` for one that is not in it
-    seconds    what the block takes on the slowest worker; 0: no step was timed yet
-    ahead      the mean of the workers' steps so far, minus the common count. The count is a whole
-               number, and a worker may end a block early: the next block makes up for both
+    own        steps that this worker takes in the block
+    taken      steps that it has taken so far
+    plan       every worker's steps in the block, by its number, from the last sync round. A worker
+               that is not in the plan takes `length` steps
+    seconds    time that the block takes on the slowest worker; 0: no step was timed yet
+    ahead      the mean of the workers' steps so far, minus the common count. The two differ because
+               the count is a whole number, and because a worker may end a block early. The next
+               block makes up for it
 
         length 4, own 6     taken   1  2  3  4  5  6
                             count   0  1  2  2  3  4   after the block's start
@@ -102,15 +104,15 @@ class OwnSchedule(Schedule):
 
     def advance(self, step: int) -> int:
         self.taken += 1
-        # Below start + length until the last step, so that all workers get there as they send.
+        # The count is start + length only after the last step: all workers have it as they send.
         return max(step, self.start + self.length * min(self.taken, self._own) // self._own)
 
     def hold(self) -> None:
-        """Take a step that is not counted, because the numbers of the block are not known yet."""
+        """Take a step without counting it, because the block's numbers are not known yet."""
         self.taken += 1
 
     def end(self) -> int:
-        """End the block where it is; return the common count of steps at its end."""
+        """End the block early; return the common count of steps at its end."""
         self.taken = self._own
         return self.start + self.length
 
@@ -121,7 +123,7 @@ class OwnSchedule(Schedule):
         return self.taken >= self._own
 
     def is_late(self, seconds: float) -> bool:
-        """Return whether the block should have ended, if it has taken this long so far."""
+        """Return whether a block that has taken this long so far should have ended."""
         return 0.0 < LATE * self.seconds < seconds
 
     def begin(self, step: int, length: int) -> None:
@@ -129,7 +131,7 @@ class OwnSchedule(Schedule):
         self._own, self.taken, self.plan = length, 0, {}
 
     def begin_next(self) -> None:
-        """Begin the next block, with the numbers of this one until others are known."""
+        """Begin the next block. It has the numbers of this one until `follow` sets others."""
         self.start += self.length
         self.ahead -= self.length
         self.taken = 0
@@ -144,13 +146,13 @@ class OwnSchedule(Schedule):
         self._own = plan.get(number, self.length)
 
     def follow(self, plan: Mapping[int, int], number: int, taken: float, seconds: float) -> None:
-        """Give the block, which has begun, the numbers of steps in `plan`.
+        """Set the numbers of steps in the block that has begun.
 
-        `number` is this worker's, and `taken` the mean of all workers' steps in the block before.
+        `number` is this worker's. `taken` is the mean of the workers' steps in the block before.
         """
         self.plan, self.seconds = dict(plan), seconds
         self.ahead += taken
-        # A longer block than the overlap: until its numbers were known, steps were not counted.
+        # Longer than the overlap, whose steps were not counted: the numbers were not known yet.
         mean = sum(plan.values()) / len(plan)
         self.length = max(self.overlap + 1, round(self.ahead + mean))
         self._own = plan.get(number, self.length)
@@ -262,9 +264,9 @@ class Seconds(Every):
     fewer than `least`.
 
     All workers take equally many steps, unless `own_steps` is set. Then each worker takes as many
-    steps as it can in that time, and the mean of a sync round is weighted by them, or by the
-    samples of which `count_samples` was told. `steps` of the optimizer then counts the mean of the
-    workers' steps: train until it has reached a number.
+    steps as it can in that time. The mean of a sync round is weighted by these numbers, or by the
+    samples if `count_samples` is used. The optimizer's `steps` is then the mean of the workers'
+    steps: train until it has reached a number.
 
     >>> mh.Seconds(60, own_steps=True)
     Seconds(60, first=10, least=1, own_steps=True)
@@ -336,8 +338,16 @@ class ByDrift(Every):
         return f"ByDrift(cosine={self.cosine:g}, least={self.least}, most={self.most})"
 
 
+def make_schedule(every: Every, fragments: int, overlap: int, warmup: int) -> Schedule:
+    """Return the schedule of blocks of this length, after `warmup` steps."""
+    start = every.first_start(warmup)
+    if every.own_steps:
+        return OwnSchedule(every.first, overlap, start)
+    return Schedule(every.first, fragments, overlap, start)
+
+
 def check_schedule(every: Every, overlap: int, fragments: int, ranks_per_worker: int) -> None:
-    """Raise if blocks of this length cannot have this overlap, or as many fragments."""
+    """Raise if blocks of this length cannot have this overlap or this number of fragments."""
     if overlap >= every.least:
         raise ValueError(
             f"overlap must be less than the steps between two sync rounds ({every.least}), got "

@@ -3,14 +3,14 @@
 send      the schedule says that a fragment is due: a sync round averages its difference from the
           anchor, at once or, with overlap, while training goes on
 plan      with `Seconds(..., own_steps=True)` the notes of a round say how many steps each worker
-          takes in the next block. A worker that becomes slower in a block ends it where it is: each
-          worker holds one round a block, and says with how many steps it comes
+          takes in the next block. A worker that becomes slower in a block ends it early: every
+          worker takes part in one round a block, and its note says how many steps it took
 commit    all workers agree that the round took place (`averaging/_round.py`)
 merge     the outer step moves the anchor, and the parameters with it
-undo      a member was lost in the round: it is repeated among those who are left, or, if it ran
-          in the background, sent again when it is next due
-joiners   a crew's new members receive the common state
-samples   with a `Cursor`: what was taken is committed with the round (`_samples.py`)
+undo      a member was lost in the round. The members that are left repeat it at once; a round that
+          ran in the background is sent again when it is next due
+joiners   a crew's new members receive the common state (`_common_state.py`)
+samples   with a `Cursor`, the samples that were taken are committed with the round (`_samples.py`)
 
 Where a worker is in this life is a value, `Sync.state` (`_block_state.py`). A method here does what
 a change of that value stands for: it sends, waits, and moves anchor and parameters.
@@ -18,11 +18,9 @@ a change of that value stands for: it sends, waits, and moves anchor and paramet
 
 from __future__ import annotations
 
-import io
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,19 +30,19 @@ from manyhands._core.stop_notice import stop_notice
 from manyhands.blocks._anchor import (
     Anchor,
     AnchorDifference,
-    AnchorState,
     OverlappedDifference,
     StagedDifference,
 )
-from manyhands.blocks._block_state import NO_WORK, BlockState, Work
+from manyhands.blocks._block_state import NO_WORK, BlockState
 from manyhands.blocks._checks import fingerprint, moved_identically, warn_identical_moves
-from manyhands.blocks._schedule import Drift, Every, OwnSchedule, Schedule, Seconds
+from manyhands.blocks._common_state import CommonParts
+from manyhands.blocks._samples import BlockSamples
+from manyhands.blocks._schedule import Every, OwnSchedule, Schedule, Seconds
 from manyhands.blocks.averaging._payload import (
     NOTHING_YET,
-    SAMPLES_INCOMPLETE,
-    SAMPLES_UNKNOWN,
     ArrivedMean,
     Extras,
+    GradientPayloads,
     InitialState,
     Note,
     Payload,
@@ -61,36 +59,6 @@ from manyhands.blocks.averaging._payload import (
 )
 from manyhands.blocks.averaging._round import BackgroundSync, Membership, RoundRunner
 from manyhands.blocks.crew._membership import ElasticMembers, StateTransfer
-from manyhands.data._account import Account
-
-
-class BlockPlan(TypedDict, total=False):
-    """With own steps: what all workers know of the present block."""
-
-    plan: list[tuple[int, int]]  # every worker's number, and its steps
-    pace: list[float]  # the schedule's `seconds` and `ahead`
-
-
-class Counters(BlockPlan):
-    """The plain numbers that are equal on every worker."""
-
-    steps: int
-    rounds: int
-    block: list[int]  # the schedule's start and length
-    drift: list[float]  # the fields of `Drift`, and the seconds of a step
-
-
-class CommonState(Counters, AnchorState):
-    """The state that is equal on every worker."""
-
-
-class TransferredState(CommonState):
-    """The state that a joiner receives."""
-
-    retry: list[int]
-    diverged: bool
-    buffers: list[Tensor]
-    samples: dict[str, Any] | None
 
 
 @dataclass
@@ -146,13 +114,12 @@ class Sync:
         self.runner = RoundRunner(members, anchor.inner, overlaps=schedule.overlap > 0)
         self.stats = self.runner.stats
         self.pending: deque[Pending] = deque()
-        self.account = Account()  # of the samples, if there is a `Cursor`
-        self.joined_late = False  # whether this worker received another one's state
+        self.samples = BlockSamples(members, every, schedule)
+        self.common = CommonParts(anchor, schedule, self.stats, extras, self.samples)
         self._options_checksum = fingerprint(options)
         self.regroups = 0  # how often the members have changed
         self.joins = 0  # how often this worker has received the others' state
         self._due_after_merges: Sequence[int] = ()  # fragments that `sync_now` is about to send
-        self.samples: int | None = None  # of the step that is being taken, if they are known
         self._compared = False  # whether the first block was searched for identical moves
         resets = extras.state == "reset" or state.in_local_warmup
         self.initial_state = InitialState(optimizer, needed=resets)
@@ -171,11 +138,7 @@ class Sync:
             steps = self.schedule.end()
         else:
             steps = self.schedule.advance(steps)
-        samples, self.samples = self.samples, None
-        if samples is None and self.account.rules is not None:
-            samples = self.account.in_step  # of a `Cursor`; a user's own count comes before it
-        self.state = self.state.step(steps, samples)
-        self.account.step()
+        self.state = self.state.step(steps, self.samples.end_step())
 
     @property
     def now(self) -> int:
@@ -292,11 +255,6 @@ class Sync:
         return steps * seconds / max(taken, 1)
 
     @property
-    def number(self) -> int:
-        """This worker's number: its rank, or that in a crew."""
-        return self.members.numbers[self.members.workers.rank]
-
-    @property
     def alone(self) -> bool:
         """Whether there is no other worker, and never will be."""
         return not self.members.elastic and self.members.workers.size == 1
@@ -318,7 +276,8 @@ class Sync:
         buffers = self.extras.buffer_payloads() if ends_block else []
         state = self.extras.state_payloads() if ends_block else []
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
-        note = self._weigh(self._write_note(finite, state, ends_block=ends_block))
+        note = self._write_note(finite, state, ends_block=ends_block).with_work(self.state.work)
+        note = replace(note, weight=self.samples.weight(self.state.work, note.drawn))
         if not self.state.contributes:
             note = replace(note, status=NOTHING_YET)
         copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
@@ -340,10 +299,8 @@ class Sync:
         device = next(param.device for group in groups for param in group["params"])
         # Parameters may have been frozen since the options were compared.
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
-        checksum, account = self._options_checksum, self.account
-        facts: list[object] = [frozen] if frozen else []
-        if account.rules is not None:
-            facts.append(account.checksum())
+        checksum = self._options_checksum
+        facts: list[object] = [*([frozen] if frozen else []), *self.samples.facts]
         all_finite, stop = self.runner.agree_inside(finite, stop_notice.received, device)
         return Note(
             step=float(step),
@@ -353,21 +310,9 @@ class Sync:
             seconds=self.runner.clock.seconds_per_step(self.state.own),
             lr=float(groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
-            drawn=float(account.taken if ends_block else 0),
+            drawn=float(self.samples.account.taken if ends_block else 0),
             stop=float(stop),
         )
-
-    def _weigh(self, note: Note) -> Note:
-        """Add to a note of which steps this worker's difference is the result, and its weight."""
-        work, weight = self.state.work, 1.0
-        if work.told:
-            weight = float(max(work.samples, 1))
-        elif self.every.own_steps:  # 1 for a worker that takes as many steps as the mean
-            steps: float = work.steps
-            if self.account.rules is not None:  # a `Cursor`, whose last batches may be short
-                steps = note.drawn / self.account.rules["batch"]
-            weight = max(steps, 1 / self.schedule.length) / self.schedule.length
-        return replace(_note_of(note, work), weight=weight)
 
     def _merge(self) -> None:
         """Wait for the oldest round in flight, and move anchor and parameters by its mean."""
@@ -378,7 +323,6 @@ class Sync:
             self.state = self.state.undo()
             raise
         if result is None:
-            self.stats.undone += 1
             # Without overlap it is repeated at once, so that no worker's block is lost. With
             # overlap nothing has changed: the differences are sent when they are next due.
             self.state = self.state.undo([] if pending.overlaps else pending.fragments)
@@ -389,7 +333,7 @@ class Sync:
         self._record_result(result)
         ends_block = self.schedule.fragments - 1 in pending.fragments
         if ends_block:
-            self._commit_samples(result, int(pending.note.step))
+            self.samples.commit(result, int(pending.note.step))
         if pending.note.step == self.schedule.start:  # sent as the present block began
             if isinstance(self.schedule, OwnSchedule):
                 self._plan_block(self.schedule, result)
@@ -401,10 +345,10 @@ class Sync:
         if self.extras.state == "reset" and ends_block:
             self.initial_state.restore()
         complete = len(pending.fragments) == self.schedule.fragments
-        work = _sent_work(pending.note) if pending.note.included else NO_WORK
+        work = pending.note.work if pending.note.included else NO_WORK
         self.state = self.state.commit(complete=complete, overlaps=pending.overlaps, work=work)
         for later in self.pending:  # sent with this work too, which is merged now
-            later.note = _note_of(later.note, _sent_work(later.note).minus(work))
+            later.note = later.note.with_work(later.note.work.minus(work))
         self.regroup()
         self.restart_clock()
 
@@ -423,7 +367,8 @@ class Sync:
         steps = self.every.share(seconds)
         slowest = max(n * each for n, each in zip(steps, seconds, strict=True))
         taken = sum(result.notes[rank].taken for rank in included) / len(included)
-        schedule.follow(dict(zip(numbers, steps, strict=True)), self.number, taken, slowest)
+        plan = dict(zip(numbers, steps, strict=True))
+        schedule.follow(plan, self.members.number, taken, slowest)
 
     def _record_result(self, result: RoundResult) -> None:
         self.stats.record(result, self.members.numbers)
@@ -440,7 +385,7 @@ class Sync:
         drop_nonfinite_state(self.optimizer)
         self.state = self.state.give_up_steps()
         for pending in self.pending:
-            pending.note = replace(_note_of(pending.note, NO_WORK), status=NOTHING_YET)
+            pending.note = replace(pending.note.with_work(NO_WORK), status=NOTHING_YET)
 
     # -- a sync round about values as they are -------------------------------------------------
 
@@ -455,37 +400,26 @@ class Sync:
         finite = all(map(is_payload_finite, [*payloads, *state]))
         result = self.runner.average(payloads, state, self._write_note(finite, state))
         if result is None:
-            self.stats.undone += 1
             self.regroup()
-        else:
-            self.stats.stop = any(note.stop for note in result.notes)
         return result
 
     def average_gradients(self, params: Sequence[Tensor]) -> bool:
         """Set every gradient to the workers' mean; return whether there is one to step along.
 
-        So the steps of a shared warm-up are taken. A worker whose gradients are not finite is left
+        The steps of a shared warm-up follow it. A worker whose gradients are not finite is left
         out, and gets the others' mean. A parameter that has no gradient on any worker stays
         without one.
         """
         with torch.no_grad():
-            # Workers may use different parameters, but have to send the same payload: zeros stand
-            # for a missing gradient, and one more number per parameter says whether it is there.
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-            present = torch.tensor([float(p.grad is not None) for p in params])
-            payloads = make_payloads(by_index([*grads, present]))
-            self.account.step()  # the samples of the step that follows are in this mean
-            result = self.average_now(payloads)
-            while result is None:  # a member was lost: repeat with those who are left
-                result = self.average_now(payloads)
-            self._commit_samples(result, self.state.steps + 1)
-            if not result.included:
-                return False
-            # `present` now holds the workers' mean: above 0 if any of them has a gradient.
-            for param, grad, anywhere in zip(params, grads, present.tolist(), strict=True):
-                if param.grad is None and anywhere:
-                    param.grad = grad
-        return True
+            gradients = GradientPayloads(params)
+            self.samples.account.step()  # the samples of the step that follows are in this mean
+            result = self.average_now(gradients.payloads)
+            while result is None:  # a member was lost: repeat with those that are left
+                result = self.average_now(gradients.payloads)
+            self.samples.commit(result, self.state.steps + 1)
+            if result.included:
+                gradients.fill_missing()
+            return bool(result.included)
 
     def _end_warmup(self) -> None:
         """Make the first worker's parameters the anchor on every worker."""
@@ -498,7 +432,7 @@ class Sync:
         first = make_payloads(by_index(tensors), first_only=True)
         result = self.average_now(first, self.extras.state_payloads() if averaged else [])
         if result is not None:
-            self._commit_samples(result, self.state.steps)
+            self.samples.commit(result, self.state.steps)
         if local_warmup and not averaged:
             self.initial_state.restore()
         self.state = self.state.begin_anchor()
@@ -512,13 +446,13 @@ class Sync:
     def regroup(self) -> None:
         """Let members leave and joiners in, if any do; then repeat an undone round.
 
-        It is repeated by those who are members now, so that none of their work is lost.
+        The present members repeat it, so that none of their work is lost.
         """
         while self.members.regroup_due:
             self.pending.clear()  # they have changed nothing yet, and are sent again when due
             self.runner.forget_last()
             self.regroups += 1
-            self.account.due = True  # other members share what is left
+            self.samples.account.due = True  # other members share what is left
             self.state = self.state.regroup(self._due_after_merges)
             self.members.regroup(self.state.version)
             self.anchor.reset_residuals()
@@ -526,129 +460,16 @@ class Sync:
         if self.state.retry:
             self._send(self.state.retry, self.now)
             self._merge()
-        self.hand_out_samples()
+        self.samples.hand_out(self.state)
 
     def transfer_state(self) -> None:
         """Send joiners the common state; all members agree that the joiners have it."""
         assert isinstance(self.members, ElasticMembers)
         if not self.members.crew.joiners:
             return
-        transfer = StateTransfer(self.members, self._pack)
+        transfer = StateTransfer(self.members, lambda: self.common.pack(self.state))
         took_place = self.runner.commit(transfer.background, moves_anchor=False) is not None
         if took_place and transfer.received is not None:
-            self._unpack(transfer.received)
-
-    def _pack(self) -> bytes:
-        """Return the common state, for joiners."""
-        if self.state.before_blocks:  # no anchor yet: this worker's parameters take its place
-            self.anchor.begin()
-        file = io.BytesIO()
-        state: TransferredState = {
-            **self.common_state(),
-            "retry": list(self.state.retry),
-            "diverged": self.state.diverged,
-            "buffers": [buffer.detach() for buffer in self.extras.buffer_tensors()],
-            "samples": self.account.saved(),
-        }
-        torch.save(state, file)
-        return file.getvalue()
-
-    def _unpack(self, data: bytearray) -> None:
-        state: TransferredState = torch.load(
-            io.BytesIO(data), weights_only=True, map_location="cpu"
-        )
-        self.anchor.load(state)
-        self.load_block(state)
-        with torch.no_grad():
-            for buffer, value in zip(self.extras.buffer_tensors(), state["buffers"], strict=True):
-                buffer.copy_(value)
-        self.anchor.restore_params()
-        self.state = self.state.join(
-            state["steps"], state["rounds"], diverged=state["diverged"], retry=state["retry"]
-        )
-        self.account.load(state["samples"])
-        self.joined_late = state["samples"] is not None
-        self.joins += 1
-        self.restart_clock()
-
-    # -- samples (`_samples.py`) ---------------------------------------------------------------
-
-    def _commit_samples(self, result: RoundResult, step: int) -> None:
-        """Commit what all workers have taken until this step."""
-        numbers, notes = self.members.numbers, result.notes
-        if len(numbers) == len(notes):  # not so in a round restored from a checkpoint
-            taken = {n: int(note.drawn) for n, note in zip(numbers, notes, strict=True)}
-            self.account.commit(taken, self.number, step)
-
-    def hand_out_samples(self) -> None:
-        """Hand out what is left of the epoch, if that has changed, until the next sync round."""
-        account, numbers, overlap = self.account, self.members.numbers, self.schedule.overlap
-        if isinstance(self.schedule, OwnSchedule) and self.state.steps >= self.state.warmup:
-            account.hand_out(self.schedule.steps_of(numbers), own=self.number)
-            return
-        steps = self._steps_to_round()
-        if overlap:  # training goes on while the round is in flight
-            steps += self.schedule.length + overlap
-        since = self.state.steps - account.committed_at
-        account.hand_out(dict.fromkeys(numbers, steps), since)
-
-    def restart_samples(self) -> None:
-        """Hand out for the block that the counters say now: they were loaded."""
-        if not self.account.taken:
-            self.account.committed_at, self.account.due = self.state.steps, True
-            self.hand_out_samples()
-
-    def _steps_to_round(self) -> int:
-        """Return how many steps each worker takes until samples are committed next."""
-        state, schedule = self.state, self.schedule
-        if state.steps < state.warmup:
-            return state.warmup - state.steps if state.local_warmup else 1
-        return max(1, schedule.start + schedule.length - state.steps)
-
-    # -- state that is saved (`_saving.py`) ----------------------------------------------------
-
-    def common_state(self) -> CommonState:
-        """Return the state that is equal on every worker."""
-        return {**self.counters(), **self.anchor.saved()}
-
-    def counters(self) -> Counters:
-        """Return the plain numbers of the common state."""
-        return {
-            "steps": self.state.steps,
-            "rounds": self.state.rounds,
-            "block": [self.schedule.start, self.schedule.length],
-            "drift": [*astuple(self.stats.drift), self.stats.seconds],
-            **self._block_plan(),
-        }
-
-    def _block_plan(self) -> BlockPlan:
-        schedule = self.schedule
-        if not isinstance(schedule, OwnSchedule):
-            return {}
-        plan = list(schedule.plan.items())
-        return {"plan": plan, "pace": [schedule.seconds, schedule.ahead]}
-
-    def load_block(self, state: Counters) -> None:
-        """Enter the saved block, with the drift of the last one."""
-        start, length = state["block"]
-        self.schedule.begin(start, length)
-        if isinstance(self.schedule, OwnSchedule):
-            plan = {number: steps for number, steps in state.get("plan", [])}
-            self.schedule.load(plan, self.number, *state.get("pace", [0.0, 0.0]))
-        *drift, self.stats.seconds = state["drift"]
-        self.stats.drift = Drift(*drift)
-
-
-def _note_of(note: Note, work: Work) -> Note:
-    """Return the note of a round that this work goes into."""
-    known = SAMPLES_UNKNOWN
-    if work.told:
-        known = float(work.samples) if work.told == work.steps else SAMPLES_INCOMPLETE
-    return replace(note, taken=float(work.steps), samples=known)
-
-
-def _sent_work(note: Note) -> Work:
-    """Return the work that went into a round with this note."""
-    told = note.samples >= 0.0
-    steps = int(note.taken)
-    return Work(steps, steps if told else 0, int(note.samples) if told else 0)
+            self.state = self.common.take_over(transfer.received, self.state)
+            self.joins += 1
+            self.restart_clock()

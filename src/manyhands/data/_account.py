@@ -1,16 +1,10 @@
-"""What one worker knows of an epoch: the ledger that all workers share, and what it took since.
+"""One worker's view of an epoch: the ledger that all workers share, and what it took since.
 
-    held ── handed_out ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
+    held ── add_to_step ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
 
-`taken` goes to the other workers with the next sync round; then all of them commit what each one
-took, and hand out anew what is left. So a worker that dies has committed nothing since the last
-round, and what it held is handed out again.
-
-`rules` are the plain values that all workers must have in common, beside the ledger:
-
-    samples, shards, seed, shuffle, drop_last    of the epochs
-    batch                                        samples that one worker takes in a step
-    ahead                                        steps that a worker may load in advance
+The next sync round brings each worker's `taken` to the others. Then all of them commit what each
+one took, and hand out what is left once more. So a worker that dies has committed nothing since the
+last round, and the other workers get the samples that it held.
 
 Everything here is plain values: no tensors, no process group.
 """
@@ -20,32 +14,39 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
-from manyhands.data._ledger import Ledger
+from manyhands.data._ledger import Ledger, LedgerState
+from manyhands.data._rules import Rules
 from manyhands.data._spans import Spans, count, take
 
-Rules = Mapping[str, Any]
+
+class SavedAccount(TypedDict):
+    """What a joiner receives of another member's account."""
+
+    rules: Rules
+    ledger: LedgerState
+    committed_at: int
 
 
 class Account:
     """One worker's account."""
 
     def __init__(self) -> None:
-        self.rules: Rules | None = None  # None: there is no cursor, nor a member that has one
+        self.rules: Rules | None = None  # None: no worker has a cursor, as far as this one knows
         self.ledger = Ledger(0)
-        self.committed_at = 0  # the step at which samples were counted that are committed
+        self.committed_at = 0  # the step up to which samples are committed
         self.taken = 0  # samples of the steps since then
-        self._in_step = (0, 0)  # samples and steps that were handed to the loop since its last step
-        self._steps_left: int | None = (
-            None  # when it took that step; None: more than are handed out
-        )
-        self.due = False  # what is left is to be handed out anew
-        self.received = False  # from another member, before there is a cursor here
-        self.changes = 0  # counts what may have changed this worker's part
+        # Samples and steps that the loop was given since its last optimizer step.
+        self._in_step = (0, 0)
+        # Steps that this worker had left at that step; None: more than have been handed out.
+        self._steps_left: int | None = None
+        self.due = False  # whether what is left has to be handed out again
+        self.received = False  # whether they came from a member, and no cursor was made here yet
+        self.changes = 0  # counts all that may change what this worker holds
 
     def begin(self, rules: Rules, ledger: Ledger, step: int = 0) -> None:
-        """Begin, or continue, with nothing taken."""
+        """Begin with this ledger, at this step, with nothing taken since."""
         self.rules, self.ledger, self.committed_at = rules, ledger, step
         self.taken, self._in_step = 0, (0, 0)
         self._change(due=True)
@@ -58,16 +59,16 @@ class Account:
 
     @property
     def in_step(self) -> int:
-        """The samples that the loop was given since its last step."""
+        """Samples that the loop was given since its last step."""
         return self._in_step[0]
 
-    def handed_out(self, samples: int) -> None:
-        """Count a worker's samples of a whole step, which the loop has now."""
+    def add_to_step(self, samples: int) -> None:
+        """Count this worker's samples of a whole step: the loop has them now."""
         in_step, steps = self._in_step
         self._in_step = (in_step + samples, steps + 1)
 
     def step(self) -> None:
-        """Count a step: the loop has trained on what it was given."""
+        """Count an optimizer step: the loop has trained on what it was given."""
         samples, steps = self._in_step
         self.taken += samples
         if self._steps_left is not None:
@@ -75,13 +76,13 @@ class Account:
         self._in_step = (0, 0)
 
     def forget_step(self) -> None:
-        """Take back what the loop was given since its last step."""
+        """Take back what the loop was given since its last step: it will not train on it."""
         self._in_step = (0, 0)
 
     # -- all workers together ------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int], own: int, step: int = 0) -> None:
-        """Commit what each worker took until this step; `own` is the number of this one."""
+        """Commit what each worker took up to this step; `own` is the number of this worker."""
         if self.rules is None:
             return
         self.ledger, self.committed_at = self.ledger.commit(taken), step
@@ -89,10 +90,11 @@ class Account:
         self._change(due=True)
 
     def hand_out(self, steps: Mapping[int, int], since: int = 0, own: int | None = None) -> None:
-        """Hand out what is due: to each worker for so many steps, and for those it loads ahead.
+        """If it is due, hand out what is left to the workers of `steps`.
 
-        The workers have taken `since` steps more than they have committed. If each takes a number
-        of steps of its own, `own` is the number of this worker.
+        Each gets positions for this number of steps, and for those that it loads ahead. The samples
+        of the `since` steps since the last commit stay with their workers. If workers take
+        different numbers of steps, `own` is the number of this worker.
         """
         if self.rules is None or not self.due:
             return
@@ -115,9 +117,9 @@ class Account:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
 
     def _own_steps_left(self, amounts: list[int], workers: int, own: int) -> int:
-        """Return how many steps this worker has left of the last samples.
+        """Return how many steps this worker takes on the last samples of the epoch.
 
-        Every worker takes one at least, or none does: each holds one round a block.
+        Either every worker takes at least one step or none does, because all hold the next round.
         """
         assert self.rules is not None
         batch, left = self.rules["batch"], count(self.ledger.held_by(own)) - self.taken
@@ -127,38 +129,38 @@ class Account:
         return max(-(-left // batch), 1 if amounts and not self.taken else 0)
 
     def to_plan(self, number: int) -> tuple[Spans, int | None]:
-        """Return what a worker holds behind what its loop was given, and for how many steps.
+        """Return what a worker holds beyond what its loop was given, and the steps that it is for.
 
-        None: for as many as it fills. Otherwise nothing more is left, and all workers take as many
-        steps, of which the last may be short, or empty.
+        None: as many steps as it fills. A number: these are the last samples of the epoch, and the
+        worker takes this many steps, of which the last may be short, or empty.
         """
         samples, steps = self._in_step
         spans = take(self.ledger.held_by(number), self.taken + samples)[1]
         return spans, None if self._steps_left is None else self._steps_left - steps
 
     def next_epoch(self, step: int = 0) -> None:
-        """Begin the next epoch. What was taken in this one counts as committed."""
+        """Begin the next epoch. Everything that was taken in this one counts as committed."""
         assert self.rules is not None
         self.begin(self.rules, self.ledger.next_epoch(), step)
 
     # -- between workers -----------------------------------------------------------------------
 
     def checksum(self) -> float:
-        """Return a number that is equal on workers whose rules and ledgers are."""
-        text = json.dumps([self.rules, self.ledger.all_of_it()])
+        """Return a checksum of rules and ledger."""
+        text = json.dumps([self.rules, self.ledger.state()])
         return float(zlib.crc32(text.encode()))
 
-    def saved(self) -> dict[str, Any] | None:
-        """Return what a joiner needs, in numbers and lists."""
+    def saved(self) -> SavedAccount | None:
+        """Return what a joiner needs; None without a cursor."""
         if self.rules is None:
             return None
         return {
-            "rules": dict(self.rules),
-            "ledger": self.ledger.all_of_it(),
+            "rules": self.rules,
+            "ledger": self.ledger.state(),
             "committed_at": self.committed_at,
         }
 
-    def load(self, saved: Mapping[str, Any] | None) -> None:
+    def load(self, saved: SavedAccount | None) -> None:
         """Take over what another member has saved."""
         if saved is not None:
             self.begin(saved["rules"], Ledger.of(saved["ledger"]), saved["committed_at"])

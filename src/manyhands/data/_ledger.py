@@ -4,16 +4,16 @@ An epoch has positions 0 ... samples - 1. Each is in one of three states:
 
     committed   it was trained on, and the step or the sync round has taken place
     held        it was handed out to a worker, which has not committed it yet
-    free        it was never handed out (from `fresh` on), or it went back (`returned`)
+    free        it was never handed out (from `fresh` on), or it was taken back (`returned`)
 
     free ── hand_out ──▶ held ── commit ──▶ committed
       ▲                   │
-      └──── keep_only ────┘        the worker left or died; or another one needs it more
+      └──── keep_only ────┘        the worker left or died, or another one needs it more
 
-A worker takes what it holds in the order in which it holds it. So one number says what it commits:
-how many samples it has taken. In blocks each worker's number travels in the note of the sync round
-(`blocks/averaging/_payload.py`), and all workers come to the same ledger without a message of its
-own. Where all ranks train one step after another together (DDP, ZeRO, FSDP), they are one worker.
+A worker takes its positions in the order in which it holds them. So one number says what it
+commits: how many samples it has taken. In blocks each worker's number travels in the note of the
+sync round (`blocks/averaging/_payload.py`), and all workers arrive at the same ledger without any
+further message. Ranks that take all steps together (DDP, ZeRO, FSDP) are one worker.
 
 Everything here is plain integers: no tensors, no process group.
 """
@@ -22,9 +22,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from manyhands.data._spans import Spans, count, take, union
+
+SpanLists = list[list[int]]  # spans in JSON's types
+
+
+class CommittedPart(TypedDict):
+    """What is committed, in JSON's types: all that a saved run needs."""
+
+    epoch: int
+    fresh: int
+    returned: SpanLists
+
+
+class LedgerState(CommittedPart):
+    """A whole ledger in JSON's types."""
+
+    samples: int
+    held: list[tuple[int, SpanLists]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,7 @@ class Ledger:
         return replace(self, held=_sorted(held))
 
     def keep_only(self, numbers: Mapping[int, object]) -> Ledger:
-        """Take back what all other workers hold."""
+        """Take back what workers other than these hold."""
         gone = [span for number, spans in self.held if number not in numbers for span in spans]
         held = {number: spans for number, spans in self.held if number in numbers}
         returned, fresh = union((*self.returned, *gone)), self.fresh
@@ -79,12 +96,12 @@ class Ledger:
         return replace(self, fresh=fresh, held=_sorted(held), returned=returned)
 
     def hand_out(self, wanted: Mapping[int, int], pinned: int = 0) -> Ledger:
-        """Let each worker hold as many positions as it wants, and the others none.
+        """Let each of these workers hold as many positions as wanted, and all others none.
 
-        If there are too few, all get the same part of what they want. A worker keeps what it holds
-        already, as far as it may hold so much: its data may be loaded. The first `pinned` positions
-        are never taken away, because they may have been trained on. What was returned is handed out
-        before anything fresh.
+        If there are too few, each worker gets the same fraction of its number. It keeps positions
+        that it holds already, up to its new number, because their samples may be loaded. Its first
+        `pinned` positions are never taken away, because they may have been trained on. Returned
+        positions are handed out before fresh ones.
         """
         ledger = self.keep_only(wanted)
         shares = divide(ledger.left, wanted)
@@ -110,32 +127,36 @@ class Ledger:
 
     # -- as plain values -----------------------------------------------------------------------
 
-    def saved(self) -> dict[str, object]:
+    def saved(self) -> CommittedPart:
         """Return what is committed, for any number of workers: whatever is held is free again."""
         ledger = self.keep_only({})
         return {
             "epoch": ledger.epoch,
             "fresh": ledger.fresh,
-            "returned": [list(span) for span in ledger.returned],
+            "returned": _as_lists(ledger.returned),
         }
 
     @classmethod
     def of_saved(cls, samples: int, saved: Mapping[str, Any]) -> Ledger:
         """Return the ledger that was `saved`."""
-        return cls(samples, saved["epoch"], saved["fresh"], _spans(saved["returned"]))
+        return cls(samples, saved["epoch"], saved["fresh"], _as_spans(saved["returned"]))
 
-    def all_of_it(self) -> list[object]:
-        """Return the whole ledger as numbers and lists."""
-        held = [[number, [list(span) for span in spans]] for number, spans in self.held]
-        returned = [list(span) for span in self.returned]
-        return [self.samples, self.epoch, self.fresh, returned, held]
+    def state(self) -> LedgerState:
+        """Return the whole ledger."""
+        return {
+            "samples": self.samples,
+            "epoch": self.epoch,
+            "fresh": self.fresh,
+            "returned": _as_lists(self.returned),
+            "held": [(number, _as_lists(spans)) for number, spans in self.held],
+        }
 
     @classmethod
-    def of(cls, fields: Sequence[Any]) -> Ledger:
-        """Return the ledger that `all_of_it` was called on."""
-        samples, epoch, fresh, returned, held = fields
-        workers = tuple((number, _spans(spans)) for number, spans in held)
-        return cls(samples, epoch, fresh, _spans(returned), workers)
+    def of(cls, state: LedgerState) -> Ledger:
+        """Return the ledger whose `state` this is."""
+        held = tuple((number, _as_spans(spans)) for number, spans in state["held"])
+        ledger = cls.of_saved(state["samples"], state)
+        return replace(ledger, held=held)
 
 
 def divide(available: int, wanted: Mapping[int, int]) -> dict[int, int]:
@@ -171,5 +192,9 @@ def _joined(spans: Spans) -> Spans:
     return tuple(joined)
 
 
-def _spans(fields: Sequence[Sequence[int]]) -> Spans:
-    return tuple((start, stop) for start, stop in fields)
+def _as_lists(spans: Spans) -> SpanLists:
+    return [list(span) for span in spans]
+
+
+def _as_spans(lists: Sequence[Sequence[int]]) -> Spans:
+    return tuple((start, stop) for start, stop in lists)

@@ -5,12 +5,12 @@ and a column r. Eight rounds stir them (a Feistel network; Black and Rogaway, 20
 
     l <- (l + f(r)) mod a        and then        r <- (r + f(l)) mod b
 
-each with a function f of its own, which seed and epoch determine. A round can be undone, so the
-whole is a permutation of the cells. Where a cell behind the end comes out (there are fewer than a
-of them), it is stirred again.
+each with a function f of its own, which seed and epoch determine. A round can be undone, so all of
+them together are a permutation of the cells. A result that is no position (there are fewer than a
+of these cells) is stirred again.
 
 The same seed and epoch give the same order on every rank, on every machine and under every version
-of torch: a saved position means the same samples for ever. torch.randperm promises none of that.
+of torch, so a saved position always means the same samples. torch.randperm promises none of that.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Order:
 
 def _mix(values: Tensor, key: int) -> Tensor:
     """Return 32 bits that look random for each value (a hash of C. Wellons, "lowbias32")."""
-    # in place, as this is all the work that there is
+    # In place: nearly all the time that an order takes is spent here.
     bits = values ^ key
     bits.bitwise_xor_(bits >> 16).mul_(0x21F0AAAD).bitwise_and_(MASK)
     bits.bitwise_xor_(bits >> 15).mul_(0x735A2D97).bitwise_and_(MASK)

@@ -5,9 +5,9 @@
     rank r has the samples from  n r / W  to  n (r + 1) / W  (rounded down)
     all ranks take  k = ceil(ceil(n / W) / m)  passes, and cut their part into k in the same way
 
-So parts differ by one sample at most. Where there are fewer samples than ranks, or than passes,
-some passes have none: the rank then gets one of the step's samples as a *filler*, because its model
-has to take part, and counts it with weight zero.
+So parts differ by one sample at most. If there are fewer samples than ranks or passes, some passes
+have none. Their rank gets one of the step's samples as a *filler*, because its model has to take
+part in the step, and the filler's loss has weight zero.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def divide_step(
 ) -> list[tuple[Pass, Spans]]:
     """Return this rank's passes, and the positions of each.
 
-    `in_turns`: the ranks take the samples in turns, and not a range of them each.
+    `in_turns`: the ranks take turns at the samples, instead of one range each.
 
     >>> [(each.samples, spans) for each, spans in divide_step(((0, 10),), 1, 2, most=3)]
     [(2, ((5, 7),)), (3, ((7, 10),))]
@@ -60,14 +60,14 @@ def divide_step(
     else:
         rest = take(step, start)[1] if start else step
     divided = []
-    for each in _divide(n, stop - start, ranks, most):
+    for each in _passes_of_rank(n, stop - start, ranks, most):
         spans, rest = take(rest, each.samples)
         divided.append((each, spans))
     return divided
 
 
 @lru_cache(maxsize=64)  # nearly all steps are equally large
-def _divide(n: int, own: int, ranks: int, most: int | None) -> list[Pass]:
+def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass]:
     """Return the passes of a rank that has `own` of a step's n samples."""
     passes = number_of_passes(n, ranks, most)
     counts = tuple(b - a for a, b in pairwise(own * i // passes for i in range(passes + 1)))

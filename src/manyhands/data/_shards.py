@@ -1,15 +1,16 @@
-"""A dataset that is cut in shards, each of which is read from its beginning on.
+"""A dataset that is cut into data shards, such as files, each of which is read front to back.
 
-An epoch takes the shards in an order of its own, and reads some of them side by side, in *lanes*:
+An epoch has its own order of the shards, and reads some of them side by side, in *lanes*:
 
     lane 0      shard 7  shard 2  ...        positions 0, K, 2K, ...
     lane 1      shard 0  shard 5  ...        positions 1, K + 1, ...
       :                                        :
     lane K-1    shard 3  shard 6  ...        positions K - 1, ...
 
-Where a lane has ended, the others go on in turns. So a position says which sample of which shard it
-is, without a look into any shard, and all that holds for a `Cursor` holds here. Rank r of W has
-every W-th sample of a step. If W divides K, and K the batch, it reads the lanes r, r + W, ... only.
+When a lane has ended, the others go on taking turns. So a position determines a shard and a sample
+in it, before any shard is read, and a `Cursor` treats these samples like any others. Rank r of W
+has every W-th sample of a step. If W divides K, and K divides the batch, the rank reads only the
+lanes r, r + W, ...
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch.utils.data import Dataset
 
 from manyhands.data._order import Order
 from manyhands.data._spans import Spans
 
-SKIPPED = 64  # samples that are read and dropped, rather than opening a shard again
+Shard = TypeVar("Shard")
+Sample = TypeVar("Sample")
+
+SKIPPED = 64  # at most so many samples are read and dropped; for more, a shard is opened again
 
 
-class DataShards(Dataset[Any]):
+class DataShards(Dataset[Sample], Generic[Shard, Sample]):
     """A dataset for `Cursor` whose samples lie in shards, such as files, and are read in order.
 
     >>> import manyhands as mh
@@ -39,11 +43,12 @@ class DataShards(Dataset[Any]):
     >>> next(iter(cursor))
     ['a.tar: 0', 'b.tar: 0', 'a.tar: 1', 'b.tar: 1']
 
-    Shuffling changes the order of the shards, and leaves that inside a shard: write the shards
-    shuffled. `lanes` of them are read side by side.
+    Shuffling changes the order of the shards, and not the order inside a shard: shuffle the samples
+    when you write the shards. `lanes` of them are read side by side.
 
-    Each process of a loader reads its rank's shards, and drops what the others have. So more than
-    one (`num_workers`) helps only if `open` gets to its start without reading what is before it.
+    Each process of a loader reads all of its rank's shards, and drops the samples that other
+    processes load. So `num_workers` above 1 helps only if `open` can begin at a sample without
+    reading those before it.
 
     Args:
         shards: what `open` is given: paths, addresses, or numbers.
@@ -56,9 +61,9 @@ class DataShards(Dataset[Any]):
 
     def __init__(
         self,
-        shards: Sequence[Any],
+        shards: Sequence[Shard],
         sizes: Sequence[int],
-        open: Callable[[Any, int], Iterator[Any]],
+        open: Callable[[Shard, int], Iterator[Sample]],
         *,
         lanes: int = 8,
     ) -> None:
@@ -77,14 +82,15 @@ class DataShards(Dataset[Any]):
         self.shards, self.sizes, self.lanes = list(shards), list(sizes), min(lanes, len(shards))
         self._starts = [0, *accumulate(self.sizes)]  # number of each shard's first sample
         self._open = open
-        self._being_read: dict[int, tuple[Iterator[Any], int]] = {}  # and the next sample's number
+        # The shards that are being read, each with the number of its next sample.
+        self._being_read: dict[int, tuple[Iterator[Sample], int]] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     @property
     def checksum(self) -> int:
-        """A number of the sizes and lanes, which positions refer to."""
+        """A checksum of sizes and lanes: positions mean other samples if one of them differs."""
         return zlib.crc32(repr([self.sizes, self.lanes]).encode())
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> ShardOrder:
@@ -92,7 +98,7 @@ class DataShards(Dataset[Any]):
         shards = Order(len(self.shards), seed, epoch, shuffle).indices(((0, len(self.shards)),))
         return ShardOrder([shards[lane :: self.lanes] for lane in range(self.lanes)], self.sizes)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         shard = bisect_right(self._starts, index) - 1
         number = index - self._starts[shard]
         samples, there = self._being_read.pop(shard, (iter(()), -1))
@@ -104,15 +110,15 @@ class DataShards(Dataset[Any]):
             except StopIteration:
                 raise RuntimeError(
                     f"shard {self.shards[shard]!r} should have {self.sizes[shard]} samples, and "
-                    f"ended after {there}. Give its true size, and begin the epoch anew, or put "
+                    f"ended after {there}. Give its true size and begin the epoch again, or put "
                     "the shard back as it was."
                 ) from None
         if number + 1 < self.sizes[shard]:
             self._being_read[shard] = (samples, number + 1)
         return sample
 
-    def __getstate__(self) -> dict[str, Any]:
-        # for a loader's processes: what is being read here stays here
+    def __getstate__(self) -> dict[str, object]:
+        # A loader's processes get a copy, and open the shards themselves.
         return {**vars(self), "_being_read": {}}
 
 
@@ -122,14 +128,15 @@ class ShardOrder:
     def __init__(self, lanes: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
         starts = [0, *accumulate(sizes)]
         self._lanes = [[shard for shard in lane if sizes[shard]] for lane in lanes]
-        # number of the first sample behind each shard of a lane, counted in the lane
+        # The number, in its lane, of the first sample after each shard.
         self._ends = [list(accumulate(sizes[shard] for shard in lane)) for lane in self._lanes]
-        # what to add to a number in the lane
+        # What to add to a number in the lane to get the sample's index in the dataset.
         self._offsets = [
             [starts[shard] + sizes[shard] - end for shard, end in zip(lane, ends, strict=True)]
             for lane, ends in zip(self._lanes, self._ends, strict=True)
         ]
-        # From each of these positions on, these lanes take turns, and begin at this number.
+        # From position `_positions[i]` on, the lanes of `_turns[i]` take turns: each of them at the
+        # number in its lane that the turn begins with.
         self._positions, self._turns = [0], []
         lengths = [ends[-1] if ends else 0 for ends in self._ends]
         begin = 0

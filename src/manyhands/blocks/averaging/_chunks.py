@@ -86,7 +86,7 @@ PARTS = 3  # 3 × 24 bits of a float32's mantissa hold the 53 of a float64
 class AllReduceChunk:
     """A chunk whose values travel as they are: one all_reduce adds them up on the way.
 
-    Everyone's notes travel behind the values, in the same tensor:
+    Everyone's notes travel after the values, in the same tensor:
 
         [ values: length | notes: workers × NOTE × PARTS ]
 

@@ -4,6 +4,7 @@ Payload          tensors of one type that a worker contributes, read and written
 Note             a few numbers about the worker itself, sent with every chunk
 RoundResult      everyone's notes and the squared lengths; equal on all workers
 TensorPayload    tensors that are averaged as they are: buffers, optimizer state, gradients
+GradientPayloads all gradients as such payloads, for the steps of a shared warm-up
 ArrivedMean      the mean of a `TensorPayload`, kept apart from the tensors
 Extras           the buffers and the optimizer state that are due at the end of a block
 InitialState     the optimizer state to which state="reset" goes back
@@ -25,7 +26,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, TypedDict
 
 import torch
@@ -36,6 +37,7 @@ from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type,
 from manyhands._core.modules import modules_holding
 from manyhands._core.sharded import local_shard
 from manyhands._core.wrappers import unwrap
+from manyhands.blocks._block_state import Work
 from manyhands.blocks._codec import CODECS, Codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages
@@ -45,7 +47,7 @@ LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the
 NOT_FINITE = 0.0  # a NaN or an infinity: leave this worker out, and report it
 NOTHING_YET = -1.0  # a worker that has just joined has nothing to contribute
 
-# Values of `Note.samples` below 0: of no step, or only of some steps.
+# Values of `Note.samples` below 0: the samples of no step are known, or only those of some steps.
 SAMPLES_UNKNOWN, SAMPLES_INCOMPLETE = -1.0, -2.0
 
 
@@ -63,11 +65,11 @@ class Note:
     seconds: float = 0.0  # a step takes on this worker
     lr: float = 0.0
     length: float = 0.0  # steps of the next block; the first worker's number holds for all
-    drawn: float = 0.0  # samples of a `Cursor`, taken since the last round that was kept
+    drawn: float = 0.0  # samples of a `Cursor` that were taken since the last kept round
     stop: float = 0.0  # 1 if it was asked to stop (`_core/stop_notice.py`)
-    taken: float = 0.0  # steps that its values are the result of
-    samples: float = SAMPLES_UNKNOWN  # on which it took these steps
-    weight: float = 1.0  # in the mean; above 0
+    taken: float = 0.0  # own steps that its values are the result of
+    samples: float = SAMPLES_UNKNOWN  # on which it took these steps, if they were counted
+    weight: float = 1.0  # of its values in the mean; above 0
 
     @property
     def included(self) -> bool:
@@ -76,6 +78,20 @@ class Note:
 
     def numbers(self) -> list[float]:
         return [getattr(self, f.name) for f in fields(self)]
+
+    @property
+    def work(self) -> Work:
+        """The work that this worker's values are the result of."""
+        counted = self.samples >= 0.0
+        steps = int(self.taken)
+        return Work(steps, steps if counted else 0, int(self.samples) if counted else 0)
+
+    def with_work(self, work: Work) -> Note:
+        """Return the note of values that are the result of this work."""
+        known = SAMPLES_UNKNOWN
+        if work.counted:
+            known = float(work.samples) if work.counted == work.steps else SAMPLES_INCOMPLETE
+        return replace(self, taken=float(work.steps), samples=known)
 
 
 NOTE = len(fields(Note)) + 1  # numbers that travel with a chunk: a note and a squared length
@@ -189,6 +205,30 @@ class TensorPayload:
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
         if result.included:  # with no finite worker there is no mean: keep what is here
             self._vector.write(start, mean)
+
+
+class GradientPayloads:
+    """The gradients of these parameters, whose means can be put in their place.
+
+    Workers may use different parameters, but have to send the same payloads. So zeros stand for a
+    missing gradient, and one more number for each parameter says whether it has one.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        self._present = torch.tensor([float(p.grad is not None) for p in params])
+        self.payloads = make_payloads(by_index([*self._grads, self._present]))
+
+    def fill_missing(self) -> None:
+        """Give each parameter without a gradient the mean, if any worker has one for it.
+
+        The other gradients are their means already: payloads are averaged in place.
+        """
+        anywhere = self._present.tolist()  # the mean over the workers: above 0 if any has one
+        for param, grad, present in zip(self._params, self._grads, anywhere, strict=True):
+            if param.grad is None and present:
+                param.grad = grad
 
 
 class SavedMean(TypedDict):

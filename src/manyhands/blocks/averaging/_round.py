@@ -68,6 +68,10 @@ class Membership(Protocol):
         """The numbers by which users know the workers, in rank order."""
 
     @property
+    def number(self) -> int:
+        """This worker's number."""
+
+    @property
     def regroup_due(self) -> bool:
         """Whether membership changes before training continues."""
 
@@ -81,7 +85,7 @@ class Membership(Protocol):
         """Forget how long rounds took: those of a warm-up come after each step."""
 
     def close(self, steps: int) -> bool:
-        """Return whether all others are done after as many steps: then a last round is held."""
+        """Return whether all others are done after equally many steps: then hold a last round."""
 
     def regroup(self, version: int) -> None:
         """Agree on the next members. `workers` may be others afterwards."""
@@ -123,6 +127,10 @@ class FixedMembers:
     @property
     def numbers(self) -> Sequence[int]:
         return range(self.workers.size)
+
+    @property
+    def number(self) -> int:
+        return self.workers.rank
 
     def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
         background.finished()
@@ -231,6 +239,8 @@ class RoundRunner:
         begin = time.perf_counter()
         result = self._members.commit(background, moves_anchor)
         self.stats.waited += time.perf_counter() - begin
+        if result is None and moves_anchor:
+            self.stats.undone += 1
         return result
 
     def average(
@@ -248,6 +258,7 @@ class RoundRunner:
             mean.copy_to(result, payload.tensors)
         for mean, payload in zip(copies[1] if result.averages_state else [], state, strict=False):
             mean.copy_to(result, payload.tensors)
+        self.stats.stop = any(note.stop for note in result.notes)
         return result
 
     def forget_last(self) -> None:
@@ -404,12 +415,12 @@ def _check_notes(notes: Sequence[Note]) -> None:
             "Cursor on every worker, and change or load them on all of them at once.",
             [note.options for note in notes],
         )
-    telling = {note.samples >= 0.0 for note in notes if note.included and note.taken > 0}
-    if len(telling) > 1 or any(note.samples == SAMPLES_INCOMPLETE for note in notes):
+    counting = {note.samples >= 0.0 for note in notes if note.included and note.taken > 0}
+    if len(counting) > 1 or any(note.samples == SAMPLES_INCOMPLETE for note in notes):
         raise RanksDisagree(
             "count_samples() was called before some steps of this block, and not before others "
             "(samples: "
-            + ", ".join(f"rank {r}: {_samples(note)}" for r, note in enumerate(notes[:8]))
+            + ", ".join(f"rank {r}: {_format_samples(n)}" for r, n in enumerate(notes[:8]))
             + "). The mean is weighted by samples: call it before every step, on every worker, or "
             "never.",
             [min(note.samples, 0.0) for note in notes],
@@ -423,7 +434,7 @@ def _check_notes(notes: Sequence[Note]) -> None:
         )
 
 
-def _samples(note: Note) -> str:
+def _format_samples(note: Note) -> str:
     if note.samples == SAMPLES_INCOMPLETE:
         return "of some steps"
     return f"{note.samples:.0f}" if note.samples >= 0.0 else "none"

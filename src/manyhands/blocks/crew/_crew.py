@@ -20,7 +20,7 @@ member has left.
             version += 1
         if crew.regroup_due:
             crew.regroup(version)
-    if crew.close(steps):                   all others finished after as many steps
+    if crew.close(steps):                   all others finished after equally many steps
         exchange_a_last_time()
     crew.leave()
 
@@ -65,11 +65,11 @@ class Crew(CrewBase):
     `store` is "host:port" of a torch TCPStore. `number` identifies this worker; a restarted worker
     keeps its number. `expected` is the number of workers at the start. A worker without a heartbeat
     for `stall` seconds is considered lost; a live one is waited for, up to `patience` seconds. With
-    `patience="auto"` it is waited for as long as that costs the others less than to go on without
-    it, by the time that rounds took before.
-    No round is held by fewer than `quorum` workers: what is left of a crew waits for others, except
-    for those that have finished. With a quorum above 1, a worker that is cut off from the store
-    waits until it is back, and joins again.
+    `patience="auto"` the others wait as long as that costs less than going on without it, judged by
+    the time that earlier rounds took.
+    No round is held by fewer than `quorum` workers: if fewer are left, they wait for others to
+    come. Workers that have finished count as well. With a quorum above 1, a worker that is cut off
+    from the store waits until it can reach the store again, and joins again.
     A worker may consist of several processes that train one model together, as under DDP or FSDP:
     `inner_group` is their process group, and all of them have the same number.
     All workers sign what they write to the store with `secret`, the same text on every worker, and
@@ -131,7 +131,8 @@ class Crew(CrewBase):
                 "wait for the store and join again, each by itself. Leave quorum out."
             )
         self._cut_off = False  # from the store
-        self._settled = self._arrived = 0.0  # when the last round was settled; when this one began
+        # When the last round was settled, and when this worker arrived at the present one.
+        self._settled = self._arrived = 0.0
         self._terms = NO_TERMS
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
         if self.store is not None:
@@ -225,7 +226,7 @@ class Crew(CrewBase):
                 if time.monotonic() > until:
                     raise
                 time.sleep(1.0)  # without a route there is an answer at once
-        # No generation has our new id, and a store that was started anew counts from 1 again.
+        # No generation has our new id, and a store that was started again counts from 1.
         self._cut_off, self.generation = False, 0
 
     def leave(self) -> None:
@@ -283,9 +284,9 @@ class Crew(CrewBase):
     def close(self, steps: int) -> bool:
         """Announce that this worker is done; return whether to hold a last round before it leaves.
 
-        True once all others have finished after as many steps. False if they go on, or have taken
-        more steps: they hold their next round without this worker, as if it had died. False with
-        `regroup_due` if it cannot reach the store, and has a quorum.
+        True once all others have finished after equally many steps. False if they go on, or have
+        taken more steps: they hold their next round without this worker, as if it had died. With a
+        quorum, also False if this worker cannot reach the store: then `regroup_due` is set.
         """
         if self._enrollment is None or self.size == 1 == self.inner.size:
             return True
@@ -434,7 +435,7 @@ class Crew(CrewBase):
             if roster.all_lost:
                 warnings.warn(
                     "all workers of this run were lost at once, and with them all that they had "
-                    "agreed on. Training begins anew with what this script starts from: let it "
+                    "agreed on. Training begins again with what this script starts from: let it "
                     "load the last checkpoint, if there is one.",
                     RuntimeWarning,
                     stacklevel=2,

@@ -31,7 +31,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,30 @@ from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, own_add
 from manyhands.errors import CrewFinished, JoinRefused
 
 START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
-KINDS = ("parameter", "buffer")
 log = logging.getLogger("manyhands")
 
-LOOK_AGAIN = 2.0  # seconds after which a worker tries again whom it could not reach
+LOOK_AGAIN = 2.0  # seconds until a worker tries again to reach those that it could not reach
 LISTED = 3  # differences of a kind in an error message: more add nothing
+
+Kind = Literal["parameter", "buffer"]
+KINDS: tuple[Kind, ...] = ("parameter", "buffer")
+DescribedTensor = tuple[str, str]  # name (empty if unknown), description
+
+
+class Names(TypedDict, total=False):
+    """The names of a worker's tensors, as far as they are known."""
+
+    parameter: list[str]
+    buffer: list[str]
+
+
+class Description(TypedDict, total=False):
+    """What `Terms` describe. A text that no member wrote may lack any of it."""
+
+    options: dict[str, str]
+    parameter: list[str]
+    buffer: list[str]
+    names: Names
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ class Terms:
         modules: Sequence[nn.Module],
     ) -> Terms:
         """Describe a worker's options and tensors."""
-        described = {
+        described: Description = {
             # As text, so that every option can be compared after a trip through JSON.
             "options": {name: str(value) for name, value in options.items()},
             "parameter": describe_tensors(params, frozen=True),
@@ -88,7 +107,8 @@ class Terms:
         # The checksum comes from the roster, and is right. The text may be missing or forged.
         if text is None or Terms(text).digest != digest:
             return ["what it trains (the store does not hold the run's description any more)"]
-        own, run = json.loads(self.text), json.loads(text)
+        own: Description = json.loads(self.text)
+        run: Description = json.loads(text)
         found = list(_option_differences(own.get("options", {}), run.get("options", {})))
         for kind in KINDS:
             found += _tensor_differences(
@@ -98,7 +118,6 @@ class Terms:
 
 
 NO_TERMS = Terms("{}")
-DescribedTensor = tuple[str, str]  # name (empty if unknown), description
 
 
 class Enrollment:
@@ -119,11 +138,11 @@ class Enrollment:
         self.inner = inner
         self.expected = expected
         self.patience = patience
-        self.longest_wait = patience  # for living members that have not come
+        self.longest_wait = patience  # seconds for living members that have not come
         self.quorum = quorum
-        # The line between workers may be cut only where a quorum says which half goes on.
+        # Only with a quorum: without one, both halves of a divided network would go on.
         self._door = Door(own_address(shared.client.store)) if quorum > 1 else None
-        self._cut_from: tuple[str, ...] = ()
+        self._cut_from: tuple[str, ...] = ()  # ids of processes that this one cannot reach
         self.process_number = number * inner.size + inner.rank
         self.id = ""  # "number.incarnation", once there is one
         self.own_ids = former_ids  # all that this process has had: none of them is another worker
@@ -210,8 +229,8 @@ class Enrollment:
     def wait_for_generation(self, version: int, after: int) -> Roster:
         """Wait until a generation later than `after` includes this process, or begin it."""
         shared, began, pause = self.shared, time.monotonic(), FIRST_PAUSE
-        told = False  # that there are too few workers
-        called: float | None = None  # when all members were first seen to be called
+        warned = False  # that there are too few workers
+        ended: float | None = None  # when the members' generation was first seen to have ended
         self._cut_from, looked = self._find_unreachable(), time.monotonic()
         self._ask_to_join(version)
         while True:
@@ -242,15 +261,15 @@ class Enrollment:
             waited = time.monotonic() - began
             silent = self.silent
             self._check_siblings(roster, waited)
-            called = (called or time.monotonic()) if roster.ended else None
-            late_for = 0.0 if called is None else time.monotonic() - called
+            ended = (ended or time.monotonic()) if roster.ended else None
+            late_for = 0.0 if ended is None else time.monotonic() - ended
             if waited > self.patience or late_for > self.longest_wait:
-                # Living members that have not come for so long are treated as lost. While their
-                # generation goes on, they are in a block, and come after it.
+                # Living members that have not come for so long are treated as lost. They are late
+                # only from the end of their generation on: before it they are in a block.
                 silent |= set(roster.absent(silent))
             late = waited > START_PATIENCE
-            if late and not told and not roster.has_quorum(silent, self.quorum):
-                told = True
+            if late and not warned and not roster.has_quorum(silent, self.quorum):
+                warned = True
                 log.warning(
                     "worker %d waits for others: a round needs %d workers.",
                     self.number,
@@ -349,9 +368,10 @@ def _incarnation_of(id: str) -> int:
     return int(id.partition(".")[2])
 
 
-def _described_tensors(kind: str, described: Mapping[str, Any]) -> list[DescribedTensor]:
+def _described_tensors(kind: Kind, described: Description) -> list[DescribedTensor]:
     tensors = described.get(kind, [])
-    names = described.get("names", {}).get(kind) or [""] * len(tensors)
+    known: Names = described.get("names", {})
+    names = known.get(kind) or [""] * len(tensors)
     return list(zip(names, tensors, strict=True))
 
 

@@ -1,15 +1,16 @@
-"""How long a late member is waited for, by what the members took before.
+"""How long to wait for a late member, judged by the time that earlier rounds took.
 
-Waiting for it costs: each of the other n - 1 members loses a second for every second. Going on
-without it costs too: it loses its block, and all of them regroup, once without it and once more to
-let it in again. A member that waits until the first has become as expensive as the second, and then
-goes on, loses at most twice of what it would have lost if it had known how late the other is.
+Waiting has a cost: each of the other n - 1 members loses a second for every second. Going on
+without the late member has one, too: it loses its block, and all members regroup twice, to go on
+without it and to let it in again. Members that wait until the first cost equals the second, and
+then go on, lose at most twice as much as if they had known how late the member would be.
 
-    usual     median + 4 MAD of the last waits; MAD is the median distance from the median
-    worth     (block + 2 n regroup) / (n - 1): as long as waiting is the cheaper of the two
-    window    the larger of the two, and at least SHORTEST
+    usual      median + 4 MAD of the last waits; MAD is the median distance from the median
+    worth      (block + 2 n regroup) / (n - 1): so long waiting costs less than going on
+    window     the larger of the two, and at least SHORTEST
 
-    block     the time of this member's last blocks, and `regroup` of its last regroupings: medians
+    block      median time of this member's last blocks
+    regroup    median time of its last regroupings
 
 Everything here is plain floats: no clock, no store.
 """
@@ -20,13 +21,13 @@ import math
 from collections import deque
 from statistics import median
 
-SHORTEST = 1.0  # seconds: below that a busy host makes living members late
-KNOWN = 3  # rounds after which the waits say what is usual
-REGROUP = 1.0  # seconds, until one was seen
+SHORTEST = 1.0  # seconds; on a busy host living members may be late by less than that
+KNOWN = 3  # waits that are needed to say what is usual
+REGROUP = 1.0  # seconds that a regrouping is assumed to take until one was timed
 
 
 class GraceWindow:
-    """What one member has seen, and how long it waits because of it."""
+    """The times that one member has seen, and how long it waits because of them."""
 
     def __init__(self) -> None:
         self._waits: deque[float] = deque(maxlen=32)  # from its arrival until a round was kept
@@ -34,7 +35,7 @@ class GraceWindow:
         self._regroups: deque[float] = deque(maxlen=8)
 
     def add_round(self, block: float, waited: float) -> None:
-        """Take in a round that was kept."""
+        """Add the times of a round that was kept."""
         self._blocks.append(block)
         self._waits.append(waited)
 
@@ -47,7 +48,7 @@ class GraceWindow:
         self._blocks.clear()
 
     def seconds(self, members: int) -> float:
-        """Return the seconds for which this many members wait; infinity if too little is known.
+        """Return how long a crew of this size waits, in seconds; infinity if too little is known.
 
         >>> window = GraceWindow()
         >>> for waited in (0.1, 0.3, 0.2):

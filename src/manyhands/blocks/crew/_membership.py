@@ -8,7 +8,6 @@ StateTransfer    one of the members sends the joiners the common state
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ class CrewBase:
         return len(self.members)
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup | None:
         """The members' gloo group (a ProcessGroupGloo); None for a worker that is alone."""
         return None if self._transport is None else self._transport.group
 
@@ -77,7 +76,7 @@ class CrewBase:
         """Forget how long rounds took: those of a warm-up come after each step."""
 
     def close(self, steps: int) -> bool:
-        """Return whether to hold a last round: whether all others finished after as many steps."""
+        """Return whether to hold a last round: whether all finished after equally many steps."""
         return True
 
     def drop_out(self) -> None:
@@ -129,6 +128,10 @@ class ElasticMembers:
     @property
     def numbers(self) -> Sequence[int]:
         return self.crew.members
+
+    @property
+    def number(self) -> int:
+        return self.crew.number
 
     @property
     def regroup_due(self) -> bool:
@@ -209,14 +212,16 @@ class StateTransfer:
         return RoundResult()
 
 
-def _send(group: dist.ProcessGroup, data: bytes, rank: int) -> None:
+def _send(group: dist.ProcessGroup | None, data: bytes, rank: int) -> None:
+    assert group is not None  # where there is a joiner, there are two members
     group.send([torch.tensor([len(data)])], rank, 0).wait()
     # frombuffer() needs memory that may be written to, which bytes is not.
     for message in torch.frombuffer(bytearray(data), dtype=torch.uint8).split(MESSAGE):
         group.send([message], rank, 0).wait()
 
 
-def _receive_state(group: dist.ProcessGroup, rank: int) -> bytearray:
+def _receive_state(group: dist.ProcessGroup | None, rank: int) -> bytearray:
+    assert group is not None
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], rank, 0).wait()
     data = bytearray(int(size))

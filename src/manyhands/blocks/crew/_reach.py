@@ -1,10 +1,9 @@
-"""Which other workers this one can reach: a line may be cut where both ends still see the store.
+"""Which other workers this one can reach: two may be cut off from each other, not from the store.
 
 A group of workers that cannot all reach each other never connects. So before a generation begins,
-each worker tries to open a connection to each other one, at its *door*: a port that accepts
-connections, and closes them. Whom it cannot reach stands in its request to join, and the roster
-begins the generation with the largest set of workers that all reach each other
-(`Roster.together`).
+each worker tries to connect to every other one, at its *door*: a port that accepts connections and
+closes them. Its request to join names the workers that it cannot reach, and the next generation is
+the largest set of workers that all reach each other (`Roster.together`).
 
     door = Door(host)          listens, until `close`
     door.address               what the others need: it is in the store
@@ -48,14 +47,14 @@ class Door:
 
     def close(self) -> None:
         self._closed.set()
-        # A thread that waits in accept() notices a shutdown, and not that the socket is closed.
-        with suppress(OSError):  # not on every system possible
+        # A thread that waits in accept() notices a shutdown, but not a close.
+        with suppress(OSError):  # some systems have no shutdown of a listening socket
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
 
 def unreachable(addresses: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the ids of those whose door does not answer; `addresses` are doors by id."""
+    """Return the ids whose doors do not answer; `addresses` has the door of each id."""
     if not addresses:
         return ()
     with ThreadPoolExecutor(len(addresses)) as threads:

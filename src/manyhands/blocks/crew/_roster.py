@@ -25,7 +25,8 @@ members of a generation: a sync round, which moves the anchor, or a state transf
     failed               members that ended with an error before the first sync round: the run ends
     refused              numbers of processes that came with other terms, and may not join
     closing              members that have finished their steps, see `ClosingMember`: they hold the
-                         round if all others finished after as many steps, and else leave without it
+                         round if all others finished after equally many steps; otherwise they
+                         leave without it
     launchers            launchers that still need the store
     run                  name of the run, drawn by the first process
     processes            processes of each worker. Inner rank p of worker n is process number
@@ -346,14 +347,14 @@ class Roster:
 
     @property
     def admissible(self) -> list[Member]:
-        """The waiting processes that reach all members of the present generation."""
+        """The waiting processes that can reach all members of the present generation."""
         members = set(self.ids)
         return [m for m in self.present(set()) if members.isdisjoint(m.cut_from)]
 
     def together(self, silent: Set[str]) -> list[Member]:
-        """Return the most of the present processes that all reach each other, by number.
+        """Return the largest set of present processes that all reach each other, by number.
 
-        Of equally many, those with the highest version, and then with the lowest number.
+        Of several such sets, the one with the highest version, and then with the lowest number.
         """
         found = self.present(silent)
         apart = {frozenset((m.id, other)) for m in found for other in m.cut_from}
@@ -378,7 +379,7 @@ class Roster:
         return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
 
     def has_quorum(self, silent: Set[str], quorum: int) -> bool:
-        """Return whether enough workers wait. Those that have finished are not missed."""
+        """Return whether enough workers wait. Those that have finished count as well."""
         return len(self.together(silent)) + self.done >= quorum * self.processes
 
     def complete(

@@ -105,7 +105,7 @@ class GlooTransport:
     def __init__(
         self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
     ) -> None:
-        self.group: Any = None
+        self.group: dist.ProcessGroup | None = None
         self.error: Exception | None = None
         self._endpoints: set[Endpoints] = set()  # of the group's own sockets
         self._aborted = False
@@ -141,7 +141,8 @@ class GlooTransport:
         """
         self.abort()
         with self._lock:  # the connecting thread may release too, if the group came too late
-            held, self.group = [self.group], None
+            held: list[object] = [self.group]
+            self.group = None
         if held[0] is not None:
             group_closer.close_when_unused(held, os.getpid())
 

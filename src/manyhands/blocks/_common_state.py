@@ -1,0 +1,130 @@
+"""The state that is equal on every worker: for joiners, and for runs that are continued.
+
+    Counters            plain numbers: steps, rounds, the present block, the drift of the last one
+    CommonState         these, and anchor and outer memories
+    TransferredState    what a joiner needs besides: buffers, samples, and the rounds to repeat
+
+`_saving.py` adds to it what belongs to one worker.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import astuple, dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from manyhands.blocks._anchor import Anchor, AnchorState
+from manyhands.blocks._block_state import BlockState
+from manyhands.blocks._samples import BlockSamples
+from manyhands.blocks._schedule import Drift, OwnSchedule, Schedule
+from manyhands.blocks.averaging._payload import Extras
+from manyhands.blocks.averaging._round import RoundStats
+from manyhands.data._account import SavedAccount
+
+
+class BlockPlan(TypedDict, total=False):
+    """With own steps: what all workers know of the present block."""
+
+    plan: list[tuple[int, int]]  # every worker's number, and its steps
+    pace: list[float]  # the schedule's `seconds` and `ahead`
+
+
+class Counters(BlockPlan):
+    """The plain numbers that are equal on every worker."""
+
+    steps: int
+    rounds: int
+    block: list[int]  # the schedule's start and length
+    drift: list[float]  # the fields of `Drift`, and the seconds of a step
+
+
+class CommonState(Counters, AnchorState):
+    """The state that is equal on every worker."""
+
+
+class TransferredState(CommonState):
+    """The state that a joiner receives."""
+
+    retry: list[int]
+    diverged: bool
+    buffers: list[Tensor]
+    samples: SavedAccount | None
+
+
+@dataclass(frozen=True)
+class CommonParts:
+    """The parts of a worker that hold the common state: they are read, and set to it."""
+
+    anchor: Anchor
+    schedule: Schedule
+    stats: RoundStats
+    extras: Extras
+    samples: BlockSamples
+
+    def counters(self, state: BlockState) -> Counters:
+        """Return the plain numbers of the common state."""
+        return {
+            "steps": state.steps,
+            "rounds": state.rounds,
+            "block": [self.schedule.start, self.schedule.length],
+            "drift": [*astuple(self.stats.drift), self.stats.seconds],
+            **self._block_plan(),
+        }
+
+    def _block_plan(self) -> BlockPlan:
+        schedule = self.schedule
+        if not isinstance(schedule, OwnSchedule):
+            return {}
+        plan = list(schedule.plan.items())
+        return {"plan": plan, "pace": [schedule.seconds, schedule.ahead]}
+
+    def common_state(self, state: BlockState) -> CommonState:
+        """Return the state that is equal on every worker."""
+        return {**self.counters(state), **self.anchor.saved()}
+
+    def load_block(self, saved: Counters) -> None:
+        """Enter the saved block, with the drift of the last one."""
+        start, length = saved["block"]
+        self.schedule.begin(start, length)
+        if isinstance(self.schedule, OwnSchedule):
+            pace = saved.get("pace", [0.0, 0.0])
+            self.schedule.load(dict(saved.get("plan", [])), self.samples.number, *pace)
+        *drift, self.stats.seconds = saved["drift"]
+        self.stats.drift = Drift(*drift)
+
+    # -- state transfer ------------------------------------------------------------------------
+
+    def pack(self, state: BlockState) -> bytes:
+        """Return what a joiner needs."""
+        if state.before_blocks:  # no anchor yet: this worker's parameters take its place
+            self.anchor.begin()
+        transferred: TransferredState = {
+            **self.common_state(state),
+            "retry": list(state.retry),
+            "diverged": state.diverged,
+            "buffers": [buffer.detach() for buffer in self.extras.buffer_tensors()],
+            "samples": self.samples.account.saved(),
+        }
+        file = io.BytesIO()
+        torch.save(transferred, file)
+        return file.getvalue()
+
+    def take_over(self, data: bytearray, state: BlockState) -> BlockState:
+        """Set everything to what another member has packed; return the joiner's state."""
+        # `weights_only`: no code that comes over the network may run here.
+        saved: TransferredState = torch.load(
+            io.BytesIO(data), weights_only=True, map_location="cpu"
+        )
+        self.anchor.load(saved)
+        self.load_block(saved)
+        with torch.no_grad():
+            for buffer, value in zip(self.extras.buffer_tensors(), saved["buffers"], strict=True):
+                buffer.copy_(value)
+        self.anchor.restore_params()
+        self.samples.take_over(saved["samples"])
+        return state.join(
+            saved["steps"], saved["rounds"], diverged=saved["diverged"], retry=saved["retry"]
+        )

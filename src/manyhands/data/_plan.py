@@ -1,0 +1,171 @@
+"""The plan of a rank's passes: from what its worker holds to what torch's loader is to load.
+
+    positions that the worker holds        `_account.py`
+      cut into steps of `batch` positions
+      each step divided among ranks, and a rank's part into passes     `_passes.py`
+      turned into samples                                              `_order.py`, `_shards.py`
+
+torch's loader asks for many passes ahead of the loop. So the plan keeps the passes that are *on
+their way*: the loader has asked for them, and the loop does not have them yet. In blocks a worker
+may hold other positions after a sync round. If it still holds those of the passes on their way,
+planning goes on after these. If not, the plan starts again, and what was loaded is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from manyhands._core.ranks import RankGroup
+from manyhands.data._account import Account
+from manyhands.data._order import Order
+from manyhands.data._passes import Pass, divide_step, number_of_passes
+from manyhands.data._rules import Rules
+from manyhands.data._shards import DataShards, ShardOrder
+from manyhands.data._spans import Spans, count, take, union
+
+MAPPED = 4096  # positions that are turned into samples together, if there are as many to plan
+
+
+class LoaderPlan:
+    """The samples of each pass of this rank: the `batch_sampler` of torch's loader.
+
+    `number` is this worker's number in the account. `ranks` share each step, and `most` is the
+    largest number of samples that a rank takes in one pass.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        account: Account,
+        number: int,
+        ranks: RankGroup,
+        most: int | None,
+        shards: DataShards[Any, Any] | None,
+    ) -> None:
+        self._rules, self._account, self._number = rules, account, number
+        self._ranks, self._most, self._shards = ranks, most, shards
+        self._seen = -1  # the account's `changes` that the plan follows from
+        self._epoch = -1
+        self._rest: Spans = ()  # positions that this worker holds and has not planned
+        self._steps: int | None = None  # left to plan; None: as many as the positions fill
+        # On their way: this rank's passes, and the positions of the steps that they belong to.
+        self._passes: deque[Pass] = deque()
+        self._steps_ahead: deque[Spans] = deque()
+
+    # -- what the loop asks --------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return how many passes each rank has in a whole epoch of one worker."""
+        whole, rest = divmod(self._rules["samples"], self._rules["batch"])
+        passes = whole * self.passes_of(self._rules["batch"])
+        if rest and not self._rules["drop_last"]:
+            passes += self.passes_of(rest)
+        return passes
+
+    def passes_of(self, samples: int) -> int:
+        """Return how many passes each rank takes in a step of so many samples."""
+        return number_of_passes(samples, self._ranks.size, self._most)
+
+    def next_pass(self) -> Pass:
+        """Return the pass that the loop gets now, which ends its way."""
+        now = self._passes.popleft()
+        if now.last:
+            self._steps_ahead.popleft()
+        return now
+
+    @property
+    def has_more(self) -> bool:
+        """Whether steps are left to plan. More may have been handed out since the loader ended."""
+        if self._steps is None:
+            return count(self._rest) >= self._rules["batch"]
+        return self._steps > 0
+
+    @property
+    def ran_dry(self) -> bool:
+        """Whether less than a batch is left to plan, although the epoch has more samples."""
+        return self._steps is None and not self.has_more
+
+    # -- changes of the account ----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Forget what is on its way: another loop begins, or this one has ended."""
+        self._passes.clear()
+        self._steps_ahead.clear()
+        self._seen = -1
+
+    def keep(self) -> None:
+        """Keep the plan: in the account's last change, only what the loop took was committed."""
+        self._seen = self._account.changes
+
+    def has_changed(self) -> bool:
+        """Follow the account; return whether the plan had to start again.
+
+        What the loader has loaded is then for other workers.
+        """
+        account = self._account
+        if account.changes == self._seen:
+            return False
+        self._seen = account.changes
+        epoch = account.ledger.epoch
+        same_epoch, self._epoch = self._epoch == epoch, epoch
+        spans, self._steps = account.to_plan(self._number)
+        ahead = union(span for step in self._steps_ahead for span in step)
+        still_held, rest = take(spans, count(ahead))
+        fits = same_epoch and union(still_held) == ahead
+        if self._steps is not None:
+            fits = fits and self._steps >= len(self._steps_ahead)
+        if fits:
+            self._rest = rest
+            if self._steps is not None:
+                self._steps -= len(self._steps_ahead)
+            return False
+        self._rest = spans
+        self._passes.clear()
+        self._steps_ahead.clear()
+        return True
+
+    # -- what torch's loader asks --------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the samples of each of this rank's passes."""
+        order = self._order()
+        while planned := self._plan_steps():
+            self._passes.extend(each for each, _ in planned)
+            # All at once: a permutation of many positions costs little more than one of a few.
+            samples = order.indices(tuple(span for _, spans in planned for span in spans))
+            start = 0
+            for each, _ in planned:
+                stop = start + max(1, each.samples)  # a filler has one sample
+                yield samples[start:stop]
+                start = stop
+
+    def _order(self) -> Order | ShardOrder:
+        rules, epoch = self._rules, self._account.ledger.epoch
+        if self._shards is not None:
+            return self._shards.order(rules["seed"], epoch, rules["shuffle"])
+        return Order(rules["samples"], rules["seed"], epoch, rules["shuffle"])
+
+    def _plan_steps(self) -> list[tuple[Pass, Spans]]:
+        """Return the passes of the next steps, and the positions of each; none at the end."""
+        planned: list[tuple[Pass, Spans]] = []
+        positions = 0
+        while positions < MAPPED and self.has_more:
+            if self._steps is not None:
+                self._steps -= 1
+            step, self._rest = take(self._rest, self._rules["batch"])
+            self._steps_ahead.append(step)
+            # A rank without samples in a pass gets the step's first one; of an empty step, any.
+            filler = ((step[0][0], step[0][0] + 1),) if step else ((0, 1),)
+            passes = divide_step(
+                step,
+                self._ranks.rank,
+                self._ranks.size,
+                self._most,
+                in_turns=self._shards is not None,
+            )
+            for each, spans in passes:
+                planned.append((each, spans or filler))
+                positions += max(1, each.samples)
+        return planned

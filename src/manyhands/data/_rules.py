@@ -1,0 +1,174 @@
+"""The rules of a cursor: which samples there are, and in which order and sizes they are taken.
+
+A position in an epoch means the same samples only under the same rules. So all ranks agree on them
+when a cursor is made, the workers of blocks compare them in each sync round, and a saved position
+is refused where the order is another one.
+
+    samples, shards, seed, shuffle    the order of the epochs
+    drop_last                         whether samples that do not fill a batch are left out
+    batch                             samples that one worker takes in a step
+    ahead                             steps that a worker may load in advance
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any, Protocol, TypedDict
+
+from torch.utils.data import IterableDataset
+
+from manyhands._core.agreement import agree
+from manyhands._core.ranks import RankGroup
+from manyhands.data._ledger import CommittedPart
+from manyhands.data._shards import DataShards
+from manyhands.errors import RanksDisagree
+
+FORMAT = 1
+ADVICE = "Make the same Cursor on every rank, and load the same state on all of them."
+OWN_OPTIONS = ("batch_sampler", "sampler")
+
+
+class MapDataset(Protocol):
+    """A dataset with a length, whose samples are found by index: torch calls it map-style."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> object: ...
+
+
+class Arguments(TypedDict):
+    """The arguments of a cursor that all ranks must have in common."""
+
+    batch_size: int
+    keep: str
+    max_local_batch_size: int | None
+    shuffle: bool
+    seed: int
+    drop_last: bool
+
+
+class EpochOrder(TypedDict):
+    """The rules that say which sample a position is."""
+
+    samples: int
+    shards: int | None  # a checksum; None if the samples are in no shards
+    seed: int
+    shuffle: bool
+
+
+class Rules(EpochOrder):
+    """All rules, in plain values."""
+
+    drop_last: bool
+    batch: int
+    ahead: int
+
+
+class SavedOrder(EpochOrder):
+    """The order of the epochs in a state dict."""
+
+    version: int
+
+
+class CursorState(SavedOrder, CommittedPart):
+    """A cursor's state dict: an order, and a position in it."""
+
+
+def agree_on_rules(
+    dataset: MapDataset, arguments: Arguments, options: Mapping[str, Any], ranks: RankGroup
+) -> Rules:
+    """Return the rules, or raise on every rank if one made a mistake, or if ranks differ.
+
+    `options` are those of the loader.
+    """
+    mistake = _find_mistake(dataset, arguments, options, ranks.size)
+    samples = len(dataset) if mistake is None else 0
+    shards = dataset.checksum if isinstance(dataset, DataShards) else None
+    facts = {"mistake": str(mistake), "samples": samples, "shards": shards}
+    facts |= {name: str(value) for name, value in arguments.items()}
+    try:  # before this rank's own mistake is raised: the other ranks would wait for it
+        agree(ranks, {"data": facts}, ADVICE)
+    except RanksDisagree as disagreement:
+        raise mistake or disagreement from None
+    if mistake is not None:
+        raise mistake
+    batch = arguments["batch_size"]
+    return {
+        "samples": samples,
+        "shards": shards,
+        "seed": arguments["seed"],
+        "shuffle": bool(arguments["shuffle"]),
+        "drop_last": bool(arguments["drop_last"]),
+        "batch": batch if arguments["keep"] == "batch" else batch * ranks.size,
+        "ahead": options.get("num_workers", 0) * (options.get("prefetch_factor") or 2),
+    }
+
+
+def _find_mistake(
+    dataset: object, arguments: Arguments, options: Mapping[str, Any], ranks: int
+) -> ValueError | TypeError | None:
+    """Return what is wrong with a cursor's arguments, if anything is."""
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        return TypeError(
+            "Cursor needs a dataset with a length, whose samples are found by index, got "
+            f"{type(dataset).__name__}. Give a stream that is cut into shards of known sizes as "
+            "DataShards."
+        )
+    if len(dataset) == 0:
+        return ValueError("Cursor needs a dataset with samples, and got one of length 0.")
+    for name in OWN_OPTIONS:
+        if options.get(name) is not None:
+            return ValueError(f"{name} must be left out: a Cursor orders the samples itself.")
+    if options.get("in_order") is False:
+        return ValueError(
+            "in_order=False gives batches in the order in which they are ready, and then a Cursor "
+            "cannot know which were trained on. Leave it out."
+        )
+    if arguments["keep"] not in ("batch", "micro"):
+        return ValueError(f'keep must be "batch" or "micro", got {arguments["keep"]!r}.')
+    sizes: list[tuple[str, object, int]] = [
+        ("batch_size", arguments["batch_size"], 1),
+        ("max_local_batch_size", arguments["max_local_batch_size"] or 1, 1),
+        ("seed", arguments["seed"], 0),
+    ]
+    for name, value, least in sizes:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            return ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    if arguments["keep"] == "batch" and arguments["batch_size"] < ranks:
+        return ValueError(
+            f"batch_size={arguments['batch_size']} is that of a whole step, and there are {ranks} "
+            'ranks. Give each rank a sample at least, or write keep="micro" to give it for one '
+            "rank."
+        )
+    return None
+
+
+def describe_order(rules: Rules) -> SavedOrder:
+    """Return what a saved position refers to."""
+    return {
+        "version": FORMAT,
+        "samples": rules["samples"],
+        "shards": rules["shards"],
+        "seed": rules["seed"],
+        "shuffle": rules["shuffle"],
+    }
+
+
+def check_state(state: Mapping[str, Any], rules: Rules) -> None:
+    """Raise if a saved position is not one in this order."""
+    if state.get("version") != FORMAT:
+        raise ValueError(
+            f"the version of this Cursor's state must be {FORMAT}, got "
+            f"{state.get('version')!r}. Load it with the manyhands that saved it."
+        )
+    for name, here in describe_order(rules).items():
+        saved = state[name]
+        if saved != here:
+            advice = {
+                "samples": "Give it the dataset that the run was begun with",
+                "shards": "Give it the shards and lanes that the run was begun with",
+            }.get(name, f"Make the Cursor with {name}={saved!r}")
+            raise ValueError(
+                f"the saved position is one in an order with {name}={saved!r}, and here it is "
+                f"{here!r}. {advice}, or leave the cursor out of the load and begin the epoch "
+                "again."
+            )
