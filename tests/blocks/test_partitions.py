@@ -18,6 +18,7 @@ from manyhands.blocks.crew import _store
 pytestmark = pytest.mark.long
 
 NEAR, FAR = (0, 1, 2), (3, 4)
+STORE_TIMEOUT = 5.0
 OPTIONS = {"expected": 5, "quorum": 3, "stall": 1.5, "patience": "auto"}
 OWN = mh.Seconds(0.2, first=3, own_steps=True)
 
@@ -30,7 +31,7 @@ CUTS = {  # what happens to the line of the far workers, and how it is mended
 
 @pytest.fixture
 def networks(monkeypatch):
-    monkeypatch.setattr(_store, "STORE_TIMEOUT", 3.0)
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", STORE_TIMEOUT)
     try:
         networks = Networks().__enter__()
     except NoNetworks as error:
@@ -60,7 +61,7 @@ def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
             alone = len(workers.members())
             workers.until(lambda n=alone: len(workers.members()) >= n + 5, timeout=60)
             before = [len(workers.events(number, "commit")) for number in FAR]
-            time.sleep(4.0)  # those who lost the store have noticed
+            time.sleep(STORE_TIMEOUT + 1.0)  # those who lost the store have noticed
             assert [len(workers.events(number, "commit")) for number in FAR] == before
             mend(networks)
         workers.wait_for_members({*NEAR, *FAR})
@@ -88,7 +89,7 @@ def test_nobody_goes_on_without_the_quorum_and_nothing_is_lost(networks, tmp_pat
         cut(networks)
         time.sleep(3.0)  # a round that was under way may still be kept
         before = len(workers.members())
-        time.sleep(5.0)
+        time.sleep(STORE_TIMEOUT + 1.0)
         assert len(workers.members()) == before
         mend(networks)
         workers.wait_for_members({*NEAR, *FAR})
