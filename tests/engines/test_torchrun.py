@@ -2,78 +2,15 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from helpers.pages import ROOT
+from helpers.started import Started, torchrun
 
 SCRIPT = ROOT / "examples" / "engines" / "train.py"
-
-
-class Started:
-    """A command in a process group of its own, and what it has printed."""
-
-    def __init__(self, command, folder, name="out", **variables):
-        self.path = folder / f"{name}.txt"
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT / "src"),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **variables,
-        }
-        with self.path.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                cwd=folder,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-
-    def said(self):
-        return self.path.read_text()
-
-    def until(self, pattern, times=1, timeout=90):
-        limit = time.monotonic() + timeout
-        while len(found := re.findall(pattern, self.said())) < times:
-            assert time.monotonic() < limit, f"waited for {pattern!r}:\n{self.said()}"
-            assert self.process.poll() is None, f"ended before {pattern!r}:\n{self.said()}"
-            time.sleep(0.05)
-        return found
-
-    def until_ended(self, pattern, times):
-        found = re.findall(pattern, self.said())
-        assert len(found) == times, self.said()
-        return found
-
-    def wait(self, timeout=90):
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still runs:\n{self.said()}") from None
-
-
-def torchrun(*options):
-    return ["-m", "torch.distributed.run", *options]
 
 
 def losses(folder, name="losses"):
