@@ -117,7 +117,7 @@ class BlockSamples:
         account.hand_out(dict.fromkeys(numbers, steps), state.steps - account.committed_at)
 
     def restart(self, state: BlockState) -> None:
-        """Hand out for the block of this state, which was loaded."""
+        """Hand out for the block that this state is in: it was loaded from a checkpoint."""
         if not self.account.taken:
             self.account.committed_at, self.account.due = state.steps, True
             self.hand_out(state)

@@ -43,7 +43,7 @@ class GraceWindow:
         self._regroups.append(seconds)
 
     def forget_rounds(self) -> None:
-        """Begin anew, because later rounds will take another time."""
+        """Forget earlier rounds, because later ones will take a different time."""
         self._waits.clear()
         self._blocks.clear()
 

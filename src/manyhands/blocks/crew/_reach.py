@@ -21,7 +21,7 @@ from contextlib import suppress
 from manyhands.blocks.crew._store import parse_address
 
 ANSWER = 2.0  # seconds in which a door must answer
-PAUSE = 0.2  # seconds after which a door goes on that could not accept
+PAUSE = 0.2  # seconds until a door that could not accept a connection tries again
 
 
 class Door:
@@ -41,8 +41,8 @@ class Door:
                 self._listening.accept()[0].close()
             except OSError:
                 # Closed, or an error that passes: the caller has gone (ECONNABORTED), too many
-                # files are open (EMFILE, ENFILE), no memory (ENOBUFS, ENOMEM), ... Those who come
-                # meanwhile wait in the backlog: to them the door has answered.
+                # files are open (EMFILE, ENFILE), no memory (ENOBUFS, ENOMEM), ... Connections that
+                # are opened meanwhile wait in the backlog: to the other side that is an answer.
                 self._closed.wait(PAUSE)
 
     def close(self) -> None:
