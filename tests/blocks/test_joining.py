@@ -206,8 +206,8 @@ def test_one_that_is_too_late_for_synchronize_holds_no_round_of_its_own(store, t
         (tmp_path / "slow").unlink()
         workers.finish(60.0)
         done = [workers.events(number, "done")[-1] for number in range(3)]
-        for e in done:
-            assert e["first"] == close_to(-120)
+        for e in done:  # it joins three steps after an anchor: the mean may lack one
+            assert e["first"] == done[0]["first"] in ([-120] * 2, [-119] * 2)
         assert done[0]["dropped"] == 0 < done[2]["dropped"] <= 15
 
 

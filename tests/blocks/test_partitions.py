@@ -55,7 +55,7 @@ def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
         with networks.inside("far"):
             workers.start(FAR, **options)
         for _ in range(2):
-            workers.wait_for_members({*NEAR, *FAR})
+            workers.wait_for_members({*NEAR, *FAR}, rounds=4)  # by then the grace window is known
             cut(networks)
             workers.wait_for_members({*NEAR})
             alone = len(workers.members())

@@ -46,7 +46,7 @@ def test_as_many_joiners_as_are_expected_do_not_begin_anew(store, tmp_path):
         workers.until(lambda: bool(workers.events(0, "commit")))
         workers.start([1], pause=0.03)  # in the middle of a block
         workers.present(2)
-        assert workers.events(1, "begin")[0]["round"] > 0
+        assert workers.events(1, "begin")[0]["step"] > 0
         workers.stop_soon()
         workers.finish()
         workers.each_sample_once()

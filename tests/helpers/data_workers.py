@@ -55,30 +55,30 @@ class DataWorkers(Workers):
         """Return how often each (epoch, sample) was committed; check that all saw the same."""
         everything = [event for number in self.incarnations for event in self.events(number)]
         first = min(event["time"] for event in everything if event["event"] == "commit")
-        anew = [e for e in everything if e["event"] == "begin" and e["round"] == 0]
+        anew = [e for e in everything if e["event"] == "begin" and not e["step"]]
         assert all(event["time"] < first for event in anew), "a worker began anew"
         rounds = {}  # by number: what each worker took
-        trained = {}  # by worker: (number of the round before, samples since then)
+        trained = {}  # by worker: (step at which it was handed samples, what it took since then)
         for number in self.incarnations:
             for event in self.events(number):
                 if event["event"] == "commit":
-                    said = (event["epoch"], event["taken"])
+                    said = (event["epoch"], event["taken"], event["step"])
                     assert rounds.setdefault(event["round"], said) == said, event
         for number in self.incarnations:
             parts, since = [], None
             for event in self.events(number):
                 if event["event"] == "begin":  # it has joined, or joined again after a stop
-                    since = [event["round"], []]
+                    since = [event["step"], []]
                     parts.append(since)
                 elif event["event"] == "step":
                     since[1] += event["samples"]
             trained[number] = parts
         counts = Counter()
         for index in sorted(rounds):
-            epoch, taken = rounds[index]
+            epoch, taken, step = rounds[index]
             for number, amount in taken.items():
                 if amount:
-                    parts = [part for part in trained[int(number)] if part[0] < index]
+                    parts = [part for part in trained[int(number)] if part[0] < step]
                     samples = parts[-1][1]
                     assert len(samples) >= amount, (index, number, amount)
                     counts.update((epoch, sample) for sample in samples[:amount])
@@ -102,13 +102,13 @@ class DataWorkers(Workers):
             for event in self.events(number, "commit")
         }
 
-    def wait_for_members(self, numbers, timeout=60.0):
-        """Wait for a further round that these have kept, and no others."""
+    def wait_for_members(self, numbers, rounds=1, timeout=60.0):
+        """Wait for so many further rounds that these have kept, and no others."""
         known = len(self.members())
 
         def held():
-            rounds = self.members()
-            return any(rounds[index] == numbers for index in sorted(rounds)[known:])
+            kept = self.members()
+            return sum(kept[index] == numbers for index in sorted(kept)[known:]) >= rounds
 
         self.until(held, timeout)
 
@@ -139,16 +139,18 @@ def train(crew, log, end, make, hook, pause=0.002, **options):
 
     def logged_commit(taken, own, step):
         # (a round is counted after its samples)
-        log("commit", round=optimizer.rounds + 1, epoch=account.ledger.epoch, taken=taken)
+        log(
+            "commit", round=optimizer.rounds + 1, epoch=account.ledger.epoch, taken=taken, step=step
+        )
         commit(taken, own, step)
 
     def logged_begin(rules, ledger, step=0):
-        log("begin", round=optimizer.rounds, epoch=ledger.epoch)
+        log("begin", epoch=ledger.epoch, step=step)
         begin(rules, ledger, step)
 
     account.commit, account.begin = logged_commit, logged_begin
     if account.rules is not None:  # received while the optimizer was made
-        log("begin", round=optimizer.rounds, epoch=account.ledger.epoch)
+        log("begin", epoch=account.ledger.epoch, step=account.committed_at)
     cursor = mh.Cursor(torch.arange(SAMPLES), BATCH, optimizer=optimizer, **loader)
     log("in")
     rounds = -1

@@ -507,24 +507,24 @@ def _check_optimizer(
     trainer: Trainer, rule: ScalingRuleBase | None, ramp: Ramp | None, by_progress: bool
 ) -> None:
     """Raise for an optimizer that Trainer's loop cannot drive."""
+    args = trainer.args
+    blocks = find_layer(trainer.optimizer, Blocks)
+    if blocks is not None and by_progress:
+        raise ValueError(
+            "by_progress=True would end the training at another step on each process: in blocks "
+            "each has a progress of its own. Leave it out, and count steps."
+        )
     if rule is None and by_progress:
         raise ValueError(
             "by_progress=True needs the progress of a scaling rule: attach(trainer, mh.AdaScale, "
             "by_progress=True)."
         )
-    args = trainer.args
-    blocks = find_layer(trainer.optimizer, Blocks)
     counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     weighed_by_rank = counts_tokens and not args.average_tokens_across_devices
     if rule is not None and blocks is None and args.world_size > 1 and weighed_by_rank:
         raise ValueError(
             "average_tokens_across_devices=False weighs a token by the rank that it is on: the "
             "gradient is not the mean over the step's tokens. Leave it at True."
-        )
-    if blocks is not None and by_progress:
-        raise ValueError(
-            "by_progress=True would end the training at another step on each process: in blocks "
-            "each has a progress of its own. Leave it out, and count steps."
         )
     if blocks is not None and trainer.is_fsdp_enabled:
         raise ValueError(
