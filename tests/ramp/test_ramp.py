@@ -119,9 +119,10 @@ def test_a_step_that_somebody_else_declares(clock):
         ramp.begin_step(2)
 
 
-def test_without_noise_the_batch_stays_small(clock):
+@pytest.mark.parametrize("options", [{}, {"var_floor": 0.0}])
+def test_without_noise_the_batch_stays_small(clock, options):
     model, loader = quadratic(spread=0.0)
-    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6), **options)
     seen = train(clock, model, optimizer, mh.Ramp(optimizer, max_scale=64), loader, steps=300)
     assert max(seen) <= 6 and seen[-1] == 1  # 3 and 6 to measure the time of a pass
 

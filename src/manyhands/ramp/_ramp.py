@@ -393,9 +393,10 @@ class Ramp:
             count = sums.small_batches
         if average.consecutive:  # two steps' gradients, as one step of twice the size
             count, scale = 2 * count, 2.0 * scale
-        if before.measured and before.norm_kind == average.norm_kind:
+        var = before.var_of()  # zero where var_floor=0.0 and all gradients of a step were equal
+        if before.measured and before.norm_kind == average.norm_kind and var > 0.0:
             deviation = sum(estimate(sums).sqr) - sum(before.raw_sqr)
-            self._evidence.see_deviation(count, scale, deviation / before.var_of())
+            self._evidence.see_deviation(count, scale, deviation / var)
         self._evidence.add(count, scale, self.optimizer.smoothing)
 
     def _is_far_away(self) -> bool:
