@@ -288,7 +288,7 @@ def write(rows: Sequence[Row]) -> None:
         "learning rate and schedule. A step takes `overhead + passes`: a stated time, so that the\n"
         "best fixed batch is a fact of the noise and not of a machine. Every run ends at the\n"
         "progress of the small batch's whole run. Means over "
-        f"{SEEDS} seeds, and the range of the scores; of Shakespeare under SGD over one seed.\n\n"
+        f"{SEEDS} seeds, and the range of the scores.\n\n"
         "```bash\npython benchmarks/ramp.py --data ../shared/data\n```\n\n"
         "| workload | overhead | batch | time | over the best | steps | small batches | score |\n"
         "|---|--:|---|--:|--:|--:|--:|--:|\n" + "\n".join(lines) + "\n\n"
@@ -298,7 +298,7 @@ def write(rows: Sequence[Row]) -> None:
         "| workload | overhead | Ramp over the fastest | as good as Ramp | Ramp over it |\n"
         "|---|--:|--:|--:|--:|\n" + "\n".join(quality_table(rows)) + "\n\n"
         '## Few steps for few samples: `goal="samples"`\n\n'
-        "The batch is sqrt(1.25 noise scale): the best one if a step costs 1.25 small batches\n"
+        "The batch is sqrt(0.8 noise scale): the best one if a step costs 0.8 small batches\n"
         "more than it has.\n\n"
         "| workload | fewer steps than scale 1 | samples over scale 1's | score | at scale 1 |\n"
         "|---|--:|--:|--:|--:|\n" + "\n".join(samples_table(rows)) + "\n\n"

@@ -235,6 +235,38 @@ def test_adaptdls_loop_takes_a_step_after_the_last_pass_only(clock, clear):
     assert rule.progress == expected.progress
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("way", ["adaptive", "plain"])
+def test_a_gradient_scaler_in_adaptdls_loop_changes_nothing(clock, monkeypatch, way, foreach):
+    """The loop gives the scaler the bare optimizer, which cannot unscale gradients itself."""
+
+    def run(enabled):
+        monkeypatch.setattr(_adaptive_loader, "_epochs", _adaptive_loader._Epochs())
+        clock.now = 0.0
+        model, data = noisy(600)
+        loader = torch.utils.data.DataLoader(data, batch_size=4)
+        if way == "adaptive":
+            loader = mh.AdaptiveDataLoader(data, batch_size=4)
+            loader.autoscale_batch_size(64, (None, 16), gradient_accumulation=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.002, foreach=foreach)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=enabled)
+        wrapped = mh.AdaptiveDataParallel(model, optimizer, mp_scaler=scaler)
+        most = 0
+        for _ in mh.remaining_epochs_until(2):
+            for _, targets in loader:
+                optimizer.zero_grad()
+                scaler.scale(loss_of(wrapped, targets)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                clock.now += 5.0
+                most = max(most, getattr(loader, "accumulation_steps", 0))
+        return most, wrapped.scaling_rule.progress, model.weight.item()
+
+    (most, *scaled), (_, *plain) = run(True), run(False)
+    assert scaled == pytest.approx(plain)
+    assert most >= (2 if way == "adaptive" else 0)
+
+
 def test_without_accumulation_every_micro_batch_is_a_step(clock):
     _, rule, passes, loader = adaptdl_loop(clock, "first", accumulate=False)
     assert {more for _, more, _ in passes} == {0}

@@ -5,7 +5,15 @@ import random
 import pytest
 
 from manyhands.ramp._decision import Noise, StepTime
-from manyhands.ramp._measured import ERROR, MEMORIES, WINDOW, Evidence, StepTimes, memory_for
+from manyhands.ramp._measured import (
+    ERROR,
+    MEMORIES,
+    WINDOW,
+    Evidence,
+    SlowestRank,
+    StepTimes,
+    memory_for,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -49,6 +57,26 @@ def test_neither_part_is_ever_negative():
         assert fit.fixed >= 0.0 and fit.per_pass > 0.0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_times_with_a_tail_are_predicted_in_the_mean(seed):
+    """Most steps are faster than the mean: a median would be 9 % too low."""
+    generator, times = random.Random(seed), StepTimes()
+    for passes in [2] * 40 + [6] * 40 + [9] * 160:
+        times.add(passes, (6.0 + passes) * generator.gammavariate(4, 1 / 4))
+    assert times.fit().seconds(9) == pytest.approx(15.0, rel=0.07)
+
+
+def test_ranks_that_are_late_in_turns_are_no_slower_than_a_step():
+    """Each comes to the end of a step at a moment of its own, and then waits for the others."""
+    generator, times, slowest = random.Random(0), StepTimes(), SlowestRank()
+    late = [0.0] * 4
+    for passes in [1] * 10 + [3] * 30 + [6] * 60:
+        before, late = late, [generator.expovariate(1 / 2.0) for _ in range(4)]
+        seconds = [6.0 + passes + now - then for now, then in zip(late, before, strict=True)]
+        times.add(passes, seconds[slowest.find(seconds)])
+    assert times.fit().seconds(6) == pytest.approx(12.0, rel=0.05)
+
+
 def test_a_machine_that_became_slower_is_noticed():
     times = filled([1, 2] * WINDOW, StepTime(0.4, 0.1))
     for passes in [1, 2] * (WINDOW // 2):
@@ -70,3 +98,35 @@ def test_averages_look_back_until_their_error_is_half_of_the_signal(gradients, s
 def test_averages_never_look_back_further_than_without_a_ramp():
     assert memory_for(Noise(0.0, 1.0), 8, 8.0) == memory_for(Noise(1e-9, 1.0), 8, 8.0) == 1000.0
     assert memory_for(Noise(1.0, 0.0), 8, 8.0) == 50.0
+
+
+@pytest.mark.parametrize("directions", [1, 4, 50])
+def test_the_error_is_that_of_noise_in_as_many_directions_as_there_are(directions):
+    """Against the scatter of estimates from Gaussian gradients around zero, 8 in each step."""
+    generator = random.Random(0)
+
+    def one(directions):
+        """A step's estimate of the squared true gradient, which is 0, at a noise of 1."""
+        size = directions**-0.5
+        gradients = [[generator.gauss(0.0, size) for _ in range(directions)] for _ in range(8)]
+        small = sum(x * x for g in gradients for x in g) / 8
+        mean = sum((sum(x) / 8) ** 2 for x in zip(*gradients, strict=True))
+        return (8 * mean - small) / 7
+
+    evidence, average = Evidence(), 0.0
+    for step in range(300):
+        new = one(directions)
+        if step:
+            evidence.see_deviation(8, 8.0, new - average / step)
+        evidence.add(8, 8.0, smoothing=0.9)
+        average += new
+    expected = (2 / (directions * 8 * 7) * (1 - 0.9) / (1 + 0.9)) ** 0.5
+    assert evidence.error == pytest.approx(expected, rel=0.4)
+
+
+def test_a_few_steps_do_not_make_the_error_small():
+    evidence = Evidence()
+    for _ in range(3):
+        evidence.see_deviation(2, 2.0, 0.0)
+        evidence.add(2, 2.0, smoothing=0.0)
+    assert evidence.error == pytest.approx(0.5**0.5, rel=0.02)

@@ -119,9 +119,10 @@ def test_a_step_that_somebody_else_declares(clock):
         ramp.begin_step(2)
 
 
-def test_without_noise_the_batch_stays_small(clock):
+@pytest.mark.parametrize("options", [{}, {"var_floor": 0.0}])
+def test_without_noise_the_batch_stays_small(clock, options):
     model, loader = quadratic(spread=0.0)
-    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6), **options)
     seen = train(clock, model, optimizer, mh.Ramp(optimizer, max_scale=64), loader, steps=300)
     assert max(seen) <= 6 and seen[-1] == 1  # 3 and 6 to measure the time of a pass
 
@@ -343,6 +344,24 @@ def count_collectives():
         return 32, calls
 
     return [len(calls) / steps for steps, calls in (count(True), count(False))]
+
+
+def with_a_graph(static, passes):
+    """Train from a first step of so many passes on."""
+    model, loader = quadratic(dist.get_rank(), batches=30)
+    ddp = DistributedDataParallel(model, static_graph=static)
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    optimizer = mh.AdaScale(inner, num_gradients_to_accumulate=passes)
+    ramp = mh.Ramp(optimizer, 16, goal="steps", model=ddp)
+    return train(Clock(), ddp, optimizer, ramp, loader), model.weight.item(), optimizer.progress
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_static_graph_is_recorded_in_the_first_pass_also_of_a_large_batch(passes):
+    static, other = run_ranks(2, with_a_graph, True, passes)
+    plain, _ = run_ranks(2, with_a_graph, False, passes)
+    assert static == other and static[0] == plain[0] and sum(static[0]) == 30
+    assert static[1:] == pytest.approx(plain[1:])
 
 
 def reduce(bucket, calls):

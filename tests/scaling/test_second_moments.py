@@ -51,7 +51,7 @@ def test_they_become_those_of_a_run_that_had_the_batch_all_along():
         (lambda p: SGD(p, lr=0.1, momentum=0.9), set()),
     ],
 )
-def test_only_running_means_of_squares_are_changed(make, changed):
+def test_running_means_of_squares_are_changed_and_means_by_the_root(make, changed):
     param = nn.Parameter(torch.ones(3))
     optimizer = make([param])
     param.grad = torch.ones(3)
@@ -62,7 +62,18 @@ def test_only_running_means_of_squares_are_changed(make, changed):
     assert rescale_second_moments(optimizer, 0.25) is bool(changed)
     for name, was in before.items():
         now = torch.as_tensor(optimizer.state[param][name])
-        assert torch.equal(now, was * 0.25 if name in changed else was), name
+        factor = 0.25 if name in changed else 0.5 if name == "exp_avg" else 1.0
+        assert torch.equal(now, was * factor), name
+
+
+@pytest.mark.quick
+def test_a_batch_that_grows_does_not_enlarge_the_noise_that_the_mean_remembers():
+    """The update m / sqrt(v) is as large after the change as before it."""
+    optimizer, _ = second_moments([1] * 200)
+    (state,) = optimizer.state.values()
+    before = state["exp_avg"] / state["exp_avg_sq"].sqrt()
+    rescale_second_moments(optimizer, 1 / 16)
+    torch.testing.assert_close(state["exp_avg"] / state["exp_avg_sq"].sqrt(), before)
 
 
 def ramped(rule, inner, **options):

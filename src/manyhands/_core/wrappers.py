@@ -392,6 +392,10 @@ def apply_signals(
         return
     if signals.grad_scale is not None:
         unscale(optimizer.param_groups, signals.grad_scale)
+    if "found_inf" in vars(optimizer):  # a scaler that was given this optimizer has left it there
+        with _left_on(ScalerSignals(), optimizer):
+            yield
+        return
     yield
 
 

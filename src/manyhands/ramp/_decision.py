@@ -23,7 +23,7 @@ Efficiency is what a sample is worth, in samples at scale 1: r(S) / S. It falls 
 Few steps and few samples (`goal="samples"`) is the same question with another price. A step costs
 its S small batches, and c small batches for being a step (McCandlish et al. 2018). The best batch
 is S* = sqrt(c v / s). With c = 4 (1 - e) / e^2, a sample there is worth at least e, whatever the
-noise: with c = 1.25 at least 0.8.
+noise: with c = 0.8 at least 0.85.
 
 `decide` moves towards the best number of passes. Its reasons:
 
@@ -53,7 +53,8 @@ from typing import Literal
 
 from manyhands.scaling._noise import gain
 
-PRICE_OF_A_STEP = 1.25  # in small batches, with goal="samples"
+PRICE_OF_A_STEP = 0.8  # in small batches, with goal="samples"
+CAUTION = 0.7  # standard errors
 
 Goal = Literal["time", "samples", "steps"] | None
 Reason = Literal["explore", "grow", "shrink", "stay", "decay", "wait"]
@@ -200,9 +201,9 @@ def decide(
         other = _neighbour(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
-        # Grow only if it pays even with less noise (`sqr` one standard error higher), and shrink
-        # only if it pays even with more noise (`sqr` one standard error lower).
-        used = noise.shifted(+1.0)
+        # Grow only if it pays even with less noise (`sqr` most of a standard error higher), and
+        # shrink only if it pays even with more noise (`sqr` one standard error lower).
+        used = noise.shifted(+CAUTION)
         target = _best_passes(used, time, scale_per_pass, limits)
         if target < passes_here:
             used = noise.shifted(-1.0)

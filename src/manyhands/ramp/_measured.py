@@ -2,9 +2,14 @@
 
 **Times.** A step of p passes takes a + b p seconds on the slowest worker. This includes everything:
 data, backward, communication, the optimizer. `StepTimes` keeps the last `WINDOW` steps. For each p
-it takes the median, which a pause (an evaluation, a checkpoint, a compilation) does not move. The
-slope b is the weighted median of the slopes between two numbers of passes (Theil and Sen), and a is
-the weighted median of what is left. So neither a pause nor one number of passes can spoil them.
+it takes the mean, in which a pause (an evaluation, a checkpoint, a compilation) counts as no more
+than `CUT_OFF` times the usual deviation from the median. The slope b is the weighted median of the
+slopes between two numbers of passes (Theil and Sen), and a is the weighted median of what is left.
+So neither a pause nor one number of passes can spoil them.
+
+Ranks that average gradients take equally long in the long run. The longest time of a single step is
+more than that: it is mostly the time of a rank that was early in the step before, and is late in
+this one. So `SlowestRank` chooses one rank, whose times count until another is slower by `SLOWER`.
 
 In blocks, a few steps have a sync round after them, and most have none. `SyncRounds` divides the
 time of the rounds evenly among all steps. A larger batch takes fewer steps for the same samples,
@@ -14,33 +19,39 @@ and therefore fewer rounds.
 Gaussian, a step with n small batches estimates sqr = |true gradient|^2 (`scaling/_noise.py`) with
 the variance
 
-    2 var^2 / (n (n - 1))        var: the noise at scale 1, which is that of one small batch
+    2 var^2 / (d n (n - 1))      var: the noise at scale 1, which is that of one small batch
 
-If the micro-batches are larger than the small batch, the scale S is larger than n, and each of the
-n gradients has S / n times less noise. The variance of an average with the weights w_k is the sum
-of w_k^2 times those of its steps. So the error relative to var needs only n and the weights:
+for noise in d directions of equal size. If the micro-batches are larger than the small batch, the
+scale S is larger than n, and each of the n gradients has S / n times less noise. The variance of an
+average with the weights w_k is the sum of w_k^2 times those of its steps. So the error relative to
+var needs only n, d and the weights:
 
-    error = sqrt(sum w_k^2 2 / (n_k (n_k - 1))) / sum w_k
+    error = sqrt(sum w_k^2 2 / (d n_k (n_k - 1))) / sum w_k
+
+1 / d is measured: the mean of the squared deviations of the steps' estimates from their average,
+divided by what they would be with d = 1. It begins at 1, which counts as much as `PRIOR_STEPS`
+steps, and is never more.
 
 **Memory** is the number of small batches over which the averages look back. A long memory has a
 small error, and lags behind a noise that grows. With n gradients in each step, M small batches have
-an error of sqrt(2 / (n M)) var. `memory_for` returns the M at which this is half of sqr, but never
-less than `MEMORY_STEPS` steps: the learning rate is multiplied by the gain, and the gain of a
-single step jumps by a factor of 2 or 4, at which the loss may rise (`docs/notes.md`).
+an error of sqrt(2 / (n M)) var in the worst case (d = 1). `memory_for` returns the M at which it is
+half of sqr, but never less than `MEMORY_STEPS` steps: the learning rate is multiplied by the gain,
+and the gain of a single step jumps by a factor of 2 or 4, at which the loss may rise. With the
+measured d, too, the gain follows single steps too closely (`docs/notes.md`).
 
-`Ramp` grows the batch only if sqr + error var, one standard error above the average, asks for it.
-Otherwise an early estimate that is near zero by chance would look like pure noise, and the run
-would jump to the largest batch. To shrink the batch, sqr - error var has to ask for it.
+`Ramp` grows the batch only if sqr + 0.7 error var, most of a standard error above the average, asks
+for it. Otherwise an early estimate that is near zero by chance would look like pure noise, and the
+run would jump to the largest batch. To shrink the batch, sqr - error var has to ask for it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from statistics import median
+from statistics import fmean, median
 
 from manyhands.ramp._decision import Noise, StepTime
 
@@ -49,7 +60,13 @@ MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
 MEMORY_STEPS = 3  # the shortest memory, in steps
 ERROR = 0.5  # the error of sqr that a memory should have, in units of sqr
 LOOK_BACK = 1000  # steps over which the time of sync rounds is averaged
-ENOUGH = 3  # the fewest steps with one number of passes whose median counts
+PRIOR_STEPS = 3.0  # steps whose deviations are assumed to be those of noise in one direction
+DEVIATIONS_FADE = 0.99  # the weight of the past deviations, in each step
+LARGEST_DEVIATION = 10.0  # of one step, squared, in units of what is expected with d = 1
+ENOUGH = 3  # the fewest steps with one number of passes whose times count
+CUT_OFF = 4.5  # median deviations, which are three standard deviations of a normal distribution
+SLOWER = 1.1  # how much slower another rank has to be for its times to count
+FADING = 0.99  # the weight of the past times of ranks, in each step
 
 
 @dataclass
@@ -62,32 +79,32 @@ class StepTimes:
         """Add a step. All ranks add the same seconds: those of the slowest."""
         self.steps.append((passes, seconds))
 
-    def medians(self) -> dict[int, tuple[float, int]]:
-        """Return for each number of passes the median of its seconds, and how many steps it had."""
+    def levels(self) -> dict[int, tuple[float, int]]:
+        """Return for each number of passes its usual seconds, and how many steps it had."""
         by_passes: dict[int, list[float]] = {}
         for passes, seconds in self.steps:
             by_passes.setdefault(passes, []).append(seconds)
         return {
-            passes: (median(values), len(values))
+            passes: (usual(values), len(values))
             for passes, values in sorted(by_passes.items())
             if len(values) >= ENOUGH
         }
 
     def fit(self) -> StepTime | None:
         """Return the fitted time of a step; None until two numbers of passes were seen."""
-        medians = self.medians()
-        if len(medians) < 2:
+        levels = self.levels()
+        if len(levels) < 2:
             return None
         slopes = [
             # Numbers of passes that are far apart, and seen often, have more weight.
             ((t2 - t1) / (p2 - p1), (p2 - p1) * min(n1, n2))
-            for (p1, (t1, n1)), (p2, (t2, n2)) in combinations(medians.items(), 2)
+            for (p1, (t1, n1)), (p2, (t2, n2)) in combinations(levels.items(), 2)
         ]
-        shortest = min(seconds / passes for passes, (seconds, _) in medians.items())
-        # A pass takes some time, and at most its part of a whole step. Else noise in the medians
+        shortest = min(seconds / passes for passes, (seconds, _) in levels.items())
+        # A pass takes some time, and at most its part of a whole step. Else noise in the levels
         # could make `fixed` negative.
         per_pass = min(max(weighted_median(slopes), 1e-3 * shortest), shortest)
-        rest = [(max(t - per_pass * p, 0.0), n) for p, (t, n) in medians.items()]
+        rest = [(max(t - per_pass * p, 0.0), n) for p, (t, n) in levels.items()]
         return StepTime(weighted_median(rest), per_pass)
 
 
@@ -114,6 +131,41 @@ class SyncRounds:
         return self.seconds / self.steps - seen
 
 
+@dataclass
+class SlowestRank:
+    """The rank whose steps take the longest."""
+
+    rank: int = 0
+    seconds: list[float] = field(default_factory=list)  # of each rank's steps, fading
+
+    def find(self, seconds: Sequence[float]) -> int:
+        """Return the rank whose times count, after a step that took so long on each.
+
+        >>> slowest = SlowestRank()
+        >>> [slowest.find(step) for step in ([1.0, 1.02], [1.02, 1.0], [1.0, 2.0])]
+        [0, 0, 1]
+        """
+        sums = self.seconds or [0.0] * len(seconds)
+        self.seconds = [FADING * s + new for s, new in zip(sums, seconds, strict=True)]
+        slowest = max(range(len(seconds)), key=self.seconds.__getitem__)
+        if self.seconds[slowest] > SLOWER * self.seconds[self.rank]:
+            self.rank = slowest
+        return self.rank
+
+
+def usual(values: Sequence[float]) -> float:
+    """Return the mean of the values, of which those far from the median are cut off.
+
+    A mean, because times have a tail: the next steps have it, too.
+
+    >>> round(usual([1.0, 1.1, 1.2, 1.1, 9.0]), 2)
+    1.19
+    """
+    middle = median(values)
+    deviation = CUT_OFF * median(abs(value - middle) for value in values)
+    return fmean(min(max(v, middle - deviation), middle + deviation) for v in values)
+
+
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     """Return the value that half of the weight is below, and half above.
 
@@ -137,13 +189,26 @@ class Evidence:
 
     squares: float = 0.0
     weight: float = 0.0
+    deviations: float = PRIOR_STEPS  # squared, over what they would be in one direction
+    steps: float = PRIOR_STEPS
+
+    def see_deviation(self, small_batches: float, scale: float, deviation: float) -> None:
+        """Take note of how far a step's estimate is from the average before it."""
+        if small_batches < 2:
+            return  # nothing was compared
+        expected = _variance(small_batches, scale)
+        if self.weight:  # the average has an error, too
+            expected += self.squares / self.weight**2
+        # Noise with long tails has few large deviations; and the signal may have changed.
+        squared = min(deviation**2 / expected, LARGEST_DEVIATION)
+        self.deviations = DEVIATIONS_FADE * self.deviations + squared
+        self.steps = DEVIATIONS_FADE * self.steps + 1.0
 
     def add(self, small_batches: float, scale: float, smoothing: float) -> None:
         """Add a step; `smoothing` is the weight of the past in the average."""
         if small_batches < 2:
             return  # a single gradient was compared with nothing
-        per_batch = scale / small_batches  # larger micro-batches have less noise
-        variance = 2.0 / (small_batches * (small_batches - 1)) / per_batch**2
+        variance = _variance(small_batches, scale)
         self.squares = smoothing**2 * self.squares + (1.0 - smoothing) ** 2 * variance
         self.weight = smoothing * self.weight + (1.0 - smoothing)
 
@@ -157,7 +222,15 @@ class Evidence:
         >>> round(evidence.error, 3)  # sqrt(2 / (2 * 1) / 100)
         0.1
         """
-        return math.sqrt(self.squares) / self.weight if self.weight else math.inf
+        inverse_directions = min(self.deviations / self.steps, 1.0)
+        variance = inverse_directions * self.squares
+        return math.sqrt(variance) / self.weight if self.weight else math.inf
+
+
+def _variance(small_batches: float, scale: float) -> float:
+    """Return the variance of a step's estimate, in units of var^2, for noise in one direction."""
+    per_batch = scale / small_batches  # larger micro-batches have less noise
+    return 2.0 / (small_batches * (small_batches - 1)) / per_batch**2
 
 
 def memory_for(noise: Noise, gradients: int, scale: float) -> float:

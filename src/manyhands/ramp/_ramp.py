@@ -40,7 +40,7 @@ from manyhands.ramp._decision import (
     decide,
     efficiency,
 )
-from manyhands.ramp._measured import Evidence, StepTimes, SyncRounds, memory_for
+from manyhands.ramp._measured import Evidence, SlowestRank, StepTimes, SyncRounds, memory_for
 from manyhands.ramp._micro_batches import (
     MicroBatches,
     StepLoader,
@@ -48,6 +48,7 @@ from manyhands.ramp._micro_batches import (
     Supply,
 )
 from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
+from manyhands.scaling._noise import estimate
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._settings import parse_passes
 from manyhands.scaling._step_stats import RankReport
@@ -158,6 +159,7 @@ class Ramp:
         self._limits = limits
         self._set_units(batch.passes)
         self._times = StepTimes()
+        self._slowest = SlowestRank()
         self._sync_rounds = SyncRounds()
         self._evidence = Evidence()
         self._schedule = ScheduleWatch()
@@ -356,7 +358,7 @@ class Ramp:
             self._decay.see(self._units, rates)
         if not reports:  # delayed statistics, and this was the first step
             return
-        slowest = max(reports, key=lambda report: report.seconds)
+        slowest = reports[self._slowest.find([report.seconds for report in reports])]
         if slowest.seconds > 0.0:
             self._times.add(int(slowest.timed_passes), slowest.seconds)
         if self._steps % self._every == 0 or self._is_far_away():
@@ -385,10 +387,16 @@ class Ramp:
         if before.consecutive and not average.consecutive:
             self._evidence = Evidence()  # the average has begun anew, with a better measurement
         count, scale = float(self.optimizer.passes * batch.workers), self.optimizer.scale
+        sums = self.optimizer._tracker.sums
+        assert sums is not None  # the average is another
         if average.norm_kind == "examples":  # each example counts as one small batch
-            count = self.optimizer._tracker.compared
+            count = sums.small_batches
         if average.consecutive:  # two steps' gradients, as one step of twice the size
             count, scale = 2 * count, 2.0 * scale
+        var = before.var_of()  # zero where var_floor=0.0 and all gradients of a step were equal
+        if before.measured and before.norm_kind == average.norm_kind and var > 0.0:
+            deviation = sum(estimate(sums).sqr) - sum(before.raw_sqr)
+            self._evidence.see_deviation(count, scale, deviation / var)
         self._evidence.add(count, scale, self.optimizer.smoothing)
 
     def _is_far_away(self) -> bool:
@@ -418,7 +426,7 @@ class Ramp:
             # The first number of passes need not be timed: any two others do as well.
             timed_here=fit is not None
             or self._steps == 1
-            or self._size.units in self._times.medians(),
+            or self._size.units in self._times.levels(),
         )
         if self._decay is not None:
             self._decision = self._decay.hold(self._decision, self._most)
@@ -521,12 +529,13 @@ class Ramp:
             "unmeasured": self._unmeasured,
             "times": [[passes, seconds] for passes, seconds in self._times.steps],
             "timed": list(self._timed),
+            "slowest": [self._slowest.rank, self._slowest.seconds],
             "probed_scale": None if self._probed_scale == math.inf else self._probed_scale,
             "memory": self.optimizer._batch.memory,
             "moments_scale": self._moments_scale,
             "sync_rounds": list(astuple(self._sync_rounds)),
             "probed_at": self._probed_at,
-            "evidence": [self._evidence.squares, self._evidence.weight],
+            "evidence": list(astuple(self._evidence)),
         }
 
     def load_state_dict(self, state_dict: SavedState) -> None:
@@ -544,21 +553,22 @@ class Ramp:
         self._decision = Decision(self._units, "wait", self._units)
         if self._decay is not None and state_dict["decay"] is not None:
             self._decay = Decay(*map(float, state_dict["decay"]))
-        self._times = StepTimes()
+        self._times, self._slowest = StepTimes(), SlowestRank()
         self._steps, self._timed, self._step_began = int(state_dict["steps"]), (0.0, 0), None
         self._unmeasured = int(state_dict["unmeasured"])
         self._average = self.optimizer._tracker.average
         self.optimizer._batch.memory = float(state_dict["memory"])
         self._moments_scale = float(state_dict["moments_scale"])
         self._probed_at = int(state_dict["probed_at"])
-        squares, weight = state_dict["evidence"]
-        self._evidence = Evidence(float(squares), float(weight))
+        self._evidence = Evidence(*map(float, state_dict["evidence"]))
         if int(state_dict["workers"]) == self.optimizer._batch.workers:
             for timed_passes, seconds in state_dict["times"]:
                 self._times.add(int(timed_passes), float(seconds))
             self._sync_rounds = SyncRounds(*map(float, state_dict["sync_rounds"]))
             seconds, timed_passes = state_dict["timed"]
             self._timed = float(seconds), int(timed_passes)
+            rank, of_ranks = state_dict["slowest"]
+            self._slowest = SlowestRank(int(rank), [float(each) for each in of_ranks])
         # The optimizer's state may be loaded later: its second moments follow with the next step.
         self._expect(self._size)
 
@@ -627,4 +637,21 @@ def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[
             "gradients (DistributedDataParallel, ShardedDataParallel, FullyShardedDataParallel), "
             "or leave model=... out if nothing averages them."
         )
+    if getattr(model, "static_graph", False):
+        return _after_first_pass(no_sync)
     return no_sync
+
+
+def _after_first_pass(
+    no_sync: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a `no_sync` that lets the first pass be averaged.
+
+    DDP records a static graph in its first pass, which must not be inside `no_sync()`.
+    """
+    passes = iter([nullcontext])
+
+    def after_first_pass() -> AbstractContextManager[Any]:
+        return next(passes, no_sync)()
+
+    return after_first_pass

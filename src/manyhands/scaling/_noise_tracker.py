@@ -120,7 +120,7 @@ class NoiseTracker:
         self.average = self._configure(average)
         self.nonfinite = 0
         self.nonfinite_in_a_row = 0
-        self.compared = 0.0  # gradients of the last step that was added; examples, if measured
+        self.sums: NormSums | None = None  # of the last step that was added, if it has any
         self._delayed = delayed
         self._preview: _Preview | None = None
         self._in_flight: _InFlight | None = None
@@ -255,7 +255,7 @@ class NoiseTracker:
         else:
             self.nonfinite_in_a_row = 0
             self.average = self._average_with(sums)
-            self.compared = 0.0 if sums is None else sums.small_batches
+            self.sums = sums
         return StepOutcome(self.average.gain(scale), skipped)
 
     def _average_with(self, sums: NormSums | None) -> NoiseAverage:

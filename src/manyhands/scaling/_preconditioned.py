@@ -424,7 +424,12 @@ def _split_into_messages(
 
 @torch.no_grad()
 def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
-    """Multiply the second moments in an optimizer's state; return whether it has any."""
+    """Multiply the second moments in an optimizer's state; return whether it has any.
+
+    First moments are multiplied by the root of the ratio, and so the update m / sqrt(v) stays as it
+    is. They still have the noise of the batches before. Divided by smaller and smaller roots, it
+    would make the update too large, wherever a batch doubles step by step.
+    """
     names = {"exp_avg_sq", "max_exp_avg_sq"}
     if isinstance(optimizer, RMSprop):
         names.add("square_avg")
@@ -440,4 +445,6 @@ def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
             if isinstance(state[name], Tensor) and id(param) not in centered:
                 state[name].mul_(ratio)
                 found = True
+        if "exp_avg_sq" in state and isinstance(state.get("exp_avg"), Tensor):
+            state["exp_avg"].mul_(math.sqrt(ratio))
     return found
