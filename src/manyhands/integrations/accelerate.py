@@ -32,7 +32,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.modules import ModuleWrapper, plain_modules
+from manyhands._core.modules import (
+    TORCH_WRAPPERS,
+    WRAPPER_NAMES,
+    ModuleWrapper,
+    plain_modules,
+    plain_name,
+)
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
@@ -134,12 +140,15 @@ class RuleState:
 # -- save_state and load_state -----------------------------------------------------------------
 
 
-def _copy_slices(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_slices(state: dict[str, Any]) -> dict[str, Any]:
     """Replace tensors that are slices of a larger one by copies. What is tied stays tied."""
-    copies: dict[tuple[int, torch.Size], Tensor] = {}
-    for name, tensor in state.items():
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            state[name] = copies.setdefault((tensor.data_ptr(), tensor.shape), tensor.clone())
+    copies: dict[tuple[object, ...], Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            same = value.data_ptr(), value.dtype, value.shape, value.stride()
+            if same not in copies:
+                copies[same] = value.clone()
+            state[name] = copies[same]
     return state
 
 
@@ -156,16 +165,23 @@ def _before_load(accelerator: Accelerator, models: list[nn.Module], folder: str)
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load a state dict, in which tied tensors have one of their names."""
-    there = {
-        f"{prefix}{name}": tensor
+    """Load a state dict, in which tied tensors have only one of their names."""
+    tensors = {
+        f"{prefix}{name}": id(tensor)
         for prefix, module in plain_modules(model)
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
     }
-    loaded = {id(there.get(name.removeprefix("module."))) for name in weights}  # of DDP
+    in_ddp = any(isinstance(each, TORCH_WRAPPERS) for each in model.modules())
+
+    def tensor_of(name: str) -> int | None:
+        plain = plain_name(name, WRAPPER_NAMES)
+        return tensors.get(plain.removeprefix("module.") if in_ddp else plain)
+
     result = model.load_state_dict(weights, strict=False)
-    tied = [n for n in result.missing_keys if id(there.get(n.removeprefix("module."))) in loaded]
-    if len(tied) != len(result.missing_keys) or result.unexpected_keys:
+    loaded = {tensor_of(name) for name in weights} - {None}
+    lost = [name for name in result.missing_keys if tensor_of(name) not in loaded]
+    if lost or result.unexpected_keys:
         model.load_state_dict(weights)  # raises torch's error, which names them
 
 
