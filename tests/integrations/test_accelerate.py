@@ -669,6 +669,37 @@ def test_blocks_in_place_of_local_sgd_are_blocks_in_a_plain_loop(tmp_path):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
+def test_blocks_are_saved_synchronized(tmp_path):
+    """Saved in the middle of a block: all workers then have what the files have."""
+
+    def make():
+        accelerator = accelerator_of(gradient_accumulation_steps=1)
+        model = make_model()
+        optimizer = mh.DiLoCo(SGD(model.parameters(), **MOMENTUM), every=3)
+        return accelerator, *prepare(accelerator, model, optimizer)
+
+    def train():
+        accelerator, model, optimizer = make()
+        batches = accelerator.prepare(loader())
+        epochs_of(accelerator, model, optimizer, batches, epochs=1)
+        accelerator.save_state(str(tmp_path))
+        rounds = optimizer.optimizer.rounds
+        accelerator.save_state(str(tmp_path))
+        assert optimizer.optimizer.rounds == rounds == 3  # after 3, 6 and 7 steps
+        return whole(model)
+
+    def load():
+        accelerator, model, _ = make()
+        accelerator.load_state(str(tmp_path))
+        return whole(model)
+
+    results = run_ranks(2, train)
+    for size in (1, 2):
+        results += run_ranks(size, load)
+    for params in results:
+        torch.testing.assert_close(params, results[0], rtol=0, atol=0)
+
+
 # -- mistakes ----------------------------------------------------------------------------------
 
 

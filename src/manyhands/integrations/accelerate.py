@@ -152,8 +152,18 @@ def _copy_slices(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _before_save(accelerator: Accelerator, *_: object) -> None:
+def _before_save(
+    accelerator: Accelerator, models: list[nn.Module], weights: list[dict[str, Any]], folder: str
+) -> None:
+    """End a block, so that all workers' parameters are those that Accelerate writes."""
     _check_whole(accelerator, "save")
+    in_blocks = [find_layer(each, Blocks) for each in accelerator._optimizers]
+    # the workers of a crew end a block together, and do not all save at the same step
+    ending = [blocks for blocks in in_blocks if blocks is not None and not blocks._in_crew]
+    for blocks in ending:
+        blocks.synchronize()
+    if ending:
+        weights[:] = [accelerator.get_state_dict(model, unwrap=False) for model in models]
 
 
 def _before_load(accelerator: Accelerator, models: list[nn.Module], folder: str) -> None:
