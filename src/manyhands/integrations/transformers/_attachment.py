@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import has_length
 
 from manyhands._core.modules import ModuleWrapper
@@ -53,6 +54,7 @@ from manyhands.integrations.transformers._checks import (
     check_optimizer,
     check_passes,
     check_ramp,
+    check_schedule_saved,
     check_trainer,
     check_wrap,
     check_wrapped,
@@ -193,7 +195,7 @@ class Attachment(TrainerCallback):
         if not training or not (in_blocks or self._wrap):
             return self._replaced["_wrap_model"](model, training, *args, **kw)
         if self._wrap is not None:
-            check_wrap(in_blocks)
+            check_wrap(trainer, in_blocks)
             if not isinstance(model, ModuleWrapper):
                 model = self._wrap(model, trainer.optimizer)
                 check_wrapped(model)
@@ -203,7 +205,9 @@ class Attachment(TrainerCallback):
         """Put the rule around the optimizer, which has been prepared, and make the schedule."""
         trainer = self._trainer
         check_trainer(trainer, self._by_progress)
-        self.rule = self._find_or_make_rule()
+        before, self.rule = self.rule, self._find_or_make_rule()
+        if self.rule is not before:  # `model_init=` makes a model, and so an optimizer, each time
+            self.ramp = None
         blocks = find_layer(trainer.optimizer, Blocks)
         if blocks is not None:
             # Each worker has the mean over its own tokens, and nothing to send before a step.
@@ -266,7 +270,7 @@ class Attachment(TrainerCallback):
         if self.rule is not None and batches:
             if len(batches) != self.rule.passes:
                 _set_passes(self.rule, len(batches))
-            if items is not None:
+            if items is not None and self._trainer.loss_is_scaled_for_ga is not False:
                 self._mean = self._weigh(batches, float(items))
         return fetched
 
@@ -389,15 +393,20 @@ class Attachment(TrainerCallback):
             torch.save(state, os.path.join(output_dir, STATE_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer = self._trainer
+        if checkpoint is not None:
+            check_schedule_saved(trainer.lr_scheduler, os.path.join(checkpoint, SCHEDULER_NAME))
         self._replaced["_load_optimizer_and_scheduler"](checkpoint)
-        file = None if checkpoint is None else os.path.join(checkpoint, STATE_FILE)
-        if file is None or not os.path.exists(file):
+        if checkpoint is None:
             return
-        state = torch.load(file, weights_only=True)
+        file = os.path.join(checkpoint, STATE_FILE)
+        state = torch.load(file, weights_only=True) if os.path.exists(file) else {}
         if self.rule is not None and "rule" in state:
             self.rule.load_scaling_state_dict(state["rule"])
         if self.ramp is not None and "ramp" in state:
             self.ramp.load_state_dict(state["ramp"])
+        if self.rule is not None and self.rule.progress == 0.0:  # the run had no rule
+            self.rule.set_progress(float(trainer.state.global_step))
 
 
 def _set_passes(rule: ScalingRuleBase, passes: int) -> None:

@@ -4,17 +4,21 @@ Every check raises an error that says what to use instead. They come in this ord
 what it reads is there:
 
     in `attach`         the trainer's arguments and its model; what a `Ramp` asks of the arguments
-    in `train()`        the arguments once more; then the model's wrapper, the rule and its passes,
-                        the optimizer, the `Ramp`
-    at the first epoch  the data: whether it is long enough for the `Ramp`
+    in `train()`        the model's wrapper; the arguments once more, and what goes with the
+                        optimizer: the rule and its passes, the `Ramp`; a checkpoint's schedule;
+                        whether an epoch is long enough for the `Ramp`
 
 All of them come before the first step, on every process.
 """
 
 from __future__ import annotations
 
+import os
+
+import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 from transformers.training_args import ParallelMode
 
@@ -22,8 +26,10 @@ from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
 from manyhands.ramp import Ramp
+from manyhands.scaling._progress import ProgressScheduler, is_by_progress
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.sharding.zero._ddp import ShardedDataParallel
+from manyhands.sharding.zero._oss import OSS
 
 SHARD = "fsdp= with the version 2 in fsdp_config"
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # which Trainer steps with a metric
@@ -115,12 +121,18 @@ def check_for_ramp(trainer: Trainer, by_progress: bool) -> None:
         )
 
 
-def check_wrap(in_blocks: bool) -> None:
-    """Raise if `wrap=` is given where nobody averages gradients."""
+def check_wrap(trainer: Trainer, in_blocks: bool) -> None:
+    """Raise if the optimizer is not one that the module of `wrap=` works with."""
     if in_blocks:
         raise ValueError(
             "wrap= averages gradients in every step, and in blocks each worker follows its own. "
             "Leave wrap= out, or the blocks."
+        )
+    if find_layer(trainer.optimizer, OSS) is None:
+        raise TypeError(
+            f"wrap= shards the gradients of an OSS, and the optimizer is a "
+            f"{type(trainer.optimizer).__name__}. Let Trainer make an OSS: "
+            "optimizer_cls_and_kwargs=(mh.OSS, {'optim': torch.optim.AdamW, 'lr': ...})."
         )
 
 
@@ -194,6 +206,17 @@ def check_ramp(ramp: Ramp) -> None:
     """Raise for a `Ramp` that needs a loop of its own."""
     if ramp._probe is not None:
         raise ValueError("a Ramp's probe= is for loops of your own; in Trainer, leave it out.")
+
+
+def check_schedule_saved(schedule: LRScheduler, file: str) -> None:
+    """Raise if a checkpoint's schedule follows the progress, and this run's does not."""
+    if isinstance(schedule, ProgressScheduler) or not os.path.exists(file):
+        return
+    if is_by_progress(torch.load(file, weights_only=True)):
+        raise ValueError(
+            "the checkpoint's schedule follows the progress, and this run's follows the steps. Set "
+            "by_progress=True, as in the run that saved it."
+        )
 
 
 def check_epoch(ramp: Ramp, micro_batches: int) -> None:
