@@ -537,6 +537,74 @@ def test_a_sharded_run_goes_on_on_one_process_and_without_sharding(wrapper, orde
             torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-6)
 
 
+class Tied(nn.Module):
+    """A model whose first and last layer have one weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "OSS", "sharded", "FSDP"])
+def test_tied_weights_are_saved_whole_and_loaded(wrapper, tmp_path):
+    def make(wrapper):
+        accelerator = accelerator_of(gradient_accumulation_steps=1)
+        model = mh.FSDP(Tied()) if wrapper == "FSDP" else Tied()
+        optimizer = (
+            SGD(model.parameters(), **MOMENTUM)
+            if wrapper in ("plain", "FSDP")
+            else mh.OSS(model.parameters(), optim=SGD, gather_state=True, **MOMENTUM)
+        )
+        if wrapper == "sharded":
+            model = mh.ShardedDataParallel(model, optimizer)
+        return accelerator, *prepare(accelerator, model, optimizer)
+
+    def train():
+        accelerator, model, optimizer = make(wrapper)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        accelerator.save_state(str(tmp_path / "state"))
+        accelerator.save_model(model, str(tmp_path / "model"))
+        return whole(model), type(accelerator.unwrap_model(model)).__name__
+
+    def load(wrapper):
+        accelerator, model, _ = make(wrapper)
+        accelerator.load_state(str(tmp_path / "state"))
+        return whole(model)
+
+    from safetensors.torch import load_file
+
+    trained, inner = run_ranks(2, train)[0]
+    assert inner == ("FullyShardedDataParallel" if wrapper == "FSDP" else "Tied")
+    names = ["first.weight", "first.bias", "last.bias"]
+    file = load_file(tmp_path / "model" / "model.safetensors")
+    assert sorted(file) in (sorted(names), sorted([*names[1:], "last.weight"]))
+    for size in (1, 2):
+        for again in {wrapper, "plain"}:
+            for params in run_ranks(size, load, again):
+                torch.testing.assert_close(params, trained, rtol=0, atol=0)
+
+
+def test_weights_that_are_missing_are_an_error(tmp_path):
+    def load():
+        accelerator = accelerator_of()
+        prepare(accelerator, make_model(), SGD(make_model().parameters(), lr=0.1))
+        accelerator.save_state(str(tmp_path))
+        from safetensors.torch import load_file, save_file
+
+        file = tmp_path / "model.safetensors"
+        save_file({name: t for name, t in load_file(file).items() if name[0] != "2"}, file)
+        accelerator.load_state(str(tmp_path))
+
+    raises_on_ranks(1, RuntimeError, load, match=r'Missing key.* "2.weight", "2.bias"')
+
+
 def test_what_cannot_be_gathered_is_an_error_that_says_what_to_use(tmp_path):
     def blocks():
         accelerator = accelerator_of()
@@ -599,6 +667,37 @@ def test_blocks_in_place_of_local_sgd_are_blocks_in_a_plain_loop(tmp_path):
 
     for ours, expected in run_ranks(2, lambda: (under_accelerate(), plain_loop())):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_blocks_are_saved_synchronized(tmp_path):
+    """Saved in the middle of a block: all workers then have what the files have."""
+
+    def make():
+        accelerator = accelerator_of(gradient_accumulation_steps=1)
+        model = make_model()
+        optimizer = mh.DiLoCo(SGD(model.parameters(), **MOMENTUM), every=3)
+        return accelerator, *prepare(accelerator, model, optimizer)
+
+    def train():
+        accelerator, model, optimizer = make()
+        batches = accelerator.prepare(loader())
+        epochs_of(accelerator, model, optimizer, batches, epochs=1)
+        accelerator.save_state(str(tmp_path))
+        rounds = optimizer.optimizer.rounds
+        accelerator.save_state(str(tmp_path))
+        assert optimizer.optimizer.rounds == rounds == 3  # after 3, 6 and 7 steps
+        return whole(model)
+
+    def load():
+        accelerator, model, _ = make()
+        accelerator.load_state(str(tmp_path))
+        return whole(model)
+
+    results = run_ranks(2, train)
+    for size in (1, 2):
+        results += run_ranks(size, load)
+    for params in results:
+        torch.testing.assert_close(params, results[0], rtol=0, atol=0)
 
 
 # -- mistakes ----------------------------------------------------------------------------------

@@ -296,6 +296,31 @@ def test_a_run_counted_in_progress_goes_on_to_the_same_end(tmp_path):
         assert result["losses"] == []  # it has got there already
 
 
+@pytest.mark.parametrize("made", [cosine, partial(StepLR, step_size=1)])
+def test_a_schedule_in_steps_goes_on_in_progress_and_not_the_other_way(made, tmp_path):
+    steps, progress = str(tmp_path / "steps.ckpt"), str(tmp_path / "progress.ckpt")
+
+    def train(end, callbacks, **files):
+        module = module_of(sgd, made)
+        return fit(module, trainer_of(max_steps=end, callbacks=callbacks), **files)
+
+    def goes_on():
+        before = train(4, [], save=steps)
+        after = train(9, [scaling(by_progress=True)], resume=steps, save=progress)
+        plain = made(sgd(net().parameters()))
+        for _ in range(9):
+            plain.optimizer.step()
+            plain.step()
+        return before["steps"], after["progress"], after["lr"], plain.get_last_lr()[0]
+
+    for done, reached, rate, expected in run_ranks(2, goes_on):
+        assert done == 4 and 9 <= reached < 11
+        assert rate == pytest.approx(expected)
+    raises_on_ranks(
+        1, ValueError, train, 20, [scaling()], match="as in the run that saved it", resume=progress
+    )
+
+
 def test_steps_that_overflow_make_no_progress():
     def train():
         from lightning.pytorch.plugins.precision import MixedPrecision

@@ -4,6 +4,7 @@ The oracle is one process that takes all micro-batches of a step one at a time. 
 formula in the docstring of `scaling/_weighted_mean.py`, applied by hand to their gradients.
 """
 
+import contextlib
 import math
 import os
 import types
@@ -187,7 +188,8 @@ def trainer_of(
         },
     )
     given = given or {}
-    trainer = Trainer(net(), args, train_dataset=data, **given)
+    model = None if "model_init" in given else net()
+    trainer = Trainer(model, args, train_dataset=data, **given)
     trainer.pop_callback(transformers.PrinterCallback)
     if rule is not False:
         attach(trainer, rule, by_progress=by_progress, wrap=wrap)
@@ -234,6 +236,27 @@ def test_means_of_micro_batches_count_the_same_if_the_model_takes_no_number_of_t
     def train():
         trainer = trainer_of(data, tmp_path, rule=False)
         trainer.model_accepts_loss_kwargs = False
+        attach(trainer, mh.AdaScale)
+        trainer.train()
+        return values(trainer), rule_in(trainer).progress, trainer.state.global_step
+
+    data = samples(16)
+    assert_as(run_ranks(2, train), Plain(weighted=False).train(data, 2, 3, 2))
+
+
+class OwnLoss(Trainer):
+    """A loss of one's own: the mean of a micro-batch."""
+
+    loss_is_scaled_for_ga = False  # Trainer divides it by the passes
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, None)
+
+
+def test_a_loss_of_ones_own_that_is_a_mean_is_not_weighed_by_its_tokens(tmp_path):
+    def train():
+        trainer = trainer_of(data, tmp_path, rule=False)
+        trainer.__class__ = OwnLoss
         attach(trainer, mh.AdaScale)
         trainer.train()
         return values(trainer), rule_in(trainer).progress, trainer.state.global_step
@@ -322,14 +345,18 @@ def test_max_steps_and_its_schedule_counted_in_progress(tmp_path):
     assert_as(run_ranks(2, train), plain, rtol=1e-3, atol=1e-5)
 
 
-def test_training_that_ends_before_its_progress_says_so(tmp_path):
-    class Stop(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            control.should_training_stop = True
+class StopAt(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
 
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_training_that_ends_before_its_progress_says_so(tmp_path):
     def train():
         trainer = trainer_of(data, tmp_path, by_progress=True, max_steps=20)
-        trainer.add_callback(Stop())
+        trainer.add_callback(StopAt(1))
         with pytest.warns(UserWarning, match="small-batch steps of 20"):
             trainer.train()
 
@@ -457,6 +484,45 @@ def test_a_resumed_run_is_the_whole_one(kind, tmp_path):
     )
     torch.testing.assert_close(params, whole[0], rtol=1e-3, atol=1e-5)
     assert (progress, steps) == (pytest.approx(whole[1], rel=1e-3), whole[2])
+
+
+@pytest.mark.parametrize("by_progress", [False, True])
+def test_a_run_without_a_rule_goes_on_with_one(by_progress, tmp_path):
+    """Its steps count as progress, and its schedule goes on."""
+
+    def train():
+        options = {"max_steps": 30, **LINEAR}
+        trainer = trainer_of(data, tmp_path, rule=False, save_strategy="steps", **options)
+        trainer.args.save_steps = trainer.state.save_steps = 4
+        trainer.add_callback(StopAt(4))
+        trainer.train()
+        trainer = trainer_of(data, tmp_path, by_progress=by_progress, **options)
+        trainer.add_callback(StopAt(5))
+        with contextlib.ExitStack() as stack:
+            if by_progress:
+                stack.enter_context(pytest.warns(UserWarning, match="small-batch steps of 30"))
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        (first, second) = trainer.state.log_history[-3:-1]
+        return first["learning_rate"], second, trainer.lr_scheduler.get_last_lr()[0]
+
+    data = samples(36)
+    for before, logged, rate in run_ranks(2, train):
+        assert before == pytest.approx(RATE * linear(30)(3))
+        assert logged["step"] == 5
+        assert logged["learning_rate"] == pytest.approx(RATE * linear(30)(4))
+        assert logged["progress"] == pytest.approx(4 + logged["gain"])
+        steps = math.floor(logged["progress"] + 1e-9) if by_progress else 5
+        assert rate == pytest.approx(RATE * linear(30)(steps))
+
+
+def test_a_checkpoint_that_counts_progress_is_not_taken_for_one_that_counts_steps(tmp_path):
+    def train():
+        options = {"max_steps": 12, "save_strategy": "steps", "save_steps": 1}
+        run(data, tmp_path, by_progress=True, **options)
+        run(data, tmp_path, resume=str(tmp_path / "checkpoint-1"), **options)
+
+    data = samples(12)
+    raises_on_ranks(1, ValueError, train, match="Set by_progress=True, as in the run that saved it")
 
 
 @pytest.mark.parametrize("rule", [None, mh.AdaScale])
@@ -862,6 +928,13 @@ def test_a_wrapper_that_trainer_cannot_drive_is_an_error(tmp_path):
     raises_on_ranks(2, TypeError, train, match="must return a ShardedDataParallel, got Fully")
 
 
+def test_a_wrapper_without_its_optimizer_is_an_error(tmp_path):
+    def train():
+        trainer_of(samples(12), tmp_path, wrap=mh.ShardedDataParallel).train()
+
+    raises_on_ranks(1, TypeError, train, match=r"is a SGD. Let Trainer make .*\(mh.OSS, ")
+
+
 def test_an_optimizer_class_that_has_the_rule_in_it(tmp_path):
     """fairscale's `AdaScaleWrapper`, as the class that Trainer makes its optimizer of."""
 
@@ -908,3 +981,25 @@ def test_another_call_of_train_counts_from_the_beginning(tmp_path):
     ((first, second),) = run_ranks(1, train)
     for steps, progress in (first, second):
         assert steps < 10 <= progress < 13
+
+
+@pytest.mark.parametrize("ramp", [None, ramping])
+def test_a_model_that_is_made_anew_gets_a_rule_and_a_ramp_of_its_own(ramp, tmp_path):
+    """As in a search over hyperparameters."""
+
+    def train():
+        trainer = trainer_of(
+            data, tmp_path, rule=False, passes=1, max_steps=10, given={"model_init": net}
+        )
+        attached = attach(trainer, mh.AdaScale, by_progress=True, ramp=ramp)
+        found = []
+        for _ in range(2):
+            trainer.train()
+            rule = rule_in(trainer)
+            assert ramp is None or rule._observer is attached.ramp
+            found.append((values(trainer), trainer.state.global_step, rule.progress))
+        return found
+
+    data = samples(28)
+    for first, second in run_ranks(2, train):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)

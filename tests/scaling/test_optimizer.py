@@ -464,6 +464,9 @@ def test_a_schedule_driven_by_progress_passes_for_one_of_torchs():
     again = mh.ProgressScheduler(schedulers.CosineAnnealingLR(inner, T_max=10), optimizer)
     again.load_state_dict(schedule.state_dict())
     assert (again.last_epoch, again.get_last_lr()) == (2, schedule.get_last_lr())
+    plain = mh.ProgressScheduler(schedulers.CosineAnnealingLR(inner, T_max=10), optimizer)
+    plain.load_state_dict(cosine.state_dict())  # of a run that did not count progress
+    assert plain.state_dict() == schedule.state_dict()
 
 
 def test_a_schedule_driven_by_progress_finds_the_rule_and_needs_one():

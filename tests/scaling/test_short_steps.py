@@ -44,6 +44,12 @@ class Loop:
     sync_gradients = False
 
 
+class CarelessLoop(Loop):
+    """One that calls every pass the last, as Accelerate does outside of `accumulate()`."""
+
+    sync_gradients = property(lambda self: True, lambda self, value: None)
+
+
 def rank_and_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -78,20 +84,20 @@ def unaveraged(model, last):
     return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
 
 
-def train(wrapper, rule, found, clip=None, passes=PASSES, **options):
+def train(wrapper, rule, found, clip=None, passes=PASSES, loop_kind=Loop, **options):
     """Return the parameters and what was read after each step."""
     rule, _, optim, arguments = RULES[rule]
     rank, size = rank_and_size()
     model, optimizer = under(wrapper, optim, arguments)
-    loop = Loop()
+    loop = loop_kind()
     declared = loop if found else N
     optimizer = rule(optimizer, num_gradients_to_accumulate=declared, measured=1.0, **options)
     x, y = make_batches(len(passes), N * size, dtype=torch.float64)
     read = []
     for step, count in enumerate(passes):
         for a in range(count):
-            loop.sync_gradients = a == count - 1
-            with unaveraged(model, loop.sync_gradients):
+            loop.sync_gradients = last = a == count - 1
+            with unaveraged(model, last):
                 i = a * size + rank
                 (loss_of(model, x[step, i], y[step, i]) / N).backward()
         if clip is not None and wrapper == "sharded":
@@ -160,6 +166,13 @@ def test_counting_is_the_default_where_the_loop_decides():
     passes = [4, 3, 4]
     result = train(None, "LinearScale", True, passes=passes)
     assert_plain(result, plain("LinearScale", 1, passes=passes))
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "sharded"])
+def test_a_loop_that_calls_every_pass_the_last_is_counted_by_its_steps(wrapper):
+    expected = plain("AdaScale", 2)
+    for result in run_ranks(2, train, wrapper, "AdaScale", True, loop_kind=CarelessLoop):
+        assert_plain(result, expected)
 
 
 def test_late_statistics_of_a_short_step_are_the_others_a_step_later():

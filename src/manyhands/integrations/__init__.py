@@ -3,5 +3,5 @@
 _step_passes.py  steps of changing length, for trainers that count batches
 accelerate.py    Accelerate: `prepare`, `RuleState`
 lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks
-transformers.py  the Hugging Face Trainer: `attach`
+transformers/    the Hugging Face Trainer: `attach`
 """

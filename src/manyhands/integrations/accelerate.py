@@ -8,8 +8,8 @@ Accelerate wraps every model in `DistributedDataParallel`. Some models must not 
 Such a model is prepared with `evaluation_mode=True`: moved to the device and given Accelerate's
 mixed precision, without DDP.
 
-`save_state` writes safetensors, and leaves out tensors that share their memory, as the parameters
-of `OSS` do: slices of one flat tensor. So copies are written, and read back into the parameters.
+`save_state` and `save_model` write safetensors, and leave out tensors that share their memory, as
+the parameters of `OSS` do: slices of one flat tensor. So `get_state_dict` returns copies of those.
 
 It asks every rank for an optimizer's state, and writes what rank 0 answers. With a
 FullyShardedDataParallel that would be rank 0's shards. So the prepared optimizer answers with the
@@ -32,7 +32,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.modules import ModuleWrapper
+from manyhands._core.modules import (
+    TORCH_WRAPPERS,
+    WRAPPER_NAMES,
+    ModuleWrapper,
+    plain_modules,
+    plain_name,
+)
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
@@ -79,6 +85,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
             accelerator.register_save_state_pre_hook(partial(_before_save, accelerator)),
             accelerator.register_load_state_pre_hook(partial(_before_load, accelerator)),
         )
+        get = accelerator.get_state_dict
+        accelerator.get_state_dict = lambda *a, **k: _copy_slices(get(*a, **k))
     prepared = accelerator.prepare(*objects)
     for optimizer in accelerator._optimizers:
         root = _root_of(optimizer, accelerator._models)
@@ -132,23 +140,59 @@ class RuleState:
 # -- save_state and load_state -----------------------------------------------------------------
 
 
+def _copy_slices(state: dict[str, Any]) -> dict[str, Any]:
+    """Replace tensors that are slices of a larger one by copies. What is tied stays tied."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            same = value.data_ptr(), value.dtype, value.shape, value.stride()
+            if same not in copies:
+                copies[same] = value.clone()
+            state[name] = copies[same]
+    return state
+
+
 def _before_save(
-    accelerator: Accelerator, models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str
+    accelerator: Accelerator, models: list[nn.Module], weights: list[dict[str, Any]], folder: str
 ) -> None:
-    """Let Accelerate write copies of parameters that are slices of one tensor."""
+    """End a block, so that all workers' parameters are those that Accelerate writes."""
     _check_whole(accelerator, "save")
-    for state in weights:
-        for name, tensor in state.items():
-            if tensor.untyped_storage().nbytes() > tensor.nbytes:
-                state[name] = tensor.clone()
+    in_blocks = [find_layer(each, Blocks) for each in accelerator._optimizers]
+    # the workers of a crew end a block together, and do not all save at the same step
+    ending = [blocks for blocks in in_blocks if blocks is not None and not blocks._in_crew]
+    for blocks in ending:
+        blocks.synchronize()
+    if ending:
+        weights[:] = [accelerator.get_state_dict(model, unwrap=False) for model in models]
 
 
 def _before_load(accelerator: Accelerator, models: list[nn.Module], folder: str) -> None:
     """Load the models in Accelerate's place, which refuses parameters in flat memory."""
     _check_whole(accelerator, "load")
     for number, model in enumerate(models):
-        model.load_state_dict(_read_weights(Path(folder), f"_{number}" if number else ""))
+        _load_weights(model, _read_weights(Path(folder), f"_{number}" if number else ""))
     models.clear()  # Accelerate loads what is left
+
+
+def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load a state dict, in which tied tensors have only one of their names."""
+    tensors = {
+        f"{prefix}{name}": id(tensor)
+        for prefix, module in plain_modules(model)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
+    in_ddp = any(isinstance(each, TORCH_WRAPPERS) for each in model.modules())
+
+    def tensor_of(name: str) -> int | None:
+        plain = plain_name(name, WRAPPER_NAMES)
+        return tensors.get(plain.removeprefix("module.") if in_ddp else plain)
+
+    result = model.load_state_dict(weights, strict=False)
+    loaded = {tensor_of(name) for name in weights} - {None}
+    lost = [name for name in result.missing_keys if tensor_of(name) not in loaded]
+    if lost or result.unexpected_keys:
+        model.load_state_dict(weights)  # raises torch's error, which names them
 
 
 def _read_weights(folder: Path, ending: str) -> Mapping[str, Tensor]:

@@ -120,6 +120,15 @@ class ProgressScheduler(LRScheduler):
         return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: SavedState) -> None:
-        """Continue from a `state_dict`, at any scale."""
-        self.scheduler.load_state_dict(state_dict["scheduler"])
-        self._steps = int(state_dict["steps"])
+        """Continue from a `state_dict`, at any scale; it may be the plain scheduler's."""
+        if is_by_progress(state_dict):
+            self.scheduler.load_state_dict(state_dict["scheduler"])
+            self._steps = int(state_dict["steps"])
+        else:
+            self.scheduler.load_state_dict(dict(state_dict))
+            self._steps = self.scheduler.last_epoch
+
+
+def is_by_progress(state_dict: SavedState) -> bool:
+    """Return whether this is the state of a `ProgressScheduler`."""
+    return state_dict.keys() == {"scheduler", "steps"}

@@ -524,6 +524,7 @@ class GradientTap:
     def _count_short(self) -> None:
         step, batch = self.step, self.batch
         if step.passes >= batch.passes or batch.short_step != "count":
+            batch.short = None  # an earlier pass may have looked like the last one
             return
         if step.announced not in (None, step.passes):
             raise RuntimeError(

@@ -35,6 +35,7 @@ from manyhands.integrations.lightning._trainer import (
     check_callbacks,
     check_manual,
     check_passes,
+    check_schedules,
     check_strategy,
     only_optimizer,
     replace_clipping,
@@ -43,7 +44,7 @@ from manyhands.integrations.lightning._trainer import (
 from manyhands.ramp import Ramp
 from manyhands.ramp._decision import Goal
 from manyhands.scaling._binding import KEY
-from manyhands.scaling._progress import ProgressScheduler
+from manyhands.scaling._progress import ProgressScheduler, is_by_progress
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
 
@@ -108,6 +109,7 @@ class Scaling(Callback):
         self._rule: ScalingRuleBase | None = None
         self._steps = 0  # the rule's steps, counted after the last batch
         self._bare: StateDict | None = None  # a checkpoint without a rule, to be loaded
+        self._schedules: list[bool] = []  # in a checkpoint: which of them follow the progress
         self._end: float | None = None  # the progress to train for
         # Trainer's `max_steps` and `max_epochs`, while progress is counted instead
         self._limits: tuple[int, int | None] | None = None
@@ -146,12 +148,13 @@ class Scaling(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what an earlier call of the Trainer has loaded, perhaps to validate."""
-        self._bare = None
+        self._bare, self._schedules = None, []
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict
     ) -> None:
         """Keep the optimizer's state of a run without a rule, which a rule could not load."""
+        self._schedules = [is_by_progress(each) for each in checkpoint.get("lr_schedulers", [])]
         states = checkpoint.get("optimizer_states", [])
         if len(states) == 1 and KEY not in states[0]:
             self._bare = {**checkpoint}
@@ -170,6 +173,7 @@ class Scaling(Callback):
             replace_clipping(trainer.precision_plugin)
         if self._by_progress:
             self._count_by_progress(trainer)
+        check_schedules(trainer.lr_scheduler_configs, self._schedules)
 
     def _count_by_progress(self, trainer: Trainer) -> None:
         """Count the limits and the schedulers in progress from now on."""

@@ -14,16 +14,18 @@ Lightning's clipping cannot work in two cases:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from manyhands._core.wrappers import find_layer, supports_amp
+from manyhands.scaling._progress import ProgressScheduler
 from manyhands.sharding.zero._oss import OSS
 
 OURS = "manyhands.integrations.lightning"
@@ -118,6 +120,16 @@ def check_passes(module: LightningModule, options: Mapping[str, object], what: s
             f"{what} finds how many batches make a step: leave num_gradients_to_accumulate out, "
             "and set Trainer(accumulate_grad_batches=...)."
         )
+
+
+def check_schedules(configs: Sequence[LRSchedulerConfig], by_progress: Sequence[bool]) -> None:
+    """Raise if a checkpoint's schedule follows the progress, and this run's does not."""
+    for config, followed in zip(configs, by_progress, strict=False):
+        if followed and not isinstance(config.scheduler, ProgressScheduler):
+            raise ValueError(
+                "the checkpoint's schedule follows the progress, and this run's follows the steps. "
+                "Set by_progress=True, as in the run that saved it."
+            )
 
 
 # -- clipping --------------------------------------------------------------------------------------

@@ -36,32 +36,40 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import has_length
-from transformers.training_args import ParallelMode
 
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations._step_passes import StepPasses
 from manyhands.integrations.accelerate import prepare_without_ddp
+from manyhands.integrations.transformers._checks import (
+    check_epoch,
+    check_for_ramp,
+    check_no_blocks,
+    check_optimizer,
+    check_passes,
+    check_ramp,
+    check_schedule_saved,
+    check_trainer,
+    check_wrap,
+    check_wrapped,
+)
 from manyhands.ramp import Ramp
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._weighted_mean import WeightedMean
-from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from manyhands.scaling._settings import RuleOptions
-
-__all__ = ["Attachment", "attach"]
 
 STATE_FILE = "manyhands.pt"  # in a checkpoint: what is not in the optimizer's state there
 
@@ -117,9 +125,9 @@ def attach(
             `DistributedDataParallel`: `mh.ShardedDataParallel`.
         options: further arguments of the rule.
     """
-    _check_trainer(trainer, by_progress)
+    check_trainer(trainer, by_progress)
     if ramp is not None:
-        _check_for_ramp(trainer, by_progress)
+        check_for_ramp(trainer, by_progress)
     if any(isinstance(each, Attachment) for each in trainer.callback_handler.callbacks):
         raise RuntimeError("this trainer has been attached to already. Call attach() once.")
     attachment = Attachment(trainer, rule, by_progress, ramp, wrap, options)
@@ -186,34 +194,29 @@ class Attachment(TrainerCallback):
         in_blocks = training and find_layer(trainer.optimizer, Blocks) is not None
         if not training or not (in_blocks or self._wrap):
             return self._replaced["_wrap_model"](model, training, *args, **kw)
-        if in_blocks and self._wrap:
-            raise ValueError(
-                "wrap= averages gradients in every step, and in blocks each worker follows its "
-                "own. Leave wrap= out, or the blocks."
-            )
-        if self._wrap is not None and not isinstance(model, ModuleWrapper):
-            model = self._wrap(model, trainer.optimizer)
-            if not isinstance(model, ShardedDataParallel):
-                raise TypeError(
-                    f"wrap= must return a ShardedDataParallel, got {type(model).__name__}. To "
-                    f"shard the parameters as well, use {SHARD}."
-                )
+        if self._wrap is not None:
+            check_wrap(trainer, in_blocks)
+            if not isinstance(model, ModuleWrapper):
+                model = self._wrap(model, trainer.optimizer)
+                check_wrapped(model)
         return prepare_without_ddp(trainer.accelerator, model)
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Put the rule around the optimizer, which has been prepared, and make the schedule."""
         trainer = self._trainer
-        _check_trainer(trainer, self._by_progress)
-        self.rule = self._find_or_make_rule()
+        check_trainer(trainer, self._by_progress)
+        before, self.rule = self.rule, self._find_or_make_rule()
+        if self.rule is not before:  # `model_init=` makes a model, and so an optimizer, each time
+            self.ramp = None
         blocks = find_layer(trainer.optimizer, Blocks)
         if blocks is not None:
             # Each worker has the mean over its own tokens, and nothing to send before a step.
             trainer.args.average_tokens_across_devices = False
-        _check_optimizer(trainer, self.rule, self.ramp, self._by_progress)
+        check_optimizer(trainer, self.rule, self.ramp, self._by_progress)
         if self._make_ramp is not None and self.ramp is None:
             assert self.rule is not None
             self.ramp = self._make_ramp(self.rule)
-            _check_ramp(self.ramp)
+            check_ramp(self.ramp)
         scheduler = self._replaced["create_scheduler"](num_training_steps, *args, **kwargs)
         if self._by_progress and not isinstance(scheduler, ProgressScheduler):
             assert self.rule is not None
@@ -229,7 +232,7 @@ class Attachment(TrainerCallback):
             return None
         if made is None:
             assert self._make_rule is not None
-            _check_no_blocks_inside(trainer)
+            check_no_blocks(trainer)
             # The prepared optimizer's own methods become the rule's (`scaling/_binding.py`), and
             # its scaler is found.
             made = self._make_rule(
@@ -242,14 +245,10 @@ class Attachment(TrainerCallback):
             made.set_progress(0.0)
             if self.ramp is None:
                 _set_passes(made, passes)
-        elif made.passes != passes:
-            raise ValueError(
-                f"gradient_accumulation_steps={passes} in TrainingArguments, and the "
-                f"{type(made).__name__} has num_gradients_to_accumulate={made.passes}. Write the "
-                "same number in both."
-            )
-        elif made._batch.scale is not None:  # a step with fewer passes then has a smaller scale
-            made.set_scale_per_pass(made._batch.scale / passes)
+        else:
+            check_passes(made, passes)
+            if made._batch.scale is not None:  # a step with fewer passes then has a smaller scale
+                made.set_scale_per_pass(made._batch.scale / passes)
         return made
 
     # -- one step ----------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class Attachment(TrainerCallback):
         if self.rule is not None and batches:
             if len(batches) != self.rule.passes:
                 _set_passes(self.rule, len(batches))
-            if items is not None:
+            if items is not None and self._trainer.loss_is_scaled_for_ga is not False:
                 self._mean = self._weigh(batches, float(items))
         return fetched
 
@@ -310,14 +309,8 @@ class Attachment(TrainerCallback):
 
     def on_train_begin(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
         """Check that an epoch has enough micro-batches for the largest step."""
-        if self.ramp is None or not has_length(train_dataloader):
-            return
-        most = len(train_dataloader) * self.ramp.scale / self.ramp.passes
-        if self.ramp.max_scale > most:
-            raise ValueError(
-                f"max_scale={self.ramp.max_scale:g} of the Ramp is more than the {most:g} small "
-                "batches of an epoch, and Trainer's steps do not go over its end. Lower it."
-            )
+        if self.ramp is not None and has_length(train_dataloader):
+            check_epoch(self.ramp, len(train_dataloader))
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Let the time until now be no part of a step."""
@@ -400,15 +393,20 @@ class Attachment(TrainerCallback):
             torch.save(state, os.path.join(output_dir, STATE_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer = self._trainer
+        if checkpoint is not None:
+            check_schedule_saved(trainer.lr_scheduler, os.path.join(checkpoint, SCHEDULER_NAME))
         self._replaced["_load_optimizer_and_scheduler"](checkpoint)
-        file = None if checkpoint is None else os.path.join(checkpoint, STATE_FILE)
-        if file is None or not os.path.exists(file):
+        if checkpoint is None:
             return
-        state = torch.load(file, weights_only=True)
+        file = os.path.join(checkpoint, STATE_FILE)
+        state = torch.load(file, weights_only=True) if os.path.exists(file) else {}
         if self.rule is not None and "rule" in state:
             self.rule.load_scaling_state_dict(state["rule"])
         if self.ramp is not None and "ramp" in state:
             self.ramp.load_state_dict(state["ramp"])
+        if self.rule is not None and self.rule.progress == 0.0:  # the run had no rule
+            self.rule.set_progress(float(trainer.state.global_step))
 
 
 def _set_passes(rule: ScalingRuleBase, passes: int) -> None:
@@ -424,145 +422,3 @@ def _count_tokens(trainer: Trainer, batch: Any) -> Tensor:
     else:
         labels = batch["labels"][..., 1:] if trainer._loss_shifts_labels else batch["labels"]
     return labels.ne(-100).sum()
-
-
-# -- what cannot be right --------------------------------------------------------------------
-
-SHARD = "fsdp= with the version 2 in fsdp_config"
-METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # which Trainer steps with a metric
-
-
-def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
-    """Raise for what would make a rule's numbers wrong, or keep it from seeing gradients."""
-    args, accelerator, mode = trainer.args, trainer.accelerator, trainer.args.parallel_mode
-    fsdp_version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 1)
-    optim, schedule = str(args.optim.value), str(args.lr_scheduler_type.value)
-    shared = {kind: getattr(trainer, f"get_{kind}_size")() for kind in ("tp", "cp", "sp")}
-    followed = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
-    other = accelerator.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA)
-    for wrong, message in (
-        (
-            trainer.is_deepspeed_enabled,
-            "DeepSpeed reduces gradients and steps its optimizer where a rule does not see it. "
-            f"Leave deepspeed= out. To shard, use mh.OSS as the optimizer, or {SHARD}.",
-        ),
-        (
-            trainer.is_fsdp_enabled and fsdp_version != 2,
-            "the first version of FSDP makes flat parameters, in which the gradients of single "
-            f"parameters cannot be told apart. Use {SHARD}.",
-        ),
-        (
-            mode not in followed or other,
-            "Trainer on an XLA device, in SageMaker's model parallelism or with Megatron-LM does "
-            f"not run the passes that a rule measures. Use DDP or {SHARD}.",
-        ),
-        (
-            mode == ParallelMode.NOT_DISTRIBUTED,
-            f"Trainer would use DataParallel for the {args.n_gpu} GPUs of this process, and the "
-            "gradients of single GPUs are never seen. Start a process for each with torchrun.",
-        ),
-        (
-            max(shared.values()) > 1,
-            "ranks that share a micro-batch have no gradients of their own to compare (tensor, "
-            f"context and sequence parallelism: {shared}). Use DDP or {SHARD}.",
-        ),
-        (
-            trainer.is_distributed_loading_by_transformers,
-            "the model was sharded when it was loaded (distributed_config=). Load it whole, and "
-            f"let Trainer shard it: {SHARD}.",
-        ),
-        (
-            isinstance(trainer.model, ModuleWrapper),
-            f"the model is in {type(trainer.model).__name__}, and Trainer would wrap it in DDP "
-            "once more. Give Trainer the model itself. To shard, use mh.OSS as the optimizer, with "
-            f"attach(trainer, ..., wrap=mh.ShardedDataParallel) for the gradients, or {SHARD}.",
-        ),
-        (
-            "lomo" in optim or optim.endswith("layerwise"),
-            f"optim={optim!r} steps inside of backward(), before the gradient of the whole batch "
-            "is known. Use another one.",
-        ),
-        (
-            args.auto_find_batch_size,
-            "auto_find_batch_size=True changes the micro-batch, which is the small batch that the "
-            "learning rate was tuned for. Find it beforehand, with mh.largest_micro_batch, and "
-            "set per_device_train_batch_size.",
-        ),
-        (
-            by_progress and args.max_steps <= 0,
-            "by_progress=True counts max_steps in progress, and max_steps is not set. Set it to "
-            "the number of steps that you would train for at the small batch.",
-        ),
-        (
-            by_progress and schedule in METRIC_SCHEDULES,
-            f"lr_scheduler_type={schedule!r} follows a metric, and cannot follow the progress. "
-            "Leave by_progress out.",
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
-
-
-def _check_optimizer(
-    trainer: Trainer, rule: ScalingRuleBase | None, ramp: Ramp | None, by_progress: bool
-) -> None:
-    """Raise for an optimizer that Trainer's loop cannot drive."""
-    args = trainer.args
-    blocks = find_layer(trainer.optimizer, Blocks)
-    if blocks is not None and by_progress:
-        raise ValueError(
-            "by_progress=True would end the training at another step on each process: in blocks "
-            "each has a progress of its own. Leave it out, and count steps."
-        )
-    if rule is None and by_progress:
-        raise ValueError(
-            "by_progress=True needs the progress of a scaling rule: attach(trainer, mh.AdaScale, "
-            "by_progress=True)."
-        )
-    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    weighed_by_rank = counts_tokens and not args.average_tokens_across_devices
-    if rule is not None and blocks is None and args.world_size > 1 and weighed_by_rank:
-        raise ValueError(
-            "average_tokens_across_devices=False weighs a token by the rank that it is on: the "
-            "gradient is not the mean over the step's tokens. Leave it at True."
-        )
-    if blocks is not None and trainer.is_fsdp_enabled:
-        raise ValueError(
-            f"{type(blocks).__name__} is for workers that have a model each, and fsdp= divides one "
-            "among them. Leave fsdp= out, or the blocks."
-        )
-    if rule is not None and rule._observer is not ramp:
-        raise ValueError(
-            "the rule has a Ramp already, of which Trainer does not know. Let attach() make it: "
-            "attach(trainer, ramp=lambda rule: mh.Ramp(rule, max_scale=...))."
-        )
-
-
-def _check_no_blocks_inside(trainer: Trainer) -> None:
-    blocks = find_layer(trainer.optimizer, Blocks)
-    if blocks is not None:
-        name, passes = type(blocks).__name__, trainer.args.gradient_accumulation_steps
-        raise ValueError(
-            f"the rule goes into the blocks, where each worker has a batch of its own: mh.{name}("
-            f"mh.AdamScale(optimizer, world_size=1, num_gradients_to_accumulate={passes}), "
-            "every=...). Then attach(trainer) without a rule."
-        )
-
-
-def _check_for_ramp(trainer: Trainer, by_progress: bool) -> None:
-    passes = trainer.args.gradient_accumulation_steps
-    if passes != 1:
-        raise ValueError(
-            f"gradient_accumulation_steps={passes}, and a Ramp sets the number of passes itself. "
-            "Leave it at 1."
-        )
-    if not by_progress:
-        raise ValueError(
-            "with a Ramp, the number of optimizer steps says little about how far the training "
-            "is. Set by_progress=True, and max_steps to the steps at the small batch."
-        )
-
-
-def _check_ramp(ramp: Ramp) -> None:
-    if ramp._probe is not None:
-        raise ValueError("a Ramp's probe= is for loops of your own; in Trainer, leave it out.")
