@@ -2,7 +2,9 @@
 
 import doctest
 import importlib
+import multiprocessing
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -27,6 +29,7 @@ BEFORE_FORKS = {
     "accelerate.md": ["accelerate.checkpointing", "manyhands.integrations.accelerate"],
     "transformers.md": ["transformers.trainer"],
 }
+STARTS_THREADS = {"ray"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -41,6 +44,15 @@ def test_the_page_runs_from_top_to_bottom(page, tmp_path):
 @pytest.mark.parametrize("name", MODULES)
 def test_what_an_integration_offers_is_documented_and_its_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if name in STARTS_THREADS:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as other:
+            other.submit(check_documented, name).result()
+    else:
+        check_documented(name)
+
+
+def check_documented(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = importlib.import_module(f"manyhands.integrations.{name}")

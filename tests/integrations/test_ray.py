@@ -1,8 +1,9 @@
-"""Ray Train: the example as it is, and a run on two nodes of which one is drained.
+"""Ray Train: the example as it is, and nodes that come, are drained and die. Crews of Ray's tasks.
 
 Each test has a Ray of its own, in a process of its own: a few hundred MB, and half a minute.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -15,13 +16,15 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from helpers.pages import blocks, write_file
 
 pytest.importorskip("ray.train", reason='Ray Train is missing: pip install "ray[train]"')
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-DRAINED = """
-import json, sys, threading, time
+COME_AND_GO = """
+import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ray
@@ -30,6 +33,8 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+
+from manyhands.integrations.ray import SaveBeforeResize
 
 folder = Path(sys.argv[1])
 
@@ -69,17 +74,25 @@ def train(config):
 
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-second = cluster.add_node(num_cpus=1)
 ray.init(cluster.address)
 
 
-def drain():
+def wait_for(steps, workers):
     log = folder / "log.0"
-    while not log.exists() or len(log.read_text().splitlines()) < 20:
+    while True:
+        lines = log.read_text().splitlines() if log.exists() else []
+        if sum(json.loads(line)[1] == workers for line in lines) >= steps:
+            return
         time.sleep(0.1)
+
+
+def come_and_go():
+    wait_for(20, workers=1)
+    three = cluster.add_node(num_cpus=3)
+    wait_for(20, workers=4)
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     accepted, why = client.drain_node(
-        second.node_id,
+        three.node_id,
         autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
         "taken away",
         int((time.time() + 15) * 1000),
@@ -87,25 +100,29 @@ def drain():
     print("drained", accepted, why, flush=True)
 
 
-threading.Thread(target=drain, daemon=True).start()
+config = {"steps": 1000, "log": str(folder / "log")}
 trainer = TorchTrainer(
     train,
-    train_loop_config={"steps": 300, "log": str(folder / "log")},
-    scaling_config=ScalingConfig(num_workers=(1, 2)),
+    train_loop_config=config,
+    scaling_config=ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=2),
     run_config=RunConfig(
         name="run",
         storage_path=str(folder / "storage"),
         checkpoint_config=CheckpointConfig(num_to_keep=1),
+        callbacks=[SaveBeforeResize()],
     ),
 )
-result = trainer.fit()
+with ThreadPoolExecutor(1) as other:  # a node can be added by the main thread only
+    training = other.submit(trainer.fit)
+    come_and_go()
+    result = training.result()
 print("RESULT", json.dumps([result.checkpoint.path, result.metrics]), flush=True)
 ray.shutdown()
 cluster.shutdown()
 """
 
 
-def run(script, *arguments, **variables):
+def run(script, *arguments, folder=None, **variables):
     """Run a driver of Ray to its end, and return what it has printed."""
     environment = {
         **os.environ,
@@ -114,11 +131,13 @@ def run(script, *arguments, **variables):
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_ADDRESS": "local",  # a Ray of its own, whoever else has one on this machine
         **variables,
     }
     done = subprocess.run(
         [sys.executable, script, *map(str, arguments)],
         env=environment,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -140,19 +159,18 @@ def test_the_example_saves_into_rays_storage_and_nowhere_else(tmp_path):
     assert mh.load(path, model=model)["step"] == 40
 
 
-def test_a_node_that_is_drained_costs_no_step(tmp_path):
+def test_workers_that_come_and_go_cost_no_step(tmp_path):
     script = tmp_path / "driver.py"
-    script.write_text(DRAINED)
+    script.write_text(COME_AND_GO)
     said = run(script, tmp_path)
     assert "drained True" in said
     lines = [json.loads(line) for line in (tmp_path / "log.0").read_text().splitlines()]
-    assert [step for step, *_ in lines] == list(range(1, 301))  # none lost, none taken twice
+    assert [step for step, *_ in lines] == list(range(1, 1001))  # none lost, none taken twice
     sizes = [size for _, size, *_ in lines]
-    assert sizes == sorted(sizes, reverse=True)
-    assert {1, 2} == set(sizes)
+    assert [size for size, _ in itertools.groupby(sizes)] == [1, 4, 1]
     (path, metrics) = json.loads(re.findall(r"RESULT (.*)", said)[-1])
-    assert (pathlib.Path(path).name.split("-")[-1], metrics["step"]) == ("300", 300)
-    # Ray has deleted the one before, as CheckpointConfig(num_to_keep=1) says.
+    assert (pathlib.Path(path).name.split("-")[-1], metrics["step"]) == ("1000", 1000)
+    # Ray knows all checkpoints: it has deleted those before, as num_to_keep=1 says.
     assert len(list((tmp_path / "storage" / "run" / "run").glob("0*"))) == 1
 
     # The same training in one process.
@@ -160,7 +178,7 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path):
     model = nn.Linear(8, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=4)
-    for step in range(60):
+    for step in range(sizes.index(4) + 60):
         optimizer.zero_grad()
         for number in range(4):
             seed = 4 * step + number
@@ -170,3 +188,153 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path):
         optimizer.step()
         assert lines[step][2] == pytest.approx(optimizer.progress, rel=1e-4)
         torch.testing.assert_close(torch.tensor(lines[step][3]), model.weight.detach())
+
+
+CREW = """
+import json, os, sys, time
+from pathlib import Path
+
+import ray
+
+from manyhands.integrations.ray import CrewStore
+
+folder = Path(sys.argv[1])
+
+
+def train():
+    import torch
+    import manyhands as mh
+
+    job = mh.start()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = mh.DiLoCo(sgd, every=5, crew=job.crew)
+    began, lives = optimizer.steps, folder / f"lives.{job.worker}"
+    first_life = job.worker == 1 and not lives.exists()
+    with lives.open("a") as file:
+        file.write(f"{os.getpid()} {began}\\n")
+    if job.worker == 1 and not first_life:  # it is back: all take 100 steps more
+        (folder / "some").write_text(str(began + 100))
+        (folder / "some").rename(folder / "last")
+    generator = torch.Generator().manual_seed(job.worker)
+    last = folder / "last"
+    while not last.exists() or optimizer.steps < int(last.read_text()):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=generator)
+        torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
+        optimizer.step()
+        if first_life and optimizer.steps == began + 12:
+            os._exit(1)
+        time.sleep(0.02)
+    optimizer.finish()
+    return job.engine, job.worker, job.workers, model.weight.tolist()
+
+
+ray.init(num_cpus=3, include_dashboard=False)
+store = CrewStore(workers=3)
+task = ray.remote(max_retries=-1)(train)
+results = ray.get([task.options(**store.options(number)).remote() for number in range(3)])
+print("RESULT", json.dumps(results), flush=True)
+ray.shutdown()
+"""
+
+
+def test_a_task_that_dies_comes_back_to_its_crew(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(CREW)
+    said = run(script, tmp_path, MANYHANDS_STALL="2")
+    results = json.loads(re.findall(r"RESULT (.*)", said)[-1])
+    assert [each[:3] for each in results] == [["manyhands", number, 3] for number in range(3)]
+    assert results[0][3] == results[1][3] == results[2][3]
+    lives = [(tmp_path / f"lives.{number}").read_text().splitlines() for number in range(3)]
+    assert [len(each) for each in lives] == [1, 2, 1]  # the others never began again
+    first, second = (int(line.split()[1]) for line in lives[1])
+    assert second > first + 12  # and it received their state
+
+
+def test_the_pages_crew_runs(tmp_path):
+    (block,) = [b for b in blocks(ROOT / "docs" / "engines" / "ray.md") if b.title == "crew.py"]
+    write_file(block, tmp_path)
+    run(tmp_path / "crew.py", folder=tmp_path)
+
+
+TORCHFT = """
+import json, os, sys, time
+from pathlib import Path
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2.torch.torchft_config import TorchftConfig
+
+folder = Path(sys.argv[1])
+
+
+def train():
+    import torch
+    import manyhands as mh
+
+    job = mh.start()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = mh.DiLoCo(sgd, every=5, crew=job.crew)
+    job.load(model=model, optimizer=optimizer)
+    began, lives = optimizer.steps, folder / f"lives.{job.worker}"
+    first_life = job.worker == 1 and not lives.exists()
+    with lives.open("a") as file:
+        file.write(f"{os.getpid()} {began}\\n")
+    if job.worker == 1 and not first_life:  # it is back: all take 100 steps more
+        (folder / "some").write_text(str(began + 100))
+        (folder / "some").rename(folder / "last")
+    generator = torch.Generator().manual_seed(job.worker)
+    last = folder / "last"
+    while not last.exists() or optimizer.steps < int(last.read_text()):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=generator)
+        torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
+        optimizer.step()
+        if first_life and optimizer.steps == began + 12:
+            os._exit(1)
+        time.sleep(0.02)
+    job.save(model=model, optimizer=optimizer)
+    optimizer.finish()
+    facts = [job.engine, job.rank, job.world_size, job.worker, model.weight.tolist()]
+    (folder / f"{job.worker}.json").write_text(json.dumps(facts))
+
+
+ray.init(num_cpus=4, include_dashboard=False)
+waits = {"min_replicas": 2, "join_timeout_ms": 500, "heartbeat_timeout_ms": 5000}
+trainer = TorchTrainer(
+    train,
+    torch_config=TorchftConfig(lighthouse_kwargs=waits),
+    scaling_config=ScalingConfig(num_workers=3),
+    run_config=RunConfig(
+        name="run",
+        storage_path=str(folder / "storage"),
+        failure_config=FailureConfig(max_failures=3),
+    ),
+)
+trainer.fit()
+ray.shutdown()
+"""
+
+
+def test_rays_torchft_workers_are_a_crew(tmp_path):
+    pytest.importorskip("torchft.coordination", reason="torchft is missing")
+    script = tmp_path / "driver.py"
+    script.write_text(TORCHFT)
+    run(script, tmp_path, MANYHANDS_WORKERS="3")
+    results = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(3)]
+    assert [each[:4] for each in results] == [["ray", 0, 1, number] for number in range(3)]
+    assert results[0][4] == results[1][4] == results[2][4]
+    lives = [(tmp_path / f"lives.{number}").read_text().splitlines() for number in range(3)]
+    assert [len(each) for each in lives] == [1, 2, 1]  # Ray has left the others running
+    first, second = (int(line.split()[1]) for line in lives[1])
+    assert second > first + 12
+    model = nn.Linear(4, 1)
+    mh.load(tmp_path / "storage" / "run" / "run", model=model)
+    assert model.weight.tolist() == results[0][4]

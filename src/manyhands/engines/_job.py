@@ -132,7 +132,8 @@ class Job:
     @property
     def engine(self) -> str:
         """What has started this process: "torchrun", "manyhands", "ray", "slurm", "submitit",
-        "mpi", "torchft", "variables" (somebody has set RANK and WORLD_SIZE), or "none"."""
+        "mpi", "kubeflow", "torchft", "variables" (somebody has set RANK and WORLD_SIZE), or
+        "none"."""
         return self._place.engine
 
     @property
@@ -167,6 +168,8 @@ class Job:
             inner = dist.group.WORLD if self.world_size > 1 else None
             return Crew(number=number, inner_group=inner)
         if os.environ.get("TORCHFT_LIGHTHOUSE"):
+            if number is None and self.engine == "ray":
+                number = _ray.worker_number()
             return TorchftCrew(number=number)
         return None
 
@@ -232,7 +235,8 @@ class Job:
                 blocks.finish()
         if not is_first:
             return None
-        ray = self.engine == "ray"
+        # Ray waits until all workers have reported a checkpoint. In a crew one of them has it.
+        ray = self.engine == "ray" and self.crew is None
         saving = save_checkpoint(
             self.folder,
             model=model,

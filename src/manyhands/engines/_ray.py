@@ -15,9 +15,12 @@ Ray is never imported here first: if it trains in this process, it is there alre
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from manyhands._core.stop_notice import stop_notice
 
@@ -34,16 +37,21 @@ def _context() -> Any:
 
 
 def place_of_ray() -> tuple[int, int, int, int]:
-    """Return this worker's rank, the number of workers, and the same on this node."""
+    """Return this worker's rank, the number of ranks, and the same on this node."""
     import ray.train
 
     context = ray.train.get_context()
-    return (
-        context.get_world_rank(),
-        context.get_world_size(),
-        context.get_local_rank(),
-        context.get_local_world_size(),
-    )
+    rank, size = context.get_world_rank(), context.get_world_size()
+    if dist.is_initialized():  # under `TorchftConfig` it has the ranks of one worker only
+        rank, size = dist.get_rank(), dist.get_world_size()
+    return rank, size, context.get_local_rank(), context.get_local_world_size()
+
+
+def worker_number() -> int:
+    """Return the number of this worker among all, each of which is a process group."""
+    import ray.train
+
+    return int(ray.train.get_context().get_world_rank()) // dist.get_world_size()
 
 
 def notice_of_ray() -> str:
@@ -83,7 +91,16 @@ def report_checkpoint(path: Path, metrics: dict[str, object]) -> None:
     )
 
 
+_left = threading.Event()  # set when the training function has saved and waits for Ray
+
+
+def has_left() -> bool:
+    """Return whether the training function of this process waits to be ended."""
+    return _left.is_set()
+
+
 def wait_for_the_end() -> NoReturn:
     """Wait until Ray ends this process."""
+    _left.set()
     while True:
         time.sleep(1.0)
