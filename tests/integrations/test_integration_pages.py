@@ -10,6 +10,7 @@ import pytest
 
 import manyhands
 from helpers.pages import ROOT, has_examples, run_page
+from helpers.rays import variables_of_ray
 
 OF_THEIR_OWN = {"lightning.md"}  # test_lightning_scaling.py has the setting that it needs
 PAGES = [
@@ -29,7 +30,6 @@ BEFORE_FORKS = {
     "accelerate.md": ["accelerate.checkpointing", "manyhands.integrations.accelerate"],
     "transformers.md": ["transformers.trainer"],
 }
-STARTS_THREADS = {"ray"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -44,10 +44,13 @@ def test_the_page_runs_from_top_to_bottom(page, tmp_path):
 @pytest.mark.parametrize("name", MODULES)
 def test_what_an_integration_offers_is_documented_and_its_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if name in STARTS_THREADS:
+    if name == "ray":  # which starts threads: this process would not be able to fork any more
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn) as other:
-            other.submit(check_documented, name).result()
+        with variables_of_ray() as variables, monkeypatch.context() as environment:
+            for variable, text in variables.items():
+                environment.setenv(variable, text)
+            with ProcessPoolExecutor(1, mp_context=spawn) as other:
+                other.submit(check_documented, name).result()
     else:
         check_documented(name)
 

@@ -1,26 +1,23 @@
-"""Ray Train: the example as it is, and nodes that come, are drained and die. Crews of Ray's tasks.
+"""Ray Train: the example as it is, and nodes that come and are drained. Crews of Ray's tasks.
 
-Each test has a Ray of its own, in a process of its own: a few hundred MB, and half a minute.
+Each test starts a driver in a process of its own, with a Ray of its own (`helpers/rays.py`): a few
+hundred MB, and half a minute.
 """
 
 import itertools
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 import manyhands as mh
-from helpers.pages import blocks, write_file
+from helpers.pages import ROOT, blocks, write_file
+from helpers.rays import run_driver
 
 pytest.importorskip("ray.train", reason='Ray Train is missing: pip install "ray[train]"')
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 COME_AND_GO = """
 import json, sys, time
@@ -55,7 +52,7 @@ def train(config):
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=passes)
     step = job.load(model=model, optimizer=optimizer).get("step", 0)
-    while step < config["steps"]:
+    while not Path(config["end"]).exists():
         optimizer.zero_grad()
         for number in range(passes):
             seed = 4 * step + passes * job.rank + number
@@ -77,19 +74,23 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_
 ray.init(cluster.address)
 
 
-def wait_for(steps, workers):
+def steps_of(workers):
     log = folder / "log.0"
-    while True:
-        lines = log.read_text().splitlines() if log.exists() else []
-        if sum(json.loads(line)[1] == workers for line in lines) >= steps:
-            return
+    lines = log.read_text().splitlines() if log.exists() else []
+    return sum(json.loads(line)[1] == workers for line in lines)
+
+
+def wait_for_steps(workers, number=20):
+    before = steps_of(workers)
+    while steps_of(workers) < before + number:
+        assert not training.done(), training.result()
         time.sleep(0.1)
 
 
 def come_and_go():
-    wait_for(20, workers=1)
+    wait_for_steps(workers=1)
     three = cluster.add_node(num_cpus=3)
-    wait_for(20, workers=4)
+    wait_for_steps(workers=4)
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     accepted, why = client.drain_node(
         three.node_id,
@@ -97,10 +98,12 @@ def come_and_go():
         "taken away",
         int((time.time() + 15) * 1000),
     )
-    print("drained", accepted, why, flush=True)
+    assert accepted, why
+    wait_for_steps(workers=1)
+    (folder / "end").touch()
 
 
-config = {"steps": 1000, "log": str(folder / "log")}
+config = {"log": str(folder / "log"), "end": str(folder / "end")}
 trainer = TorchTrainer(
     train,
     train_loop_config=config,
@@ -122,39 +125,17 @@ cluster.shutdown()
 """
 
 
-def run(script, *arguments, folder=None, **variables):
-    """Run a driver of Ray to its end, and return what it has printed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
-        "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TRAIN_V2_ENABLED": "1",
-        "RAY_ADDRESS": "local",  # a Ray of its own, whoever else has one on this machine
-        **variables,
-    }
-    done = subprocess.run(
-        [sys.executable, script, *map(str, arguments)],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-20_000:]
-    return done.stdout
-
-
 def test_the_example_saves_into_rays_storage_and_nowhere_else(tmp_path):
-    options = ["--workers", 2, 2, "--cpus", 3, "--steps", 40, "--storage", tmp_path]
-    said = run(ROOT / "examples" / "ray_train.py", *options)
+    here, storage = tmp_path / "here", tmp_path / "storage"
+    here.mkdir()
+    options = ["--workers", 2, 2, "--cpus", 3, "--steps", 40, "--storage", storage]
+    said = run_driver(ROOT / "examples" / "ray_train.py", *options, folder=here)
     (path,) = re.findall(r"the last checkpoint: (\S+)", said)
     assert pathlib.Path(path).name == "000002-step-40"
-    assert tmp_path in pathlib.Path(path).parents
-    saved = {p.parent.name for p in tmp_path.rglob("worker-00001.safetensors")}
-    assert saved == {"000001-step-20", "000002-step-40"}  # one of each: no second copy
+    assert storage in pathlib.Path(path).parents
+    saved = sorted(p.parent.name for p in tmp_path.rglob("worker-00001.safetensors"))
+    assert saved == ["000001-step-20", "000002-step-40"]  # one of each: no second copy
+    assert not list(here.iterdir())
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
     assert mh.load(path, model=model)["step"] == 40
 
@@ -162,14 +143,14 @@ def test_the_example_saves_into_rays_storage_and_nowhere_else(tmp_path):
 def test_workers_that_come_and_go_cost_no_step(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(COME_AND_GO)
-    said = run(script, tmp_path)
-    assert "drained True" in said
+    said = run_driver(script, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "log.0").read_text().splitlines()]
-    assert [step for step, *_ in lines] == list(range(1, 1001))  # none lost, none taken twice
+    last = len(lines)
+    assert [step for step, *_ in lines] == list(range(1, last + 1))  # none lost, none taken twice
     sizes = [size for _, size, *_ in lines]
     assert [size for size, _ in itertools.groupby(sizes)] == [1, 4, 1]
     (path, metrics) = json.loads(re.findall(r"RESULT (.*)", said)[-1])
-    assert (pathlib.Path(path).name.split("-")[-1], metrics["step"]) == ("1000", 1000)
+    assert (pathlib.Path(path).name.split("-")[-1], metrics["step"]) == (str(last), last)
     # Ray knows all checkpoints: it has deleted those before, as num_to_keep=1 says.
     assert len(list((tmp_path / "storage" / "run" / "run").glob("0*"))) == 1
 
@@ -178,7 +159,7 @@ def test_workers_that_come_and_go_cost_no_step(tmp_path):
     model = nn.Linear(8, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=4)
-    for step in range(sizes.index(4) + 60):
+    for step in range(last):
         optimizer.zero_grad()
         for number in range(4):
             seed = 4 * step + number
@@ -188,6 +169,80 @@ def test_workers_that_come_and_go_cost_no_step(tmp_path):
         optimizer.step()
         assert lines[step][2] == pytest.approx(optimizer.progress, rel=1e-4)
         torch.testing.assert_close(torch.tensor(lines[step][3]), model.weight.detach())
+
+
+CALLBACK = """
+import logging
+from types import SimpleNamespace
+
+from ray.exceptions import RayActorError
+
+from manyhands.integrations.ray import SaveBeforeResize
+
+
+class Status:
+    def __init__(self, report=None, errors=(), finished=False):
+        self.worker_statuses = {0: SimpleNamespace(training_report=report)}
+        self.errors, self.finished = errors, finished
+
+    def get_error_string(self):
+        return "out of memory"
+
+
+class Workers:
+    \"\"\"A worker group: what it is at first, and then in each poll.\"\"\"
+
+    def __init__(self, first, *polls, left=True, dies=False):
+        self.first, self.polls, self.left, self.dies = first, list(polls), left, dies
+        self.called = []
+
+    def get_latest_poll_status(self):
+        return self.first
+
+    def execute(self, function, *arguments):
+        self.called.append(function.__name__)
+        if self.dies:
+            raise RayActorError()
+        return [self.left]
+
+    def poll_status(self, timeout):
+        return self.polls.pop(0) if len(self.polls) > 1 else self.polls[0]
+
+
+class Warnings(logging.Handler):
+    def emit(self, record):
+        warnings.append(record.getMessage())
+
+
+def resize(workers, seconds=30.0):
+    callback = SaveBeforeResize(seconds)
+    callback.before_controller_execute_resize_decision(None)  # the run begins
+    callback.after_worker_group_start(workers)
+    warnings.clear()
+    callback.before_controller_execute_resize_decision(None)
+    return "".join(warnings)
+
+
+warnings = []
+logging.getLogger("manyhands.integrations.ray").addHandler(Warnings())
+running, saved = Status(), Status(report="a checkpoint")
+for no_use in (None, Status(errors={0: "failed"}), Status(finished=True)):
+    workers = Workers(no_use)
+    assert not resize(workers) and not workers.called
+waits = Workers(running, saved, saved, running)
+assert not resize(waits) and waits.called == ["_give_notice"] + 3 * ["has_left"]
+assert not resize(Workers(running, Status(finished=True), left=False))
+assert "a worker was lost" in resize(Workers(running, dies=True))
+assert "out of memory" in resize(Workers(running, Status(errors={0: "failed"})))
+late = resize(Workers(running, running, left=False), 0.5)
+assert "have not left within 0.5 s. Let the training function call mh.stopping" in late
+"""
+
+
+def test_a_resize_waits_for_saves_and_for_nobody_who_cannot_save(tmp_path):
+    script = tmp_path / "callback.py"
+    script.write_text(CALLBACK)
+    run_driver(script)
 
 
 CREW = """
@@ -244,7 +299,7 @@ ray.shutdown()
 def test_a_task_that_dies_comes_back_to_its_crew(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(CREW)
-    said = run(script, tmp_path, MANYHANDS_STALL="2")
+    said = run_driver(script, tmp_path)
     results = json.loads(re.findall(r"RESULT (.*)", said)[-1])
     assert [each[:3] for each in results] == [["manyhands", number, 3] for number in range(3)]
     assert results[0][3] == results[1][3] == results[2][3]
@@ -257,7 +312,7 @@ def test_a_task_that_dies_comes_back_to_its_crew(tmp_path):
 def test_the_pages_crew_runs(tmp_path):
     (block,) = [b for b in blocks(ROOT / "docs" / "engines" / "ray.md") if b.title == "crew.py"]
     write_file(block, tmp_path)
-    run(tmp_path / "crew.py", folder=tmp_path)
+    run_driver(tmp_path / "crew.py", folder=tmp_path)
 
 
 TORCHFT = """
@@ -327,7 +382,7 @@ def test_rays_torchft_workers_are_a_crew(tmp_path):
     pytest.importorskip("torchft.coordination", reason="torchft is missing")
     script = tmp_path / "driver.py"
     script.write_text(TORCHFT)
-    run(script, tmp_path, MANYHANDS_WORKERS="3")
+    run_driver(script, tmp_path, MANYHANDS_WORKERS="3")
     results = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(3)]
     assert [each[:4] for each in results] == [["ray", 0, 1, number] for number in range(3)]
     assert results[0][4] == results[1][4] == results[2][4]

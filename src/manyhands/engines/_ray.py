@@ -3,13 +3,14 @@
 Ray makes the process group before it calls the training function, so `mh.start` finds it there.
 
     checkpoints   `mh.save` writes into Ray's storage, and the result is reported to Ray as it lies
-                  there: no second copy. Ray deletes old ones (`CheckpointConfig(num_to_keep=2)`)
+                  there, without a second copy. Ray deletes old checkpoints
+                  (`CheckpointConfig(num_to_keep=2)`)
     the notice    Ray marks each worker when a node is drained
-    leaving       Ray counts a training function that returns as the end of the run, and one that
-                  raises as a failure. So a worker that has saved waits: Ray ends it at the drain's
-                  deadline, and starts the run again on the nodes that are left
+    leaving       if a training function returns, Ray takes the run for finished; if it raises, for
+                  failed. So a worker that has saved waits until Ray ends it, at the deadline of the
+                  drained node. Ray then starts the run again on the nodes that are left
 
-Ray is never imported here first: if it trains in this process, it is there already.
+`mh.start` does not import Ray: if Ray trains in this process, Ray is imported already.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ def place_of_ray() -> tuple[int, int, int, int]:
 
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
-    if dist.is_initialized():  # under `TorchftConfig` it has the ranks of one worker only
+    if dist.is_initialized():  # with `TorchftConfig` the group has the ranks of one worker only
         rank, size = dist.get_rank(), dist.get_world_size()
     return rank, size, context.get_local_rank(), context.get_local_world_size()
 
 
 def worker_number() -> int:
-    """Return the number of this worker among all, each of which is a process group."""
+    """Return the number of this worker, if each worker has a process group of its own."""
     import ray.train
 
     return int(ray.train.get_context().get_world_rank()) // dist.get_world_size()
