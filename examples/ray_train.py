@@ -6,7 +6,8 @@
 The training function names no line of Ray's: `mh.start` finds Ray, `job.save` writes into Ray's
 storage and reports the checkpoint to Ray as it lies there, and `mh.stopping` knows when Ray drains
 a node. When workers are lost or added, Ray calls the function again with another number of them;
-it goes on from the last checkpoint, with the same batch in each step.
+it goes on from the last checkpoint, with the same batch in each step. `SaveBeforeResize` lets the
+workers save before it grows.
 
 Needs ray[train].
 """
@@ -55,6 +56,8 @@ if __name__ == "__main__":
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
+    from manyhands.integrations.ray import SaveBeforeResize
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs=2, default=[1, 4], help="at least, at most")
     parser.add_argument("--cpus", type=int, help="of this machine; by default all")
@@ -63,7 +66,8 @@ if __name__ == "__main__":
     parser.add_argument("--storage", default="~/ray_results", help="a folder that all nodes share")
     args = parser.parse_args()
 
-    ray.init(num_cpus=args.cpus)
+    # With --cpus a Ray of its own; without it the cluster that this machine belongs to, if any.
+    ray.init("local" if args.cpus else None, num_cpus=args.cpus)
     least, most = args.workers
     trainer = TorchTrainer(
         train,
@@ -77,6 +81,7 @@ if __name__ == "__main__":
             storage_path=args.storage,
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=3),
+            callbacks=[SaveBeforeResize()],
         ),
     )
     result = trainer.fit()

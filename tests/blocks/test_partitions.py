@@ -47,7 +47,7 @@ def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
 ):
     options = {"make": make, "every": OWN, "pause": 0.005}
     with (
-        Store(networks.address) as store,
+        Store(networks.address("store")) as store,
         DataWorkers(store, tmp_path, **OPTIONS) as workers,
     ):
         with networks.inside("near"):
@@ -78,7 +78,7 @@ def test_nobody_goes_on_without_the_quorum_and_nothing_is_lost(networks, tmp_pat
     cut, mend = CUTS[cut]
     options = {"every": OWN, "pause": 0.005}
     with (
-        Store(networks.address) as store,
+        Store(networks.address("store")) as store,
         DataWorkers(store, tmp_path, **OPTIONS) as workers,
     ):
         with networks.inside("near"):
@@ -102,7 +102,7 @@ def test_nobody_goes_on_without_the_quorum_and_nothing_is_lost(networks, tmp_pat
 def test_one_that_is_cut_off_as_it_finishes_waits_and_leaves_with_the_others(networks, tmp_path):
     options = {"every": OWN, "pause": 0.005}
     with (
-        Store(networks.address) as store,
+        Store(networks.address("store")) as store,
         DataWorkers(store, tmp_path, **OPTIONS) as workers,
     ):
         with networks.inside("near"):

@@ -9,32 +9,35 @@ from itertools import chain
 import pytest
 
 from helpers.data_oracle import global_batches
-from helpers.hosts import INTERFACE, Networks, NoNetworks
+from helpers.networks import INTERFACE, Networks, NoNetworks
 from helpers.pages import ROOT
 from helpers.started import Started, torchrun
 
 SCRIPT = ROOT / "examples" / "engines" / "elastic.py"
 SAMPLES = 480
+FIRST, SECOND = "near", "far"  # hosts of `Networks`
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def hosts():
+def networks():
     try:
-        with Networks(2) as made:
+        with Networks() as made:
             yield made
     except NoNetworks as error:
         pytest.skip(f"hosts with networks of their own need root and iproute2: {error}")
 
 
-def agent(host, first, *arguments):
+def agent(host, *arguments):
     """The command of torchrun's agent on a host, as docs/engines/elastic.md has it."""
     # All hosts have this machine's name here, by which torchrun cannot tell who is the first.
-    names = f"is_host={int(host is first)},last_call_timeout=1,close_timeout=5"
+    names = f"is_host={int(host == FIRST)},last_call_timeout=1,close_timeout=5"
+    endpoint = f"{Networks.address(FIRST)}:29400"
     return torchrun(
         *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:29400", "--rdzv-id", "x"),
-        *("--rdzv-conf", f"{names},keep_alive_interval=2", "--local-addr", host.address),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x"),
+        *("--rdzv-conf", f"{names},keep_alive_interval=2"),
+        *("--local-addr", Networks.address(host)),
         *arguments,
     )
 
@@ -72,18 +75,18 @@ def wait_for_steps(run, folder, number, ranks, name="log"):
         time.sleep(0.1)
 
 
-def come_and_go(hosts, folder, keep):
+def come_and_go(networks, folder, keep):
     """Train on 1, 2 and 1 hosts, and stop there; return the steps."""
-    first, second = hosts
     script = [SCRIPT, "--keep", keep, "--epochs", "40", "--steps-log", "log", "--pause", "0.2"]
     more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
 
-    def start(host, name):
-        return Started(agent(host, first, *script), folder, name, on=host.command(), **more)
+    def start(host):
+        on = networks.command(host)
+        return Started(agent(host, *script), folder, host, on=on, **more)
 
-    with start(first, "first") as one:
+    with start(FIRST) as one:
         wait_for_steps(one, folder, 5, ranks=1)
-        with start(second, "second") as two:
+        with start(SECOND) as two:
             one.until("rank . of 2 begins", timeout=300)
             two.until("rank . of 2 begins", timeout=300)
             wait_for_steps(one, folder, 5, ranks=2)
@@ -148,8 +151,8 @@ def whole_run(folder, keep, steps):
     return steps_taken(folder, "whole")[:steps]
 
 
-def test_the_batch_stays(hosts, tmp_path):
-    taken = come_and_go(hosts, tmp_path, "batch")
+def test_the_batch_stays(networks, tmp_path):
+    taken = come_and_go(networks, tmp_path, "batch")
     check_every_sample_once(taken)
     assert {step["scale"] for step in taken} == {4.0}
     whole = whole_run(tmp_path, "batch", len(taken))
@@ -161,8 +164,8 @@ def test_the_batch_stays(hosts, tmp_path):
     assert taken[-1]["rate"] < 0.05  # the schedule has moved
 
 
-def test_the_batch_follows_the_hosts(hosts, tmp_path):
-    taken = come_and_go(hosts, tmp_path, "micro")
+def test_the_batch_follows_the_hosts(networks, tmp_path):
+    taken = come_and_go(networks, tmp_path, "micro")
     order = check_every_sample_once(taken)
     assert order[:SAMPLES] == list(chain(*global_batches(SAMPLES, 8)))[: len(order)]
     progress = 0.0

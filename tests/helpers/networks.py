@@ -1,16 +1,18 @@
 """Hosts with a router between them, of which every route can be cut: network namespaces.
 
-    with Networks() as networks:               the process is the host of the store now
-        with Store(networks.address) as store:
+    with Networks() as networks:               this process is on the host "store" now
+        with Store(networks.address("store")) as store:
             with networks.inside("far"):
                 workers.start([3, 4])          forks inherit the network
             networks.drop("far")               packets vanish: no answer, nothing is closed
             networks.mend("far")
+        networks.command("near", "torchrun")   a command that runs on the host "near"
 
     near, far    where workers are
     store        where the test and the store are
 
-Nothing is registered anywhere: the namespaces end with the process and its forks.
+Files and processes are those of this machine; only the network differs. Nothing is registered
+anywhere: the namespaces end with the process and its forks.
 """
 
 from __future__ import annotations
@@ -26,22 +28,23 @@ from itertools import permutations
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of sched.h
 HERE = "/proc/thread-self/ns/net"
 NETS = {"store": "10.77.0", "near": "10.77.1", "far": "10.77.2"}  # the router is .1, the host .2
+INTERFACE = "line"  # of each host
+TOOLS = ("ip", "nsenter")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NoNetworks(RuntimeError):
-    """This machine does not let us make them."""
+    """This machine does not let us make networks."""
 
 
 class Networks:
     """Three hosts, and a router that passes on their packets."""
 
-    address = f"{NETS['store']}.2"
-
     def __enter__(self) -> Networks:
-        if shutil.which("ip") is None:
-            raise NoNetworks("there is no `ip` (iproute2)")
+        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+        if missing:
+            raise NoNetworks(f"{' and '.join(missing)} missing: apt install iproute2 util-linux")
         self._home = os.open(HERE, os.O_RDONLY)
         self._networks: dict[str, int] = {}
         try:
@@ -66,25 +69,35 @@ class Networks:
         self._networks[host] = _new_network()
         self._enter("router")
         network = f"/proc/{os.getpid()}/fd/{self._networks[host]}"
-        _ip("link", "add", host, "type", "veth", "peer", "name", "line", "netns", network)
+        _ip("link", "add", host, "type", "veth", "peer", "name", INTERFACE, "netns", network)
         _ip("address", "add", f"{NETS[host]}.1/24", "dev", host)
         _ip("link", "set", host, "up")
         with self.inside(host):
             _ip("link", "set", "lo", "up")
-            _ip("address", "add", f"{NETS[host]}.2/24", "dev", "line")
+            _ip("address", "add", f"{NETS[host]}.2/24", "dev", INTERFACE)
             self._plug_in(host)
 
     def _plug_in(self, host: str) -> None:
-        _ip("link", "set", "line", "up")
+        _ip("link", "set", INTERFACE, "up")
         # No default route: torch looks up names, and must hear at once that there is nobody to ask.
         _ip("route", "add", "10.77.0.0/16", "via", f"{NETS[host]}.1")
 
     def _enter(self, host: str) -> None:
         _move_to(self._networks[host])
 
+    @staticmethod
+    def address(host: str) -> str:
+        """Return the address at which the others reach a host."""
+        return f"{NETS[host]}.2"
+
+    def command(self, host: str, *words: object) -> list[str]:
+        """Return a command that runs on a host."""
+        network = f"/proc/{os.getpid()}/fd/{self._networks[host]}"
+        return ["nsenter", f"--net={network}", *map(str, words)]
+
     @contextmanager
     def inside(self, host: str) -> Iterator[None]:
-        """Let this thread, and what it forks, be in a host."""
+        """Let this thread, and what it forks, be on a host."""
         before = os.open(HERE, os.O_RDONLY)
         self._enter(host)
         try:
@@ -98,7 +111,7 @@ class Networks:
     def unplug(self, host: str) -> None:
         """Take down the host's line: it has no route to anywhere, and is told so at once."""
         with self.inside(host):
-            _ip("link", "set", "line", "down")
+            _ip("link", "set", INTERFACE, "down")
 
     def plug_in(self, host: str) -> None:
         with self.inside(host):

@@ -13,7 +13,7 @@ from helpers.pages import ROOT
 class Started:
     """A Python command in a process group of its own, and what it has printed.
 
-    `on` is what starts it elsewhere, such as the command of a host of `helpers/hosts.py`.
+    `on` are the words before it that start it on a host, such as `Networks.command` returns.
     """
 
     def __init__(self, command, folder, name="out", *, on=(), **variables):

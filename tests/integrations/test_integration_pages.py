@@ -2,12 +2,15 @@
 
 import doctest
 import importlib
+import multiprocessing
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 import manyhands
 from helpers.pages import ROOT, has_examples, run_page
+from helpers.rays import variables_of_ray
 
 OF_THEIR_OWN = {"lightning.md"}  # test_lightning_scaling.py has the setting that it needs
 PAGES = [
@@ -41,6 +44,18 @@ def test_the_page_runs_from_top_to_bottom(page, tmp_path):
 @pytest.mark.parametrize("name", MODULES)
 def test_what_an_integration_offers_is_documented_and_its_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if name == "ray":  # which starts threads: this process would not be able to fork any more
+        spawn = multiprocessing.get_context("spawn")
+        with variables_of_ray() as variables, monkeypatch.context() as environment:
+            for variable, text in variables.items():
+                environment.setenv(variable, text)
+            with ProcessPoolExecutor(1, mp_context=spawn) as other:
+                other.submit(check_documented, name).result()
+    else:
+        check_documented(name)
+
+
+def check_documented(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = importlib.import_module(f"manyhands.integrations.{name}")

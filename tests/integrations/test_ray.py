@@ -1,27 +1,27 @@
-"""Ray Train: the example as it is, and a run on two nodes of which one is drained.
+"""Ray Train: the example as it is, and nodes that come and are drained. Crews of Ray's tasks.
 
-Each test has a Ray of its own, in a process of its own: a few hundred MB, and half a minute.
+Each test starts a driver in a process of its own, with a Ray of its own (`helpers/rays.py`): a few
+hundred MB, and half a minute.
 """
 
+import itertools
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 import manyhands as mh
+from helpers.pages import ROOT, blocks, write_file
+from helpers.rays import run_driver
 
 pytest.importorskip("ray.train", reason='Ray Train is missing: pip install "ray[train]"')
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-DRAINED = """
-import json, sys, threading, time
+COME_AND_GO = """
+import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ray
@@ -30,6 +30,8 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+
+from manyhands.integrations.ray import SaveBeforeResize
 
 folder = Path(sys.argv[1])
 
@@ -50,7 +52,7 @@ def train(config):
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=passes)
     step = job.load(model=model, optimizer=optimizer).get("step", 0)
-    while step < config["steps"]:
+    while not Path(config["end"]).exists():
         optimizer.zero_grad()
         for number in range(passes):
             seed = 4 * step + passes * job.rank + number
@@ -69,90 +71,87 @@ def train(config):
 
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-second = cluster.add_node(num_cpus=1)
 ray.init(cluster.address)
 
 
-def drain():
+def steps_of(workers):
     log = folder / "log.0"
-    while not log.exists() or len(log.read_text().splitlines()) < 20:
+    lines = log.read_text().splitlines() if log.exists() else []
+    return sum(json.loads(line)[1] == workers for line in lines)
+
+
+def wait_for_steps(workers, number=20):
+    before = steps_of(workers)
+    while steps_of(workers) < before + number:
+        assert not training.done(), training.result()
         time.sleep(0.1)
+
+
+def come_and_go():
+    wait_for_steps(workers=1)
+    three = cluster.add_node(num_cpus=3)
+    wait_for_steps(workers=4)
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     accepted, why = client.drain_node(
-        second.node_id,
+        three.node_id,
         autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
         "taken away",
         int((time.time() + 15) * 1000),
     )
-    print("drained", accepted, why, flush=True)
+    assert accepted, why
+    wait_for_steps(workers=1)
+    (folder / "end").touch()
 
 
-threading.Thread(target=drain, daemon=True).start()
+config = {"log": str(folder / "log"), "end": str(folder / "end")}
 trainer = TorchTrainer(
     train,
-    train_loop_config={"steps": 300, "log": str(folder / "log")},
-    scaling_config=ScalingConfig(num_workers=(1, 2)),
+    train_loop_config=config,
+    scaling_config=ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=2),
     run_config=RunConfig(
         name="run",
         storage_path=str(folder / "storage"),
         checkpoint_config=CheckpointConfig(num_to_keep=1),
+        callbacks=[SaveBeforeResize()],
     ),
 )
-result = trainer.fit()
+with ThreadPoolExecutor(1) as other:  # a node can be added by the main thread only
+    training = other.submit(trainer.fit)
+    come_and_go()
+    result = training.result()
 print("RESULT", json.dumps([result.checkpoint.path, result.metrics]), flush=True)
 ray.shutdown()
 cluster.shutdown()
 """
 
 
-def run(script, *arguments, **variables):
-    """Run a driver of Ray to its end, and return what it has printed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
-        "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TRAIN_V2_ENABLED": "1",
-        **variables,
-    }
-    done = subprocess.run(
-        [sys.executable, script, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-20_000:]
-    return done.stdout
-
-
 def test_the_example_saves_into_rays_storage_and_nowhere_else(tmp_path):
-    options = ["--workers", 2, 2, "--cpus", 3, "--steps", 40, "--storage", tmp_path]
-    said = run(ROOT / "examples" / "ray_train.py", *options)
+    here, storage = tmp_path / "here", tmp_path / "storage"
+    here.mkdir()
+    options = ["--workers", 2, 2, "--cpus", 3, "--steps", 40, "--storage", storage]
+    said = run_driver(ROOT / "examples" / "ray_train.py", *options, folder=here)
     (path,) = re.findall(r"the last checkpoint: (\S+)", said)
     assert pathlib.Path(path).name == "000002-step-40"
-    assert tmp_path in pathlib.Path(path).parents
-    saved = {p.parent.name for p in tmp_path.rglob("worker-00001.safetensors")}
-    assert saved == {"000001-step-20", "000002-step-40"}  # one of each: no second copy
+    assert storage in pathlib.Path(path).parents
+    saved = sorted(p.parent.name for p in tmp_path.rglob("worker-00001.safetensors"))
+    assert saved == ["000001-step-20", "000002-step-40"]  # one of each: no second copy
+    assert not list(here.iterdir())
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
     assert mh.load(path, model=model)["step"] == 40
 
 
-def test_a_node_that_is_drained_costs_no_step(tmp_path):
+def test_workers_that_come_and_go_cost_no_step(tmp_path):
     script = tmp_path / "driver.py"
-    script.write_text(DRAINED)
-    said = run(script, tmp_path)
-    assert "drained True" in said
+    script.write_text(COME_AND_GO)
+    said = run_driver(script, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "log.0").read_text().splitlines()]
-    assert [step for step, *_ in lines] == list(range(1, 301))  # none lost, none taken twice
+    last = len(lines)
+    assert [step for step, *_ in lines] == list(range(1, last + 1))  # none lost, none taken twice
     sizes = [size for _, size, *_ in lines]
-    assert sizes == sorted(sizes, reverse=True)
-    assert {1, 2} == set(sizes)
+    assert [size for size, _ in itertools.groupby(sizes)] == [1, 4, 1]
     (path, metrics) = json.loads(re.findall(r"RESULT (.*)", said)[-1])
-    assert (pathlib.Path(path).name.split("-")[-1], metrics["step"]) == ("300", 300)
-    # Ray has deleted the one before, as CheckpointConfig(num_to_keep=1) says.
+    assert (pathlib.Path(path).name.split("-")[-1], metrics["step"]) == (str(last), last)
+    # Ray knows all checkpoints: it has deleted those before, as num_to_keep=1 says.
     assert len(list((tmp_path / "storage" / "run" / "run").glob("0*"))) == 1
 
     # The same training in one process.
@@ -160,7 +159,7 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path):
     model = nn.Linear(8, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=4)
-    for step in range(60):
+    for step in range(last):
         optimizer.zero_grad()
         for number in range(4):
             seed = 4 * step + number
@@ -170,3 +169,227 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path):
         optimizer.step()
         assert lines[step][2] == pytest.approx(optimizer.progress, rel=1e-4)
         torch.testing.assert_close(torch.tensor(lines[step][3]), model.weight.detach())
+
+
+CALLBACK = """
+import logging
+from types import SimpleNamespace
+
+from ray.exceptions import RayActorError
+
+from manyhands.integrations.ray import SaveBeforeResize
+
+
+class Status:
+    def __init__(self, report=None, errors=(), finished=False):
+        self.worker_statuses = {0: SimpleNamespace(training_report=report)}
+        self.errors, self.finished = errors, finished
+
+    def get_error_string(self):
+        return "out of memory"
+
+
+class Workers:
+    \"\"\"A worker group: what it is at first, and then in each poll.\"\"\"
+
+    def __init__(self, first, *polls, left=True, dies=False):
+        self.first, self.polls, self.left, self.dies = first, list(polls), left, dies
+        self.called = []
+
+    def get_latest_poll_status(self):
+        return self.first
+
+    def execute(self, function, *arguments):
+        self.called.append(function.__name__)
+        if self.dies:
+            raise RayActorError()
+        return [self.left]
+
+    def poll_status(self, timeout):
+        return self.polls.pop(0) if len(self.polls) > 1 else self.polls[0]
+
+
+class Warnings(logging.Handler):
+    def emit(self, record):
+        warnings.append(record.getMessage())
+
+
+def resize(workers, seconds=30.0):
+    callback = SaveBeforeResize(seconds)
+    callback.before_controller_execute_resize_decision(None)  # the run begins
+    callback.after_worker_group_start(workers)
+    warnings.clear()
+    callback.before_controller_execute_resize_decision(None)
+    return "".join(warnings)
+
+
+warnings = []
+logging.getLogger("manyhands.integrations.ray").addHandler(Warnings())
+running, saved = Status(), Status(report="a checkpoint")
+for no_use in (None, Status(errors={0: "failed"}), Status(finished=True)):
+    workers = Workers(no_use)
+    assert not resize(workers) and not workers.called
+waits = Workers(running, saved, saved, running)
+assert not resize(waits) and waits.called == ["_give_notice"] + 3 * ["has_left"]
+assert not resize(Workers(running, Status(finished=True), left=False))
+assert "a worker was lost" in resize(Workers(running, dies=True))
+assert "out of memory" in resize(Workers(running, Status(errors={0: "failed"})))
+late = resize(Workers(running, running, left=False), 0.5)
+assert "have not left within 0.5 s. Let the training function call mh.stopping" in late
+"""
+
+
+def test_a_resize_waits_for_saves_and_for_nobody_who_cannot_save(tmp_path):
+    script = tmp_path / "callback.py"
+    script.write_text(CALLBACK)
+    run_driver(script)
+
+
+CREW = """
+import json, os, sys, time
+from pathlib import Path
+
+import ray
+
+from manyhands.integrations.ray import CrewStore
+
+folder = Path(sys.argv[1])
+
+
+def train():
+    import torch
+    import manyhands as mh
+
+    job = mh.start()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = mh.DiLoCo(sgd, every=5, crew=job.crew)
+    began, lives = optimizer.steps, folder / f"lives.{job.worker}"
+    first_life = job.worker == 1 and not lives.exists()
+    with lives.open("a") as file:
+        file.write(f"{os.getpid()} {began}\\n")
+    if job.worker == 1 and not first_life:  # it is back: all take 100 steps more
+        (folder / "some").write_text(str(began + 100))
+        (folder / "some").rename(folder / "last")
+    generator = torch.Generator().manual_seed(job.worker)
+    last = folder / "last"
+    while not last.exists() or optimizer.steps < int(last.read_text()):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=generator)
+        torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
+        optimizer.step()
+        if first_life and optimizer.steps == began + 12:
+            os._exit(1)
+        time.sleep(0.02)
+    optimizer.finish()
+    return job.engine, job.worker, job.workers, model.weight.tolist()
+
+
+ray.init(num_cpus=3, include_dashboard=False)
+store = CrewStore(workers=3)
+task = ray.remote(max_retries=-1)(train)
+results = ray.get([task.options(**store.options(number)).remote() for number in range(3)])
+print("RESULT", json.dumps(results), flush=True)
+ray.shutdown()
+"""
+
+
+def test_a_task_that_dies_comes_back_to_its_crew(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(CREW)
+    said = run_driver(script, tmp_path)
+    results = json.loads(re.findall(r"RESULT (.*)", said)[-1])
+    assert [each[:3] for each in results] == [["manyhands", number, 3] for number in range(3)]
+    assert results[0][3] == results[1][3] == results[2][3]
+    lives = [(tmp_path / f"lives.{number}").read_text().splitlines() for number in range(3)]
+    assert [len(each) for each in lives] == [1, 2, 1]  # the others never began again
+    first, second = (int(line.split()[1]) for line in lives[1])
+    assert second > first + 12  # and it received their state
+
+
+def test_the_pages_crew_runs(tmp_path):
+    (block,) = [b for b in blocks(ROOT / "docs" / "engines" / "ray.md") if b.title == "crew.py"]
+    write_file(block, tmp_path)
+    run_driver(tmp_path / "crew.py", folder=tmp_path)
+
+
+TORCHFT = """
+import json, os, sys, time
+from pathlib import Path
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2.torch.torchft_config import TorchftConfig
+
+folder = Path(sys.argv[1])
+
+
+def train():
+    import torch
+    import manyhands as mh
+
+    job = mh.start()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = mh.DiLoCo(sgd, every=5, crew=job.crew)
+    job.load(model=model, optimizer=optimizer)
+    began, lives = optimizer.steps, folder / f"lives.{job.worker}"
+    first_life = job.worker == 1 and not lives.exists()
+    with lives.open("a") as file:
+        file.write(f"{os.getpid()} {began}\\n")
+    if job.worker == 1 and not first_life:  # it is back: all take 100 steps more
+        (folder / "some").write_text(str(began + 100))
+        (folder / "some").rename(folder / "last")
+    generator = torch.Generator().manual_seed(job.worker)
+    last = folder / "last"
+    while not last.exists() or optimizer.steps < int(last.read_text()):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=generator)
+        torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
+        optimizer.step()
+        if first_life and optimizer.steps == began + 12:
+            os._exit(1)
+        time.sleep(0.02)
+    job.save(model=model, optimizer=optimizer)
+    optimizer.finish()
+    facts = [job.engine, job.rank, job.world_size, job.worker, model.weight.tolist()]
+    (folder / f"{job.worker}.json").write_text(json.dumps(facts))
+
+
+ray.init(num_cpus=4, include_dashboard=False)
+waits = {"min_replicas": 2, "join_timeout_ms": 500, "heartbeat_timeout_ms": 5000}
+trainer = TorchTrainer(
+    train,
+    torch_config=TorchftConfig(lighthouse_kwargs=waits),
+    scaling_config=ScalingConfig(num_workers=3),
+    run_config=RunConfig(
+        name="run",
+        storage_path=str(folder / "storage"),
+        failure_config=FailureConfig(max_failures=3),
+    ),
+)
+trainer.fit()
+ray.shutdown()
+"""
+
+
+def test_rays_torchft_workers_are_a_crew(tmp_path):
+    pytest.importorskip("torchft.coordination", reason="torchft is missing")
+    script = tmp_path / "driver.py"
+    script.write_text(TORCHFT)
+    run_driver(script, tmp_path, MANYHANDS_WORKERS="3")
+    results = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(3)]
+    assert [each[:4] for each in results] == [["ray", 0, 1, number] for number in range(3)]
+    assert results[0][4] == results[1][4] == results[2][4]
+    lives = [(tmp_path / f"lives.{number}").read_text().splitlines() for number in range(3)]
+    assert [len(each) for each in lives] == [1, 2, 1]  # Ray has left the others running
+    first, second = (int(line.split()[1]) for line in lives[1])
+    assert second > first + 12
+    model = nn.Linear(4, 1)
+    mh.load(tmp_path / "storage" / "run" / "run", model=model)
+    assert model.weight.tolist() == results[0][4]

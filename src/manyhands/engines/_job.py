@@ -36,7 +36,7 @@ from manyhands.checkpoint import load as load_checkpoint
 from manyhands.checkpoint import save as save_checkpoint
 from manyhands.checkpoint._values import HasState
 from manyhands.engines import _ray
-from manyhands.engines._places import Place, find_place, find_worker_number
+from manyhands.engines._places import Place, find_place, find_worker_number, read_number
 from manyhands.engines._stopping import listener
 
 RESTART = 75  # EX_TEMPFAIL: this process could not go on, and should be started again
@@ -56,7 +56,7 @@ def start(
 
     The engine is found by its environment variables: torchrun, `manyhands run`, Ray Train, Slurm,
     submitit, mpirun, Kubeflow, torchft. Without any of them this process is a rank alone, so the
-    same script runs with `python train.py`. A process group that exists already is used.
+    same script runs with `python train.py`. If a process group exists already, it is used.
 
     >>> import torch, manyhands as mh
     >>> job = mh.start()
@@ -68,16 +68,17 @@ def start(
     From here on this process listens to the engine's stop notice: see `stopping`.
 
     Args:
-        backend: as for `torch.distributed.init_process_group`. By default gloo for the CPU, and
-            with GPUs nccl besides.
-        checkpoints: the folder for `Job.save` and `Job.load`. With Ray Train it is in Ray's
-            storage.
-        process_group: False only sets the variables that `init_process_group` reads (RANK,
-            WORLD_SIZE, MASTER_ADDR, ...), for a script that calls it by itself.
-        stop_file: a file whose appearance asks this process to stop. Without it, that of the
-            variable MANYHANDS_STOP_FILE.
-        signals: the signals that ask this process to stop. By default the engine's: SIGTERM, under
-            Slurm SIGUSR1 and under submitit SIGUSR2 too.
+        backend: as for `torch.distributed.init_process_group`. By default gloo, and on a machine
+            with GPUs also nccl.
+        checkpoints: the folder for `Job.save` and `Job.load`. With Ray Train this folder is in
+            Ray's storage.
+        process_group: False makes no process group. `start` only sets the variables that
+            `init_process_group` reads (RANK, WORLD_SIZE, MASTER_ADDR, ...), for a script that
+            calls it.
+        stop_file: a file. If it appears, this process is asked to stop. By default the file that
+            the variable MANYHANDS_STOP_FILE names.
+        signals: the signals that ask this process to stop. By default the engine's: SIGTERM, with
+            Slurm also SIGUSR1, and with submitit also SIGUSR2.
     """
     listener.start(signals, None if stop_file is None else os.fspath(stop_file))
     if _ray.is_ray_worker():
@@ -117,7 +118,7 @@ def _end_process_group(made: object) -> None:
 
 
 class Job:
-    """This process's part of a run, as its engine has started it. `start` returns it.
+    """This process and its run, as the engine has started them. `start` returns it.
 
     >>> import manyhands as mh
     >>> job = mh.start(process_group=False)
@@ -128,11 +129,14 @@ class Job:
     def __init__(self, place: Place, checkpoints: Path) -> None:
         self._place = place
         self._checkpoints = checkpoints
+        # Read here, so that a wrong value is an error at the start and not at the end.
+        self._stop_code = read_number(os.environ, STOP_CODE_VARIABLE, 0)
 
     @property
     def engine(self) -> str:
         """What has started this process: "torchrun", "manyhands", "ray", "slurm", "submitit",
-        "mpi", "torchft", "variables" (somebody has set RANK and WORLD_SIZE), or "none"."""
+        "mpi", "kubeflow", "torchft", "none", or "variables" if nothing but RANK and WORLD_SIZE is
+        known."""
         return self._place.engine
 
     @property
@@ -167,26 +171,29 @@ class Job:
             inner = dist.group.WORLD if self.world_size > 1 else None
             return Crew(number=number, inner_group=inner)
         if os.environ.get("TORCHFT_LIGHTHOUSE"):
+            if number is None and self.engine == "ray":
+                number = _ray.worker_number()
             return TorchftCrew(number=number)
         return None
 
     @property
     def worker(self) -> int:
-        """This worker's number: in the crew if there is one, and else its rank."""
+        """This worker's number: in the crew if there is one, and otherwise its rank."""
         return self.rank if self.crew is None else self.crew.number
 
     @property
     def workers(self) -> int:
-        """How many workers are expected: in the crew if there is one, and else all ranks.
+        """How many workers are expected: in the crew if there is one, and otherwise all ranks.
 
-        torchft's lighthouse does not say: it is MANYHANDS_WORKERS, and else the present members.
+        torchft's lighthouse does not know it. With torchft it is the number in the variable
+        MANYHANDS_WORKERS, or if that is not set, the number of present members.
         """
         crew = self.crew
         if crew is None:
             return self.world_size
         if isinstance(crew, Crew):
             return crew.expected
-        return int(os.environ.get("MANYHANDS_WORKERS") or max(1, crew.size))
+        return read_number(os.environ, "MANYHANDS_WORKERS", max(1, crew.size))
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -217,10 +224,11 @@ class Job:
         >>> job.load(model=model)
         {'step': 3}
 
-        Blocks are synchronized first; a crew's worker that was asked to stop leaves its crew. In a
-        crew, the worker with the lowest number saves, and the others return None: all have the
-        same anchor. With Ray Train the checkpoint is reported to Ray as it lies in Ray's storage;
-        Ray deletes old ones, not `keep`.
+        Return the checkpoint's folder. Blocks are synchronized first; a crew's worker that was
+        asked to stop leaves its crew. In a crew all workers have the same anchor, so only the
+        worker with the lowest number saves, and the others return None. With Ray Train the
+        checkpoint is written into Ray's storage and reported to Ray, which deletes old ones: then
+        `keep` has no effect.
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         is_first = self.crew is None or self.crew.rank == 0  # asked before it leaves the crew
@@ -232,7 +240,8 @@ class Job:
                 blocks.finish()
         if not is_first:
             return None
-        ray = self.engine == "ray"
+        # Ray waits until all workers have reported a checkpoint. In a crew one of them has it.
+        ray = self.engine == "ray" and self.crew is None
         saving = save_checkpoint(
             self.folder,
             model=model,
@@ -268,12 +277,12 @@ class Job:
     def leave(self) -> NoReturn:
         """End this process, after a stop notice, as its engine expects.
 
-        The exit code is 0, or that of the variable MANYHANDS_STOP_CODE: an engine that starts a
-        failed process again, and takes 0 for the end of the run, needs another one. Under torchrun
-        it is 75 on a rank whose own agent has sent no notice: another host leaves the run, and
-        this one's agent starts its ranks again, without that host.
-        Under submitit the job is put into the queue again. Under Ray Train this waits for Ray,
-        which ends the process at the deadline, and starts the run again on the other nodes.
+        The exit code is 0, or that of the variable MANYHANDS_STOP_CODE, which is for engines that
+        take 0 for the end of the run and start a failed process again. With torchrun the exit code
+        is 75 on a rank whose own agent has sent no notice: another host leaves the run, and this
+        rank's agent starts it again, without that host.
+        With submitit the job is put into the queue again. With Ray Train `leave` waits for Ray,
+        which ends this process at the deadline, and starts the run again on the other nodes.
         """
         if self.engine == "ray":
             _ray.wait_for_the_end()
@@ -283,7 +292,7 @@ class Job:
             deadline = time.monotonic() + OWN_NOTICE
             while not stop_notice.received and time.monotonic() < deadline:
                 time.sleep(0.05)
-        code = int(os.environ.get(STOP_CODE_VARIABLE) or 0)
+        code = self._stop_code
         if self.engine == "torchrun" and not stop_notice.received:
             code = RESTART
         if dist.is_initialized():

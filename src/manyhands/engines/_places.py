@@ -2,10 +2,10 @@
 
     place = find_place(os.environ)
 
-`ENGINES` lists a function for each engine, in the order in which they are asked: an engine that
-starts another one's processes (Slurm starts torchrun, which starts ranks) comes after it. Each
-function takes a mapping and returns a `Place`, or None if the engine did not start this process.
-Nothing here reads the environment itself, opens a connection or changes anything.
+`ENGINES` lists a function for each engine, in the order in which `find_place` calls them. Slurm may
+start torchrun, which starts the ranks, so torchrun's function comes before Slurm's. Each function
+takes a mapping and returns a `Place`, or None if the engine did not start this process. Nothing
+here reads the environment itself, opens a connection or changes anything.
 
 A new engine is one function, and one entry in `ENGINES`.
 """
@@ -61,7 +61,7 @@ def _check_rank(place: Place) -> None:
     if not 0 <= place.rank < place.world_size:
         raise ValueError(
             f"{place.engine} says that this process is rank {place.rank} of {place.world_size}. "
-            "Ranks are counted from 0, and there are fewer than world_size of them: see the "
+            "A rank must be at least 0 and less than the number of ranks. Check the environment "
             "variables that the engine sets."
         )
 
@@ -70,7 +70,10 @@ def _check_rank(place: Place) -> None:
 
 
 def _torch_variables(variables: Variables) -> Place | None:
-    """torchrun, `manyhands run --processes`, Kubeflow's PyTorchJob, accelerate launch."""
+    """Read torch's own variables: torchrun, accelerate launch, Kubeflow's PyTorchJob set them.
+
+    `manyhands run --processes` sets them, too.
+    """
     if not {"RANK", "WORLD_SIZE"} <= variables.keys():
         return None
     if "TORCHELASTIC_RUN_ID" in variables:
@@ -79,78 +82,81 @@ def _torch_variables(variables: Variables) -> Place | None:
         engine = "manyhands"
     else:
         engine = "variables"
-    size = _number(variables, "WORLD_SIZE")
+    size = read_number(variables, "WORLD_SIZE")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if missing and size > 1:
         raise ValueError(
-            f"RANK and WORLD_SIZE={size} are set, and {' and '.join(missing)} not: ranks cannot "
-            "find each other without the address and a free port of rank 0's host. Set them to the "
-            "same on all ranks, or start the script with torchrun."
+            f"RANK and WORLD_SIZE={size} are set without {' and '.join(missing)}. Ranks meet at "
+            "the address and a free port of rank 0's host. Set MASTER_ADDR and MASTER_PORT to the "
+            "same values on all ranks, or start the script with torchrun."
         )
     return Place(
         engine,
-        _number(variables, "RANK"),
+        read_number(variables, "RANK"),
         size,
-        _number(variables, "LOCAL_RANK", 0),
-        _number(variables, "LOCAL_WORLD_SIZE", 1),
+        read_number(variables, "LOCAL_RANK", 0),
+        read_number(variables, "LOCAL_WORLD_SIZE", 1),
         variables.get("MASTER_ADDR", ""),
-        _number(variables, "MASTER_PORT", 0),
+        read_number(variables, "MASTER_PORT", 0),
     )
 
 
 def _crew_worker(variables: Variables) -> Place | None:
-    """A worker of one process, in a crew that a store or torchft's lighthouse keeps."""
+    """Read whether this process is a worker of a crew, kept by a store or torchft's lighthouse."""
     if variables.get("MANYHANDS_STORE"):
         return Place("manyhands")
     return Place("torchft") if variables.get("TORCHFT_LIGHTHOUSE") else None
 
 
 def _train_job(variables: Variables) -> Place | None:
-    """A pod of Kubeflow's TrainJob whose command is not torchrun, which reads these by itself."""
+    """Read the variables of a pod of Kubeflow's TrainJob, as torchrun does if it is the command."""
     if not {"PET_NNODES", "PET_NODE_RANK"} <= variables.keys():
         return None
     processes = variables.get("PET_NPROC_PER_NODE", "1")
     if processes != "1":
         raise ValueError(
             f"PET_NPROC_PER_NODE={processes}, as Kubeflow's TrainJob sets it, means that torchrun "
-            "starts the processes of this node, and torchrun has not started this one. Start the "
-            'script with torchrun (command: ["torchrun", "train.py"]), or with numProcPerNode: 1.'
+            "starts the processes of this node, but torchrun has not started this one. Start the "
+            'script with torchrun (command: ["torchrun", "train.py"]), or set numProcPerNode: 1.'
         )
     return Place(
         "kubeflow",
-        _number(variables, "PET_NODE_RANK"),
-        _number(variables, "PET_NNODES"),
+        read_number(variables, "PET_NODE_RANK"),
+        read_number(variables, "PET_NNODES"),
         address=variables.get("PET_MASTER_ADDR", ""),
-        port=_number(variables, "PET_MASTER_PORT", 0),
+        port=read_number(variables, "PET_MASTER_PORT", 0),
     )
 
 
 def _submitit_local(variables: Variables) -> Place | None:
-    """submitit's executor for one machine. (Its Slurm executor is `_slurm`.)"""
+    """Read what submitit's executor for one machine sets. (Its tasks on Slurm are `srun`'s.)"""
     if variables.get("SUBMITIT_EXECUTOR") != "local":
         return None
-    size = _number(variables, "SUBMITIT_LOCAL_NTASKS", 1)
+    size = read_number(variables, "SUBMITIT_LOCAL_NTASKS", 1)
     return Place(
         "submitit",
-        _number(variables, "SUBMITIT_LOCAL_GLOBALID", 0),
+        read_number(variables, "SUBMITIT_LOCAL_GLOBALID", 0),
         size,
-        _number(variables, "SUBMITIT_LOCAL_LOCALID", 0),
+        read_number(variables, "SUBMITIT_LOCAL_LOCALID", 0),
         size,
         *_meeting(variables, "127.0.0.1", variables.get("SUBMITIT_LOCAL_JOB_ID", "")),
     )
 
 
 def _slurm(variables: Variables) -> Place | None:
-    """A task of `srun`. A batch script has no step: what it starts by itself is a rank alone."""
+    """Read the variables of a task of `srun`.
+
+    A batch script has no step: a process that it starts without `srun` is a rank alone.
+    """
     if not {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= variables.keys():
         return None
     step = variables.get("SLURM_STEP_ID", "0")
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
     return Place(
         "slurm",
-        _number(variables, "SLURM_PROCID"),
-        _number(variables, "SLURM_STEP_NUM_TASKS"),
-        _number(variables, "SLURM_LOCALID", 0),
+        read_number(variables, "SLURM_PROCID"),
+        read_number(variables, "SLURM_STEP_NUM_TASKS"),
+        read_number(variables, "SLURM_LOCALID", 0),
         _tasks_here(variables),
         *_meeting(variables, first_host(hosts), f"{variables.get('SLURM_JOB_ID')}.{step}"),
     )
@@ -162,7 +168,7 @@ def _tasks_here(variables: Variables) -> int:
     counts: list[int] = []
     for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(repeated or 1)
-    node = _number(variables, "SLURM_NODEID", 0)
+    node = read_number(variables, "SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else 1
 
 
@@ -177,7 +183,7 @@ def first_host(hosts: str) -> str:
 
 
 def _mpi(variables: Variables) -> Place | None:
-    """Open MPI's mpirun, and Hydra's (MPICH, Intel MPI)."""
+    """Read what the mpirun of Open MPI sets, or that of Hydra (MPICH, Intel MPI)."""
     for rank, size, local_rank, local_size in (
         (
             "OMPI_COMM_WORLD_RANK",
@@ -189,15 +195,15 @@ def _mpi(variables: Variables) -> Place | None:
     ):
         if not {rank, size} <= variables.keys():
             continue
-        here, everywhere = _number(variables, local_size, 1), _number(variables, size)
+        here, everywhere = read_number(variables, local_size, 1), read_number(variables, size)
         if not variables.get("MASTER_ADDR") and here < everywhere:
             raise ValueError(
-                f"mpirun has started {everywhere} ranks on several hosts, and does not say where "
-                "rank 0 is. Pass MASTER_ADDR, the host of rank 0: mpirun -x MASTER_ADDR=$(hostname "
-                "-i) ... (Hydra: -genv MASTER_ADDR ...)."
+                f"mpirun has started {everywhere} ranks, {here} of them on this host, and does not "
+                "say where rank 0 is. Pass MASTER_ADDR, the host of rank 0: mpirun -x "
+                "MASTER_ADDR=$(hostname -i) ... (Hydra: -genv MASTER_ADDR ...)."
             )
         job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
-        own, local = _number(variables, rank), _number(variables, local_rank, 0)
+        own, local = read_number(variables, rank), read_number(variables, local_rank, 0)
         meeting = _meeting(variables, "127.0.0.1", job)
         return Place("mpi", own, everywhere, local, here, *meeting)
     return None
@@ -214,11 +220,11 @@ ENGINES: list[Callable[[Variables], Place | None]] = [
 
 
 def find_worker_number(variables: Variables) -> int | None:
-    """Return this worker's number in a crew, if an engine says it."""
-    # JOB_COMPLETION_INDEX is that of a pod of Kubernetes's Indexed Job.
+    """Return this worker's number in a crew; None if no engine has set it."""
+    # Kubernetes sets JOB_COMPLETION_INDEX in each pod of an Indexed Job.
     for name in ("MANYHANDS_WORKER", "JOB_COMPLETION_INDEX"):
         if variables.get(name):
-            return _number(variables, name)
+            return read_number(variables, name)
     return None
 
 
@@ -226,13 +232,16 @@ def find_worker_number(variables: Variables) -> int | None:
 
 
 def _meeting(variables: Variables, host: str, job: str) -> tuple[str, int]:
-    """Return the address where ranks meet: as set by the user, or worked out alike on all ranks."""
-    # The port follows from the job, so that two jobs of one host hardly ever choose the same.
+    """Return the address and port where ranks meet: the user's, or else this host and a port.
+
+    All ranks compute the same port from the job. Two jobs of one host hardly ever get the same.
+    """
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
-    return variables.get("MASTER_ADDR") or host, _number(variables, "MASTER_PORT", port)
+    return variables.get("MASTER_ADDR") or host, read_number(variables, "MASTER_PORT", port)
 
 
-def _number(variables: Variables, name: str, default: int | None = None) -> int:
+def read_number(variables: Variables, name: str, default: int | None = None) -> int:
+    """Return the whole number in this variable, or the default if the variable is not set."""
     text = variables.get(name)
     if not text and default is not None:
         return default
@@ -241,5 +250,5 @@ def _number(variables: Variables, name: str, default: int | None = None) -> int:
     except ValueError as error:
         raise ValueError(
             f"the environment variable {name} has to be a whole number, got {text!r}. The engine "
-            "that starts this process sets it."
+            "that starts this process sets it: correct it there, or unset it."
         ) from error

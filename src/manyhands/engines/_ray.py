@@ -3,21 +3,25 @@
 Ray makes the process group before it calls the training function, so `mh.start` finds it there.
 
     checkpoints   `mh.save` writes into Ray's storage, and the result is reported to Ray as it lies
-                  there: no second copy. Ray deletes old ones (`CheckpointConfig(num_to_keep=2)`)
+                  there, without a second copy. Ray deletes old checkpoints
+                  (`CheckpointConfig(num_to_keep=2)`)
     the notice    Ray marks each worker when a node is drained
-    leaving       Ray counts a training function that returns as the end of the run, and one that
-                  raises as a failure. So a worker that has saved waits: Ray ends it at the drain's
-                  deadline, and starts the run again on the nodes that are left
+    leaving       if a training function returns, Ray takes the run for finished; if it raises, for
+                  failed. So a worker that has saved waits until Ray ends it, at the deadline of the
+                  drained node. Ray then starts the run again on the nodes that are left
 
-Ray is never imported here first: if it trains in this process, it is there already.
+`mh.start` does not import Ray: if Ray trains in this process, Ray is imported already.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from manyhands._core.stop_notice import stop_notice
 
@@ -34,16 +38,21 @@ def _context() -> Any:
 
 
 def place_of_ray() -> tuple[int, int, int, int]:
-    """Return this worker's rank, the number of workers, and the same on this node."""
+    """Return this worker's rank, the number of ranks, and the same on this node."""
     import ray.train
 
     context = ray.train.get_context()
-    return (
-        context.get_world_rank(),
-        context.get_world_size(),
-        context.get_local_rank(),
-        context.get_local_world_size(),
-    )
+    rank, size = context.get_world_rank(), context.get_world_size()
+    if dist.is_initialized():  # with `TorchftConfig` the group has the ranks of one worker only
+        rank, size = dist.get_rank(), dist.get_world_size()
+    return rank, size, context.get_local_rank(), context.get_local_world_size()
+
+
+def worker_number() -> int:
+    """Return the number of this worker, if each worker has a process group of its own."""
+    import ray.train
+
+    return int(ray.train.get_context().get_world_rank()) // dist.get_world_size()
 
 
 def notice_of_ray() -> str:
@@ -83,7 +92,16 @@ def report_checkpoint(path: Path, metrics: dict[str, object]) -> None:
     )
 
 
+_left = threading.Event()  # set when the training function has saved and waits for Ray
+
+
+def has_left() -> bool:
+    """Return whether the training function of this process waits to be ended."""
+    return _left.is_set()
+
+
 def wait_for_the_end() -> NoReturn:
     """Wait until Ray ends this process."""
+    _left.set()
     while True:
         time.sleep(1.0)

@@ -134,8 +134,8 @@ def _grace() -> float | None:
         return float(text) if text else None
     except ValueError as error:
         raise ValueError(
-            f"{GRACE_VARIABLE} is the number of seconds between a stop notice and the end of the "
-            f"process, got {text!r}."
+            f"the environment variable {GRACE_VARIABLE} has to be a number of seconds, got "
+            f"{text!r}. It says how long this process may still run after a stop notice."
         ) from error
 
 
