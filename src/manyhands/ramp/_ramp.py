@@ -98,7 +98,7 @@ class Ramp:
         max_scale: the largest batch (all workers, all passes) in small batches, as the rule's
             `scale`. Set it lower if larger batches cost quality.
         goal: "time", the most progress in a second; "samples", few steps and few samples, where a
-            step counts as much as 1.25 small batches; "steps", the largest batch; None, the batch
+            step counts as much as 0.8 small batches; "steps", the largest batch; None, the batch
             as it is (with `decay="batch"`).
         efficiency: with `goal="samples"`, choose the largest batch at which a sample is still
             worth this fraction of a sample at the small batch, such as 0.8.
