@@ -35,7 +35,7 @@ from quality.workloads import WORKLOADS, Workload, loss_of
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
-from manyhands.ramp import _ramp
+from manyhands.ramp import _step_times
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "ramp.jsonl"
@@ -93,7 +93,7 @@ def train(workload: Workload, data: Any, overhead: float, way: str, batch: int, 
     rule = mh.AdaScale if workload.optimizer == "SGD" else mh.AdamScale
     optimizer = rule(workload.make_optimizer(model.parameters()), num_gradients_to_accumulate=batch)
     clock = StatedClock(overhead)
-    _ramp.time = clock  # type: ignore[assignment]
+    _step_times.time = clock  # type: ignore[assignment]
     ramp = mh.Ramp(optimizer, MAX_SCALE, **WAYS[way]) if way in WAYS else None
     schedule = mh.ProgressScheduler(
         LambdaLR(optimizer, lambda k: cosine(k, workload.steps)), optimizer, end=workload.steps

@@ -24,7 +24,7 @@ from quality.workloads import WORKLOADS, Pictures, Workload, loss_of
 from torch import Tensor, nn
 
 from lines.ways import Prepared, Way
-from manyhands.ramp import _ramp
+from manyhands.ramp import _step_times
 from sharding import traffic
 
 AHEAD = 0.03  # seconds from the end of an evaluation to the moment when all ranks go on
@@ -151,7 +151,7 @@ class Rank:
         self.ranks = dist.get_world_size()
         optimizer = task.about.make_optimizer(self.bare.parameters())
         self.clock = TrainingClock()
-        _ramp.time = self.clock  # type: ignore[assignment]
+        _step_times.time = self.clock  # type: ignore[assignment]
         self.made: Prepared = way.prepare(self.bare, optimizer, self.ranks)
         self.smooth = SmoothLoss(task.smooth_over)
         self.loss = float("inf")

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.ramp import _adaptive_loader, _ramp
+from manyhands.ramp import _adaptive_loader, _step_times
 from manyhands.ramp._micro_batches import StepSize, sizes, step_size
 
 
@@ -28,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(_ramp.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(_step_times.time, "perf_counter", clock.perf_counter)
     return clock
 
 
@@ -156,7 +156,7 @@ def test_each_pass_over_the_data_has_its_own_order_and_worker_processes_change_n
 
 def on_ranks(state=None, steps=None):
     clock = Clock()
-    _ramp.time = clock
+    _step_times.time = clock
     model, loader, rule = begin(lr=0.01)
     parallel = nn.parallel.DistributedDataParallel(model)
     rule = mh.AdaScale(torch.optim.SGD(parallel.parameters(), lr=0.01))
@@ -296,7 +296,7 @@ def test_without_autoscaling_it_is_a_loader_of_the_small_batch():
 
 def adaptdl_on_ranks():
     clock = Clock()
-    _ramp.time = clock
+    _step_times.time = clock
     _adaptive_loader._epochs = _adaptive_loader._Epochs()
     model, rule, passes, _ = adaptdl_loop(clock, "first")
     sizes_and_passes = [(size, more) for size, more, _ in passes]

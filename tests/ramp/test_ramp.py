@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands.blocks import _optimizer
-from manyhands.ramp import _ramp
+from manyhands.ramp import _step_times
 from manyhands.ramp._decision import Decision, Noise, StepTime, goodput
 
 
@@ -60,7 +60,7 @@ def train(clock, model, optimizer, ramp, loader, steps=None, after_step=lambda l
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(_ramp.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(_step_times.time, "perf_counter", clock.perf_counter)
     return clock
 
 
@@ -276,7 +276,7 @@ def on_ranks(lengths, wrap=None, fixed=(4.0, 4.0), steps=None, delayed=False, lr
     """Train on ranks whose loaders and clocks differ; return the passes of each step."""
     rank = dist.get_rank()
     clock = Clock(fixed=fixed[rank])
-    _ramp.time = clock  # in this forked rank alone
+    _step_times.time = clock  # in this forked rank alone
     model, loader = quadratic(rank, batches=lengths[rank], spread=8.0)
     parallel = DistributedDataParallel(model) if wrap is None else wrap(model)
     inner = torch.optim.SGD(parallel.parameters(), lr=lr)
@@ -374,7 +374,7 @@ def reduce(bucket, calls):
 def test_under_every_sharding_it_is_the_same_run(way):
     def run():
         clock = Clock()
-        _ramp.time = clock
+        _step_times.time = clock
         results = []
         for sharded in (False, True):
             torch.manual_seed(0)
@@ -449,7 +449,7 @@ def test_loss_scaling_and_clipping_at_a_changing_batch(clock, rule):
 def in_blocks():
     rank = dist.get_rank()
     clock = Clock(fixed=(1.0, 30.0)[rank])
-    _ramp.time = clock
+    _step_times.time = clock
     model, loader = quadratic(rank, batches=14_000, spread=8.0)  # for 200 steps of any size
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
     blocks = mh.LocalSGD(rule, every=10)
@@ -466,7 +466,7 @@ def test_inside_blocks_each_worker_has_its_own_batch():
 
 def in_blocks_with_long_rounds():
     clock = Clock(fixed=0.0)
-    _ramp.time = _optimizer.time = clock
+    _step_times.time = _optimizer.time = clock
     model, loader = quadratic(dist.get_rank(), batches=14_000, spread=8.0)
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
     blocks = mh.LocalSGD(rule, every=10)

@@ -453,5 +453,5 @@ def test_a_ramp_knows_the_noise_of_one_pass():
         rule.step()
         rule.zero_grad()
     # 20 steps of 12 examples: a small error, although each step had one pass of one worker
-    assert 0.1 < ramp._evidence.error < 1.0
-    assert ramp._noise().var == pytest.approx(rule.noise.var_of())
+    assert 0.1 < ramp._noise.evidence.error < 1.0
+    assert ramp._noise.measured().var == pytest.approx(rule.noise.var_of())

@@ -4,7 +4,7 @@ All ranks know the same numbers, and so they decide the same. This file counts i
 `AdaptiveDataLoader`, "pass" means one of its units here: a rank's part of the small batch
 (`_micro_batches.py`).
 
-Time      a step of p passes takes         t(p) = a + b p              seconds (`_measured.py`)
+Time      a step of p passes takes         t(p) = a + b p              seconds (`_step_times.py`)
 Scale     its batch is, in small batches,  S(p) = u p                  u: one pass on all workers
 Worth     in steps of scale 1              r(S) = (v + s) / (v / S + s)       the gain, `_noise.py`
 Goodput   worth per second                 r(u p) / t(p)

@@ -1,18 +1,76 @@
-"""Warnings of what a growing batch does to the rest of a training script."""
+"""Errors of `Ramp`'s arguments, and warnings of what a growing batch does to a script."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from manyhands._core.modules import modules_holding
+from manyhands.ramp._decision import Limits
+from manyhands.ramp._micro_batches import StepLoader
+from manyhands.scaling._rule_base import ScalingRuleBase
 
+GOALS = ("time", "samples", "steps", None)
 STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule that counts steps
+
+
+def rule_of(optimizer: Optimizer) -> ScalingRuleBase:
+    """Return the optimizer if it is a scaling rule that no other `Ramp` has, or raise."""
+    if not isinstance(optimizer, ScalingRuleBase):
+        raise TypeError(
+            f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}: "
+            "the rule measures the noise, and scales the learning rate with the batch. Write "
+            "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
+        )
+    if optimizer._observer is not None:
+        raise ValueError(
+            "this optimizer has a Ramp already. Use that one: a batch is decided by one Ramp only."
+        )
+    return optimizer
+
+
+def check_goal_and_numbers(
+    max_scale: float,
+    limits: Limits,
+    decay: str,
+    numbers: Mapping[str, object],
+) -> None:
+    """Raise for an argument that makes no sense; `numbers` are numbers of steps, by name."""
+    if limits.goal not in GOALS:
+        raise ValueError(f"goal must be one of {', '.join(map(repr, GOALS))}, got {limits.goal!r}.")
+    if decay not in ("rate", "batch"):
+        raise ValueError(f"decay must be 'rate' or 'batch', got {decay!r}.")
+    if limits.efficiency is not None and limits.goal != "samples":
+        raise ValueError(f"efficiency needs goal='samples', got goal={limits.goal!r}.")
+    if limits.efficiency is not None and not 0.0 < limits.efficiency <= 1.0:
+        raise ValueError(f"efficiency must be above 0 and at most 1, got {limits.efficiency}.")
+    for name, steps in numbers.items():
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"{name} must be a whole number of steps above 0, got {steps!r}.")
+    if not (limits.growth > 1.0 and math.isfinite(limits.growth)):
+        raise ValueError(f"growth must be a number above 1, such as 2.0, got {limits.growth}.")
+    if not math.isfinite(max_scale):
+        raise ValueError(f"max_scale must be a number, such as 64, got {max_scale}.")
+
+
+def check_parts(loader: object, probe: object) -> None:
+    """Raise if a loader or a probe is of another kind."""
+    if loader is not None and not isinstance(loader, StepLoader):
+        raise TypeError(
+            f"loader= takes an AdaptiveDataLoader, got {type(loader).__name__}. Give any other "
+            "loader of micro-batches to over()."
+        )
+    if probe is not None and not callable(probe):
+        raise TypeError(
+            f"probe must be a function without arguments, got {probe!r}: write probe=lambda: "
+            "mh.probe_batch(...). Every how many steps it is called is probe_every."
+        )
 
 
 @dataclass

@@ -17,10 +17,9 @@ All ranks end a pass over the data together, with the last whole step (`_micro_b
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -35,29 +34,26 @@ from manyhands.ramp._decision import (
     Decision,
     Goal,
     Limits,
-    Noise,
     StepTime,
     decide,
     efficiency,
 )
-from manyhands.ramp._measured import Evidence, SlowestRank, StepTimes, SyncRounds, memory_for
-from manyhands.ramp._micro_batches import (
-    MicroBatches,
-    StepLoader,
-    StepSize,
-    Supply,
+from manyhands.ramp._evidence import NoiseWatch
+from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
+from manyhands.ramp._mistakes import (
+    ScheduleWatch,
+    check_goal_and_numbers,
+    check_parts,
+    rule_of,
+    warn_of_batch_norm,
 )
-from manyhands.ramp._mistakes import ScheduleWatch, warn_of_batch_norm
-from manyhands.scaling._noise import estimate
-from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.ramp._step_times import StepTimer
 from manyhands.scaling._settings import parse_passes
 from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
 
-GOALS = ("time", "samples", "steps", None)
-NOISE_LASTS = 60  # steps without a new measurement, after which the noise is forgotten
 SKIPPED = 2  # first steps, whose times do not count: they compile, allocate and connect
 
 
@@ -141,11 +137,11 @@ class Ramp:
         probe_every: int = 1000,
     ) -> None:
         limits = Limits(goal=goal, efficiency=efficiency, growth=growth)
-        _check_goal_and_numbers(
+        check_goal_and_numbers(
             max_scale, limits, decay, {"every": every, "probe_every": probe_every}
         )
-        _check_parts(loader, probe)
-        optimizer = _rule(optimizer)
+        check_parts(loader, probe)
+        optimizer = rule_of(optimizer)
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
         self._model, self._no_sync = model, _no_sync_of(model)
@@ -158,19 +154,13 @@ class Ramp:
             optimizer.set_scale_per_pass(batch.scale / batch.passes)
         self._limits = limits
         self._set_units(batch.passes)
-        self._times = StepTimes()
-        self._slowest = SlowestRank()
-        self._sync_rounds = SyncRounds()
-        self._evidence = Evidence()
+        self._timer = StepTimer()
+        self._noise = NoiseWatch(optimizer)
         self._schedule = ScheduleWatch()
         self._moments_scale = self.scale  # of the batch that Adam's second moments belong to
         self._first_units = self._units
         self._decay = Decay() if decay == "batch" else None
         self._steps = 0  # since this object was made
-        self._average = optimizer._tracker.average
-        self._unmeasured = 0  # steps since the noise was last measured
-        self._timed = (0.0, 0)  # seconds and units of this rank's last step, for its next report
-        self._step_began: float | None = None
         self._supply = Supply(optimizer)
         self._probed_at = 0  # the step after which a probe ran last
         if loader is not None:
@@ -265,13 +255,13 @@ class Ramp:
         """
         if isinstance(loader, StepLoader):
             self._bind(loader)
-            self._step_began = None  # the time between two passes over the data is not a step's
+            self._timer.skip()  # the time between two passes over the data is not a step's
             for step in loader.steps(lambda: self._size):
                 self._run_probe()
                 self._begin_step(loader.size)
                 yield self._micro_batches(step, count)
             return
-        self._step_began = None  # the time between two passes over the data is not a step's
+        self._timer.skip()  # the time between two passes over the data is not a step's
         if isinstance(loader, Cursor):
             yield from self._over_cursor(loader, count)
             return
@@ -313,7 +303,7 @@ class Ramp:
         self._probed_at = self._steps  # once, also where the data begins anew
         self._probed_scale = self._probe().largest * self.optimizer.scale
         self._units = min(self._units, self._most)
-        self._step_began = None  # the time of a probe is not a step's
+        self._timer.skip()  # the time of a probe is not a step's
 
     @property
     def _most(self) -> int:
@@ -337,19 +327,15 @@ class Ramp:
 
     def report(self) -> RankReport:
         """Return how long this rank's last step took, and how many batches it has ready."""
-        seconds, passes = self._timed
+        seconds, passes = self._timer.last
         return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.report())
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
         """Take the time of the step that has ended, and decide about the next ones."""
         units = self.optimizer.passes * (1 if self._loader is None else self._loader.size.per_pass)
-        now = time.perf_counter()
-        correction = self._sync_rounds.correct_step()
-        if self._step_began is not None and self._steps >= SKIPPED:
-            self._timed = (now - self._step_began + correction, units)
-        self._step_began = now
+        self._timer.step_ended(units, counts=self._steps >= SKIPPED)
         self._steps += 1
-        self._see_noise()
+        self._noise.see_step()
         self._supply.step_ended(reports)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if not self.optimizer._schedule_counts_progress:
@@ -358,9 +344,7 @@ class Ramp:
             self._decay.see(self._units, rates)
         if not reports:  # delayed statistics, and this was the first step
             return
-        slowest = reports[self._slowest.find([report.seconds for report in reports])]
-        if slowest.seconds > 0.0:
-            self._times.add(int(slowest.timed_passes), slowest.seconds)
+        self._timer.add_reports(reports)
         if self._steps % self._every == 0 or self._is_far_away():
             self._decide()
         if self._loader is None:
@@ -368,36 +352,7 @@ class Ramp:
 
     def after_sync(self, seconds: float) -> None:
         """Add the time of a sync round: every step of the blocks has its share of it."""
-        self._sync_rounds.latest += seconds
-
-    def _see_noise(self) -> None:
-        """Update how sure the noise is, if the rule has measured it in this step.
-
-        A rule measures nothing from a single gradient at scale 1, or from gradients that overflow.
-        """
-        batch, before, average = (
-            self.optimizer._batch,
-            self._average,
-            self.optimizer._tracker.average,
-        )
-        self._unmeasured += 1
-        if average is before:
-            return
-        self._average, self._unmeasured = average, 0
-        if before.consecutive and not average.consecutive:
-            self._evidence = Evidence()  # the average has begun anew, with a better measurement
-        count, scale = float(self.optimizer.passes * batch.workers), self.optimizer.scale
-        sums = self.optimizer._tracker.sums
-        assert sums is not None  # the average is another
-        if average.norm_kind == "examples":  # each example counts as one small batch
-            count = sums.small_batches
-        if average.consecutive:  # two steps' gradients, as one step of twice the size
-            count, scale = 2 * count, 2.0 * scale
-        var = before.var_of()  # zero where var_floor=0.0 and all gradients of a step were equal
-        if before.measured and before.norm_kind == average.norm_kind and var > 0.0:
-            deviation = sum(estimate(sums).sqr) - sum(before.raw_sqr)
-            self._evidence.see_deviation(count, scale, deviation / var)
-        self._evidence.add(count, scale, self.optimizer.smoothing)
+        self._timer.sync_rounds.latest += seconds
 
     def _is_far_away(self) -> bool:
         """Return whether to decide after every step, as the best batch is unknown or far away."""
@@ -413,39 +368,24 @@ class Ramp:
 
     def _decide(self) -> None:
         """Choose the units of the next steps."""
-        fit = self._times.fit()
-        if self._unmeasured > NOISE_LASTS:
-            self._forget_noise()
-        self._set_memory()
+        fit = self._timer.times.fit()
+        self._noise.forget_old()
+        if self._limits.goal is not None:
+            self._noise.set_memory()
         self._decision = decide(
             self._units,
-            self._noise(),
+            self._noise.measured(),
             fit,
             self._scale_per_unit,
             replace(self._limits, most=self._most),
             # The first number of passes need not be timed: any two others do as well.
             timed_here=fit is not None
             or self._steps == 1
-            or self._size.units in self._times.levels(),
+            or self._size.units in self._timer.times.levels(),
         )
         if self._decay is not None:
             self._decision = self._decay.hold(self._decision, self._most)
         self._units = self._decision.passes
-
-    def _forget_noise(self) -> None:
-        """Begin the averages anew: a few new steps would change little among many old ones."""
-        tracker = self.optimizer._tracker
-        if tracker.average.measured:
-            tracker.average = self._average = tracker.average.begun_anew()
-            self._evidence = Evidence()
-
-    def _set_memory(self) -> None:
-        """Set how far the averages look back: see `memory_for`."""
-        batch, average = self.optimizer._batch, self.optimizer._tracker.average
-        if average.measured and self._limits.goal is not None:
-            gradients = batch.passes * batch.workers
-            noise = Noise(average.sqr_of(), average.var_of())
-            batch.memory = memory_for(noise, gradients, self.optimizer.scale)
 
     def begin_step(self, passes: int) -> None:
         """Declare how many backward passes the next step has, if not `ramp.passes`.
@@ -468,7 +408,7 @@ class Ramp:
 
         Call it after work that is no part of a step, such as a validation or a checkpoint.
         """
-        self._step_began = None
+        self._timer.skip()
 
     def _begin_step(self, size: StepSize) -> None:
         """Let the rule expect a step of this size; all ranks do so between the same two steps."""
@@ -489,23 +429,18 @@ class Ramp:
         if not batch.counts_passes:
             batch.set_passes(size.passes)
 
-    def _noise(self) -> Noise | None:
-        average = self.optimizer._tracker.average
-        if not average.measured:
-            return None
-        return Noise(average.sqr_of(), average.var_of(), self._evidence.error)
-
     # -- seeing, saving ------------------------------------------------------------------------
 
     @property
     def step_time(self) -> StepTime | None:
         """The fitted time of a step; None until two numbers of passes were tried."""
-        return self._times.fit()
+        return self._timer.times.fit()
 
     def snapshot(self) -> dict[str, object]:
         """Return the state in plain values, for logs and `Record`."""
-        noise, fit = self._noise(), self._times.fit()
-        seconds, passes = self._times.steps[-1][::-1] if self._times.steps else (None, None)
+        noise, times = self._noise.measured(), self._timer.times
+        fit = times.fit()
+        seconds, passes = times.steps[-1][::-1] if times.steps else (None, None)
         return {
             "batch_scale": self.scale,
             "batch_passes": self.passes,
@@ -526,16 +461,12 @@ class Ramp:
             "workers": self.optimizer._batch.workers,
             "steps": self._steps,
             "decay": None if self._decay is None else self._decay.to_list(),
-            "unmeasured": self._unmeasured,
-            "times": [[passes, seconds] for passes, seconds in self._times.steps],
-            "timed": list(self._timed),
-            "slowest": [self._slowest.rank, self._slowest.seconds],
             "probed_scale": None if self._probed_scale == math.inf else self._probed_scale,
             "memory": self.optimizer._batch.memory,
             "moments_scale": self._moments_scale,
-            "sync_rounds": list(astuple(self._sync_rounds)),
             "probed_at": self._probed_at,
-            "evidence": list(astuple(self._evidence)),
+            **self._timer.state_dict(),
+            **self._noise.state_dict(),
         }
 
     def load_state_dict(self, state_dict: SavedState) -> None:
@@ -553,77 +484,16 @@ class Ramp:
         self._decision = Decision(self._units, "wait", self._units)
         if self._decay is not None and state_dict["decay"] is not None:
             self._decay = Decay(*map(float, state_dict["decay"]))
-        self._times, self._slowest = StepTimes(), SlowestRank()
-        self._steps, self._timed, self._step_began = int(state_dict["steps"]), (0.0, 0), None
-        self._unmeasured = int(state_dict["unmeasured"])
-        self._average = self.optimizer._tracker.average
+        self._steps = int(state_dict["steps"])
         self.optimizer._batch.memory = float(state_dict["memory"])
         self._moments_scale = float(state_dict["moments_scale"])
         self._probed_at = int(state_dict["probed_at"])
-        self._evidence = Evidence(*map(float, state_dict["evidence"]))
+        self._noise.load_state_dict(state_dict)
+        self._timer = StepTimer()
         if int(state_dict["workers"]) == self.optimizer._batch.workers:
-            for timed_passes, seconds in state_dict["times"]:
-                self._times.add(int(timed_passes), float(seconds))
-            self._sync_rounds = SyncRounds(*map(float, state_dict["sync_rounds"]))
-            seconds, timed_passes = state_dict["timed"]
-            self._timed = float(seconds), int(timed_passes)
-            rank, of_ranks = state_dict["slowest"]
-            self._slowest = SlowestRank(int(rank), [float(each) for each in of_ranks])
+            self._timer.load_state_dict(state_dict)
         # The optimizer's state may be loaded later: its second moments follow with the next step.
         self._expect(self._size)
-
-
-def _rule(optimizer: Optimizer) -> ScalingRuleBase:
-    """Return the optimizer if it is a scaling rule that no other `Ramp` has, or raise."""
-    if not isinstance(optimizer, ScalingRuleBase):
-        raise TypeError(
-            f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}: "
-            "the rule measures the noise, and scales the learning rate with the batch. Write "
-            "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
-        )
-    if optimizer._observer is not None:
-        raise ValueError(
-            "this optimizer has a Ramp already. Use that one: a batch is decided by one Ramp only."
-        )
-    return optimizer
-
-
-def _check_goal_and_numbers(
-    max_scale: float,
-    limits: Limits,
-    decay: str,
-    numbers: Mapping[str, object],
-) -> None:
-    """Raise for an argument that makes no sense; `numbers` are numbers of steps, by name."""
-    if limits.goal not in GOALS:
-        raise ValueError(f"goal must be one of {', '.join(map(repr, GOALS))}, got {limits.goal!r}.")
-    if decay not in ("rate", "batch"):
-        raise ValueError(f"decay must be 'rate' or 'batch', got {decay!r}.")
-    if limits.efficiency is not None and limits.goal != "samples":
-        raise ValueError(f"efficiency needs goal='samples', got goal={limits.goal!r}.")
-    if limits.efficiency is not None and not 0.0 < limits.efficiency <= 1.0:
-        raise ValueError(f"efficiency must be above 0 and at most 1, got {limits.efficiency}.")
-    for name, steps in numbers.items():
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"{name} must be a whole number of steps above 0, got {steps!r}.")
-    if not (limits.growth > 1.0 and math.isfinite(limits.growth)):
-        raise ValueError(f"growth must be a number above 1, such as 2.0, got {limits.growth}.")
-    if not math.isfinite(max_scale):
-        raise ValueError(f"max_scale must be a number, such as 64, got {max_scale}.")
-
-
-def _check_parts(loader: object, probe: object) -> None:
-    """Raise if a loader or a probe is of another kind."""
-    if loader is not None and not isinstance(loader, StepLoader):
-        raise TypeError(
-            f"loader= takes an AdaptiveDataLoader, got {type(loader).__name__}. Give any other "
-            "loader of micro-batches to over()."
-        )
-    if probe is not None and not callable(probe):
-        raise TypeError(
-            f"probe must be a function without arguments, got {probe!r}: write probe=lambda: "
-            "mh.probe_batch(...). Every how many steps it is called is probe_every."
-        )
 
 
 def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:

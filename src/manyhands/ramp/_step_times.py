@@ -1,6 +1,6 @@
-"""What a decision is based on: how long steps take, and how sure the noise is.
+"""How long steps take: `a + b p` seconds for p passes, and what is left out of it.
 
-**Times.** A step of p passes takes a + b p seconds on the slowest worker. This includes everything:
+A step of p passes takes a + b p seconds on the slowest worker. This includes everything:
 data, backward, communication, the optimizer. `StepTimes` keeps the last `WINDOW` steps. For each p
 it takes the mean, in which a pause (an evaluation, a checkpoint, a compilation) counts as no more
 than `CUT_OFF` times the usual deviation from the median. The slope b is the weighted median of the
@@ -15,58 +15,81 @@ In blocks, a few steps have a sync round after them, and most have none. `SyncRo
 time of the rounds evenly among all steps. A larger batch takes fewer steps for the same samples,
 and therefore fewer rounds.
 
-**Evidence.** Few steps of few passes say little about |true gradient|^2. If noise dominates and is
-Gaussian, a step with n small batches estimates sqr = |true gradient|^2 (`scaling/_noise.py`) with
-the variance
-
-    2 var^2 / (d n (n - 1))      var: the noise at scale 1, which is that of one small batch
-
-for noise in d directions of equal size. If the micro-batches are larger than the small batch, the
-scale S is larger than n, and each of the n gradients has S / n times less noise. The variance of an
-average with the weights w_k is the sum of w_k^2 times those of its steps. So the error relative to
-var needs only n, d and the weights:
-
-    error = sqrt(sum w_k^2 2 / (d n_k (n_k - 1))) / sum w_k
-
-1 / d is measured: the mean of the squared deviations of the steps' estimates from their average,
-divided by what they would be with d = 1. It begins at 1, which counts as much as `PRIOR_STEPS`
-steps, and is never more.
-
-**Memory** is the number of small batches over which the averages look back. A long memory has a
-small error, and lags behind a noise that grows. With n gradients in each step, M small batches have
-an error of sqrt(2 / (n M)) var in the worst case (d = 1). `memory_for` returns the M at which it is
-half of sqr, but never less than `MEMORY_STEPS` steps: the learning rate is multiplied by the gain,
-and the gain of a single step jumps by a factor of 2 or 4, at which the loss may rise. With the
-measured d, too, the gain follows single steps too closely (`docs/notes.md`).
-
-`Ramp` grows the batch only if sqr + 0.7 error var, most of a standard error above the average, asks
-for it. Otherwise an early estimate that is near zero by chance would look like pure noise, and the
-run would jump to the largest batch. To shrink the batch, sqr - error var has to ask for it.
+`StepTimer` is the clock of one rank, and has the three.
 """
 
 from __future__ import annotations
 
-import math
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import combinations
 from statistics import fmean, median
 
-from manyhands.ramp._decision import Noise, StepTime
+from manyhands._core.state_parts import SavedState
+from manyhands.ramp._decision import StepTime
+from manyhands.scaling._step_stats import RankReport
 
 WINDOW = 240  # steps
-MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
-MEMORY_STEPS = 3  # the shortest memory, in steps
-ERROR = 0.5  # the error of sqr that a memory should have, in units of sqr
 LOOK_BACK = 1000  # steps over which the time of sync rounds is averaged
-PRIOR_STEPS = 3.0  # steps whose deviations are assumed to be those of noise in one direction
-DEVIATIONS_FADE = 0.99  # the weight of the past deviations, in each step
-LARGEST_DEVIATION = 10.0  # of one step, squared, in units of what is expected with d = 1
 ENOUGH = 3  # the fewest steps with one number of passes whose times count
 CUT_OFF = 4.5  # median deviations, which are three standard deviations of a normal distribution
 SLOWER = 1.1  # how much slower another rank has to be for its times to count
 FADING = 0.99  # the weight of the past times of ranks, in each step
+
+
+class StepTimer:
+    """Times this rank's steps, and keeps the times of the slowest rank's."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self.sync_rounds = SyncRounds()
+        self._slowest = SlowestRank()
+        self._last = (0.0, 0)  # seconds and units of this rank's last step, for its next report
+        self._began: float | None = None
+
+    def skip(self) -> None:
+        """Leave out the time since the last step: it is no part of the next one."""
+        self._began = None
+
+    def step_ended(self, units: int, counts: bool) -> None:
+        """Take the time of a step of so many units, if it counts."""
+        now = time.perf_counter()
+        correction = self.sync_rounds.correct_step()
+        if self._began is not None and counts:
+            self._last = (now - self._began + correction, units)
+        self._began = now
+
+    @property
+    def last(self) -> tuple[float, int]:
+        """Seconds and units of this rank's last step that counted."""
+        return self._last
+
+    def add_reports(self, reports: Sequence[RankReport]) -> None:
+        """Add the time of a step, as the ranks have reported it."""
+        slowest = reports[self._slowest.find([report.seconds for report in reports])]
+        if slowest.seconds > 0.0:
+            self.times.add(int(slowest.timed_passes), slowest.seconds)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the times in plain values."""
+        return {
+            "times": [[passes, seconds] for passes, seconds in self.times.steps],
+            "timed": list(self._last),
+            "slowest": [self._slowest.rank, self._slowest.seconds],
+            "sync_rounds": list(astuple(self.sync_rounds)),
+        }
+
+    def load_state_dict(self, state_dict: SavedState) -> None:
+        """Continue with the times of a `state_dict`, in a timer that has none yet."""
+        for timed_passes, seconds in state_dict["times"]:
+            self.times.add(int(timed_passes), float(seconds))
+        seconds, timed_passes = state_dict["timed"]
+        self._last = float(seconds), int(timed_passes)
+        rank, of_ranks = state_dict["slowest"]
+        self._slowest = SlowestRank(int(rank), [float(each) for each in of_ranks])
+        self.sync_rounds = SyncRounds(*map(float, state_dict["sync_rounds"]))
 
 
 @dataclass
@@ -181,73 +204,3 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
         if below >= half:
             return value
     raise ValueError("a weighted median needs at least one value.")
-
-
-@dataclass
-class Evidence:
-    """The standard error of the averaged |true gradient|^2, in units of the averaged noise."""
-
-    squares: float = 0.0
-    weight: float = 0.0
-    deviations: float = PRIOR_STEPS  # squared, over what they would be in one direction
-    steps: float = PRIOR_STEPS
-
-    def see_deviation(self, small_batches: float, scale: float, deviation: float) -> None:
-        """Take note of how far a step's estimate is from the average before it."""
-        if small_batches < 2:
-            return  # nothing was compared
-        expected = _variance(small_batches, scale)
-        if self.weight:  # the average has an error, too
-            expected += self.squares / self.weight**2
-        # Noise with long tails has few large deviations; and the signal may have changed.
-        squared = min(deviation**2 / expected, LARGEST_DEVIATION)
-        self.deviations = DEVIATIONS_FADE * self.deviations + squared
-        self.steps = DEVIATIONS_FADE * self.steps + 1.0
-
-    def add(self, small_batches: float, scale: float, smoothing: float) -> None:
-        """Add a step; `smoothing` is the weight of the past in the average."""
-        if small_batches < 2:
-            return  # a single gradient was compared with nothing
-        variance = _variance(small_batches, scale)
-        self.squares = smoothing**2 * self.squares + (1.0 - smoothing) ** 2 * variance
-        self.weight = smoothing * self.weight + (1.0 - smoothing)
-
-    @property
-    def error(self) -> float:
-        """The standard error; infinite before the first measurement.
-
-        >>> evidence = Evidence()
-        >>> for _ in range(100):
-        ...     evidence.add(small_batches=2, scale=2.0, smoothing=0.999)
-        >>> round(evidence.error, 3)  # sqrt(2 / (2 * 1) / 100)
-        0.1
-        """
-        inverse_directions = min(self.deviations / self.steps, 1.0)
-        variance = inverse_directions * self.squares
-        return math.sqrt(variance) / self.weight if self.weight else math.inf
-
-
-def _variance(small_batches: float, scale: float) -> float:
-    """Return the variance of a step's estimate, in units of var^2, for noise in one direction."""
-    per_batch = scale / small_batches  # larger micro-batches have less noise
-    return 2.0 / (small_batches * (small_batches - 1)) / per_batch**2
-
-
-def memory_for(noise: Noise, gradients: int, scale: float) -> float:
-    """Return how many small batches to look back, for steps of `scale` with `gradients` each.
-
-    >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=8, scale=8.0)
-    400.0
-    >>> memory_for(Noise(sqr=0.0, var=1.0), gradients=8, scale=8.0)
-    1000.0
-    >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=80, scale=80.0)
-    240.0
-    """
-    shortest, longest = (
-        max(MEMORIES[0], MEMORY_STEPS * scale),
-        max(MEMORIES[1], MEMORY_STEPS * scale),
-    )
-    if noise.sqr <= 0.0:
-        return longest
-    noise_scale = noise.var / noise.sqr / (scale / gradients)
-    return min(max(2.0 * (noise_scale / ERROR) ** 2 / gradients, shortest), longest)
