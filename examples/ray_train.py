@@ -13,6 +13,7 @@ Needs ray[train].
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -78,7 +79,7 @@ if __name__ == "__main__":
         },
         scaling_config=ScalingConfig(num_workers=least if least == most else (least, most)),
         run_config=RunConfig(
-            storage_path=args.storage,
+            storage_path=str(Path(args.storage).expanduser().absolute()),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=3),
             callbacks=[SaveBeforeResize()],

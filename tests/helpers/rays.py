@@ -1,12 +1,15 @@
 """Drivers of Ray, each with a Ray of its own.
 
-A Ray finds another one of the same machine by a file in its folder, which
-`ray.cluster_utils.Cluster` and `ray start` write: `ray.init()` then joins that cluster, and
-`ray.init(num_cpus=...)` is an error. So each driver has a folder of its own.
+Two Rays that start on one machine share two files, and this has let tests fail that run side by
+side. `ray.cluster_utils.Cluster` and `ray start` write their address to /tmp/ray: `ray.init()` then
+joins that cluster, and `ray.init(num_cpus=...)` is an error. The first Ray of a user writes a token
+to ~/.ray/auth_token: if two do so, one of them has the wrong token. So each driver here has a
+folder and a token of its own.
 """
 
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -16,7 +19,7 @@ from pathlib import Path
 
 from helpers.pages import ROOT
 
-TIMEOUT = 400  # seconds for one driver
+TIMEOUT = 900  # seconds for one driver, on a busy machine
 
 
 @contextlib.contextmanager
@@ -30,12 +33,15 @@ def variables_of_ray() -> Iterator[dict[str, str]]:
             **others,
             "PYTHONPATH": str(ROOT / "src"),
             "RAY_TMPDIR": folder,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_TRAIN_V2_ENABLED": "1",
             "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
             "RAY_DEDUP_LOGS": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
-            # On a busy machine processes start late, and others may take its memory.
-            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
+            # Ray Train may count a drained node for 20 s more, and waits for its resources so long.
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+            # Other processes of a busy machine may take its memory.
             "RAY_memory_monitor_refresh_ms": "0",
         }
     finally:

@@ -95,6 +95,52 @@ def test_one_device_is_the_plain_loop(tmp_path):
         assert_alike(run_ranks(1, both, name), alone)
 
 
+def manual_step(self, batch, _):
+    """Manual optimization; it returns nothing."""
+    optimizer = self.optimizers()
+    optimizer.zero_grad()
+    loss = loss_of(self.net, batch)
+    self.losses.append(loss.item())
+    self.manual_backward(loss)
+    self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["OSS", "ShardedDDP"])
+def test_manual_optimization_is_the_plain_loop(name):
+    def train():
+        module = module_of(adamw, training_step=manual_step)
+        module.automatic_optimization = False
+        trainer = trainer_of(SHARDINGS[name](), max_epochs=2, callbacks=[scaling()])
+        return fit(module, trainer)
+
+    alone = Alone(adamw, None, mh.AdamScale)
+    alone.epoch(8, 2, 1, clip=0.5).epoch(8, 2, 1, clip=0.5)
+    assert_alike(run_ranks(2, train), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_manual_optimization_in_a_sharded_model_is_an_error():
+    """Its backward would come before the model's forward ends, which averages no gradients then."""
+
+    def train():
+        module = module_of(sgd, training_step=manual_step)
+        module.automatic_optimization = False
+        fit(module, trainer_of(SHARDINGS["FSDP"](), max_epochs=1))
+
+    raises_on_ranks(2, ValueError, train, match="Leave it at True, or use ShardedDDPStrategy")
+
+
+@pytest.mark.parametrize("name", ["FSDP", "blocks"])
+def test_averaged_weights_are_an_error_where_devices_differ(name):
+    def train():
+        from lightning.pytorch.callbacks import EMAWeightAveraging
+
+        make = SHARDINGS.get(name, partial(strategy_of, "BlocksStrategy"))
+        fit(module_of(sgd), trainer_of(make(), max_epochs=1, callbacks=[EMAWeightAveraging()]))
+
+    raises_on_ranks(2, ValueError, train, match="EMAWeightAveraging does not work here")
+
+
 @pytest.mark.parametrize("name", ["ShardedDDP", "FSDP"])
 def test_gradients_are_clipped_by_value_too(name):
     def train():

@@ -100,7 +100,6 @@ def come_and_go():
     )
     assert accepted, why
     wait_for_steps(workers=1)
-    (folder / "end").touch()
 
 
 config = {"log": str(folder / "log"), "end": str(folder / "end")}
@@ -117,7 +116,10 @@ trainer = TorchTrainer(
 )
 with ThreadPoolExecutor(1) as other:  # a node can be added by the main thread only
     training = other.submit(trainer.fit)
-    come_and_go()
+    try:
+        come_and_go()
+    finally:
+        (folder / "end").touch()
     result = training.result()
 print("RESULT", json.dumps([result.checkpoint.path, result.metrics]), flush=True)
 ray.shutdown()

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from helpers.ranks import run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
     Lamb,
     assert_same,
@@ -567,3 +567,25 @@ def test_outputs_may_be_views_and_changed_in_place(wrap):
         steps(model, optimizers, part, loss=loss)
 
     compare(loop, model=build, wrap=wrap)
+
+
+class ReturnsNothing(nn.Module):
+    """Keeps its loss, and returns nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, x, y):
+        self.loss = nn.functional.mse_loss(self.inner(x), y)
+
+
+def test_a_forward_that_returns_none_is_an_error_unless_there_is_no_backward():
+    def run():
+        model = mh.FSDP(ReturnsNothing())
+        x, y = (batches[0, 0, 0] for batches in make_batches(1, 1, 1))
+        with torch.no_grad():
+            assert model(x, y) is None
+        model(x, y)
+
+    raises_on_ranks(2, TypeError, run, match="Return the output or the loss")

@@ -36,6 +36,8 @@ from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations.lightning._callbacks import Scaling
 from manyhands.integrations.lightning._trainer import (
     callbacks_of,
+    check_automatic,
+    check_no_averages,
     only_optimizer,
     replace_clipping,
     restore_clipping,
@@ -199,6 +201,13 @@ class FullyShardedStrategy(OwnStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, also to evaluate it; then set up the optimizers."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_automatic(trainer.lightning_module, type(self).__name__)
+            check_no_averages(
+                trainer,
+                "it copies whole parameters, and under FullyShardedStrategy each device has "
+                "shards. Use ShardedDDPStrategy, or leave the callback out.",
+            )
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         Strategy.setup(self, trainer)
@@ -305,6 +314,15 @@ class BlocksStrategy(OwnStrategy):
         of_strategy = {name: options.pop(name) for name in OF_DDP_STRATEGY & options.keys()}
         self._make, self._options = blocks, options
         super().__init__(**of_strategy)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up model and optimizers."""
+        check_no_averages(
+            trainer,
+            "in blocks the parameters of the devices differ between sync rounds, and so would "
+            "their averages. Leave the callback out: a sync round averages over the devices.",
+        )
+        super().setup(trainer)
 
     def configure_ddp(self) -> None:
         """Leave the model as it is: nobody averages gradients."""

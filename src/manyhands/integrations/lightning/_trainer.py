@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -103,6 +103,13 @@ def check_callbacks(trainer: Trainer, what: str) -> None:
         )
 
 
+def check_no_averages(trainer: Trainer, reason: str) -> None:
+    """Raise for a callback that keeps averaged weights beside the model's."""
+    for each in callbacks_of(trainer):
+        if isinstance(each, WeightAveraging):
+            raise ValueError(f"{type(each).__name__} does not work here: {reason}")
+
+
 def check_manual(module: LightningModule, by_progress: bool, what: str) -> None:
     """Raise if schedulers that training_step steps would have to follow the progress."""
     if by_progress and not module.automatic_optimization:
@@ -110,6 +117,16 @@ def check_manual(module: LightningModule, by_progress: bool, what: str) -> None:
             f"{what}(by_progress=True) steps the schedulers, and with automatic_optimization=False "
             "training_step does. Leave by_progress out, and use mh.ProgressScheduler in "
             "training_step."
+        )
+
+
+def check_automatic(module: LightningModule, what: str) -> None:
+    """Raise if training_step calls backward() by itself, inside the forward of a sharded model."""
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{what} calls training_step inside the forward of the sharded model, which averages "
+            "gradients in a backward after that. With automatic_optimization=False the backward "
+            "comes before. Leave it at True, or use ShardedDDPStrategy."
         )
 
 

@@ -385,8 +385,18 @@ def _nest_inputs(_: nn.Module, args: tuple[Sequence[Tensor], _Nest], kwargs: obj
     return nest.rebuild(tensors)
 
 
-def _flatten_output(module: nn.Module, _: object, output: object) -> tuple[list[Tensor], _Nest]:
+def _flatten_output(
+    module: nn.Module, _: object, output: object
+) -> tuple[list[Tensor], _Nest] | None:
     """Before the engine's hook: replace the output by a list of tensors and a nest."""
+    if output is None:
+        if torch.is_grad_enabled():
+            raise TypeError(
+                f"the forward of a wrapped {type(module).__name__} returned None, and a backward "
+                "through what it has computed would not be seen. Return the output or the loss, or "
+                "call it under torch.no_grad()."
+            )
+        return None  # from a hook, None means that the output stays, so it could not be restored
     tensors = tensors_in(output, _check_output(module))
     # The engine gathers parameters for backward in a hook on the output. An in-place operation on a
     # view would remove that hook (torch warns), so a view becomes a tensor of its own.
@@ -394,8 +404,10 @@ def _flatten_output(module: nn.Module, _: object, output: object) -> tuple[list[
     return own, _Nest(output, tensors)
 
 
-def _nest_output(_: nn.Module, __: object, output: tuple[Sequence[Tensor], _Nest]) -> object:
+def _nest_output(_: nn.Module, __: object, output: tuple[Sequence[Tensor], _Nest] | None) -> object:
     """After the engine's hook: restore the output, with the hooked tensors in it."""
+    if output is None:
+        return None
     tensors, nest = output
     return nest.rebuild(tensors)
 
