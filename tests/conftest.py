@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 
+from helpers import huge_pages
 from helpers.lightning_runs import import_lightning
 from manyhands.engines._stopping import listener
 
@@ -27,6 +28,7 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 # of torch (a third of a second), in the ranks too, and pytest makes several at the end.
 gc.collect()
 gc.freeze()
+os.register_at_fork(before=huge_pages.before_fork)
 
 
 @pytest.hookimpl(optionalhook=True)
