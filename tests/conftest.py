@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 
+from helpers import huge_pages
 from helpers.lightning_runs import import_lightning
 from manyhands.engines._stopping import listener
 
@@ -27,6 +28,7 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 # of torch (a third of a second), in the ranks too, and pytest makes several at the end.
 gc.collect()
 gc.freeze()
+os.register_at_fork(before=huge_pages.before_fork)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,6 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # that cannot run backward(). So only the tests that ask for a GPU see one.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish() -> None:
+    """Freeze the tests too, and what they have imported: as much again.
+
+    Blocks look through all objects for the model of their parameters, each time they are made.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

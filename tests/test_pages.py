@@ -7,8 +7,9 @@ import pytest
 from helpers.pages import ROOT, Block, blocks, has_examples, run_page
 
 # tests/record/test_record_page.py looks at what it made, tests/test_lightning.py has Lightning, and
-# tests/test_tutorial.py compares what is printed with what the page shows.
-OF_THEIR_OWN = {"record.md", "trainers.md", "tutorial.md"}
+# tests/test_tutorial.py and tests/planning/test_plan.py compare what is printed with what the page
+# shows.
+OF_THEIR_OWN = {"plan.md", "record.md", "trainers.md", "tutorial.md"}
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

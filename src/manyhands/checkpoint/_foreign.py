@@ -40,7 +40,7 @@ ENTRY_KINDS = ("tensor", "number", "None")  # of an entry in a parameter's state
 ALL_IN_FIRST = ("LBFGS",)  # optimizers that keep their whole state in the first parameter's
 
 
-def check_kinds(here: Any, saved: Any, what: str, or_none: bool = False) -> None:
+def check_kinds(here: object, saved: object, what: str, or_none: bool = False) -> None:
     """Raise ValueError if `saved` cannot replace `here`; `what` names it in the message."""
     saved_kind, kind = _kind(saved), _kind(here)
     if kind == "None" or (or_none and saved_kind == "None"):
@@ -50,10 +50,10 @@ def check_kinds(here: Any, saved: Any, what: str, or_none: bool = False) -> None
             f"{what} is {_shown(saved)} in the checkpoint, and {_shown(here)} here. Is it damaged? "
             "Build what was saved, or load another checkpoint."
         )
-    if kind == "mapping":
+    if isinstance(here, Mapping) and isinstance(saved, Mapping):
         for name in here.keys() & saved.keys():
             check_kinds(here[name], saved[name], f"{what}[{name!r}]", or_none)
-    elif kind == "list":
+    elif isinstance(here, list | tuple) and isinstance(saved, list | tuple):
         # A tuple such as Adam's betas has a fixed length; a list may grow.
         if isinstance(here, tuple) and len(here) != len(saved):
             raise ValueError(
@@ -90,7 +90,7 @@ def _fits_in_float(value: float) -> bool:
 
 
 def check_group_options(
-    optimizer: Optimizer, here: Mapping[str, Any], saved: Mapping[str, Any]
+    optimizer: Optimizer, here: Mapping[str, object], saved: Mapping[str, object]
 ) -> None:
     """Check a parameter group's options. None may replace a number if it is the default."""
     defaults = optimizer.defaults
@@ -110,7 +110,7 @@ def check_group_options(
 def check_entries(
     optimizer: Optimizer,
     groups: Iterable[Iterable[str]],
-    options: Iterable[Mapping[str, Any]],
+    options: Iterable[Mapping[str, object]],
     state: Mapping[str, Mapping[str, object]],
     dims: Callable[[str], int],
     skip: str,
@@ -153,7 +153,7 @@ def check_entries(
 
 def _can_step(
     optimizer_class: type[Optimizer],
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     dims: int,
     kinds: Mapping[str, str],
 ) -> bool:
@@ -200,7 +200,9 @@ def _differ(one: str, other: str) -> bool:
     return one != other and "None" not in (one, other)
 
 
-def check_attributes(target: object, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_attributes(
+    target: object, here: Mapping[str, object], saved: Mapping[str, object]
+) -> None:
     """Check the state of a scheduler of torch's, which turns every key into an attribute."""
     what = type(target).__name__
     for name, value in saved.items():
@@ -213,7 +215,7 @@ def check_attributes(target: object, here: Mapping[str, Any], saved: Mapping[str
             )
 
 
-def check_state_dict(target: object, here: Mapping[str, Any], saved: Any, what: str) -> None:
+def check_state_dict(target: object, here: Mapping[str, object], saved: Any, what: str) -> None:
     """Check the state of another object of torch's."""
     check_kinds(here, saved, what)
     # A GradScaler reads each of its numbers, and saves none of them while it is disabled.
@@ -236,9 +238,9 @@ class ForeignState:
     """An object whose own code loads its state: how to read, how to set, and the new state."""
 
     name: str
-    get: Callable[[], Any]
+    get: Callable[[], object]
     set: Callable[[Any], object]
-    state: Any
+    state: object
 
 
 class ForeignStates:
@@ -246,7 +248,7 @@ class ForeignStates:
 
     def __init__(self) -> None:
         self._all: list[ForeignState] = []
-        self._before: list[tuple[ForeignState, Any]] = []
+        self._before: list[tuple[ForeignState, object]] = []
 
     def add(self, *others: ForeignState) -> None:
         self._all += others
@@ -269,7 +271,7 @@ class ForeignStates:
         return failed
 
 
-def copy_state(state: Any) -> Any:
+def copy_state(state: object) -> object:
     """Return a copy of a state that its owner cannot change any more."""
     if isinstance(state, Tensor):
         return state.detach().clone()  # deepcopy refuses tensors with a history
@@ -278,8 +280,10 @@ def copy_state(state: Any) -> Any:
         for key, value in state.items():
             result[key] = copy_state(value)
         return result
-    if type(state) in (list, tuple):
-        return type(state)(map(copy_state, state))
+    if type(state) is list:
+        return [copy_state(each) for each in state]
+    if type(state) is tuple:
+        return tuple(copy_state(each) for each in state)
     return copy.deepcopy(state)
 
 
@@ -291,7 +295,7 @@ def has_foreign_loading(optimizer: Optimizer) -> bool:
         for name in ("load_state_dict", "__setstate__"):
             # The instance first: a method may have been patched.
             owners = [each, *type(each).__mro__]
-            owner: Any = next(owner for owner in owners if name in vars(owner))
+            owner: object = next(owner for owner in owners if name in vars(owner))
             module = getattr(vars(owner)[name], "__module__", None) or ""
             if not module.startswith(("torch.optim.", "manyhands.")):
                 return True

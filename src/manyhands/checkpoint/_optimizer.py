@@ -147,7 +147,7 @@ def collect_optimizer(
     return saved
 
 
-def _other_state(packed: Mapping[str, Any], layers: OptimizerLayers) -> dict[str, Any]:
+def _other_state(packed: Mapping[str, object], layers: OptimizerLayers) -> dict[str, object]:
     """Return what a user's own optimizer adds to its state dict."""
     found = {k: v for k, v in packed.items() if k not in ("state", "param_groups", "manyhands")}
     # The layers ended at a wrapper with state of its own, and ours is inside: saving that as
@@ -216,7 +216,7 @@ class OptimizerLoader:
         self._options = self._merge_options()
         self._check_entries()
         self._other = decode(meta["other"], get)
-        self._scaling: Any = None if self.rule is None else self._parse_rule(self.rule)
+        self._scaling: object = None if self.rule is None else self._parse_rule(self.rule)
         self._blocks: BlocksLoader | None = None
         if layers.blocks is not None:
             try:
@@ -297,7 +297,7 @@ class OptimizerLoader:
             for number, name in here.items()
         }
 
-    def _merge_options(self) -> list[dict[str, Any]]:
+    def _merge_options(self) -> list[dict[str, object]]:
         result = []
         for group, meta in zip(self.inner.param_groups, self._meta["groups"], strict=True):
             here, saved = options_of(group), decode(meta["options"], self._get)
@@ -307,7 +307,7 @@ class OptimizerLoader:
             result.append({**here, **saved, **kept})
         return result
 
-    def _parse_rule(self, rule: RuleParts) -> Any:
+    def _parse_rule(self, rule: RuleParts) -> object:
         meta = self._meta["rule"]
         if meta is None:
             raise ValueError(
@@ -329,9 +329,9 @@ class OptimizerLoader:
         state["previous"] = [by_name.get(name) for name in members] if previous else []
         return rule.check_scaling_state(state)
 
-    def _allocate_entries(self, part: OptimizerStatePart, name: str) -> dict[str, Any]:
+    def _allocate_entries(self, part: OptimizerStatePart, name: str) -> dict[str, object]:
         """Return a parameter's entries; their tensors are targets, still to be filled."""
-        result: dict[str, Any] = {}
+        result: dict[str, object] = {}
         for entry, meta in self._state.get(name, {}).items():
             key = tensor_key(meta)
             if key is None:
@@ -398,7 +398,7 @@ def _all_names(names: ModelNames | None, name: str) -> set[str]:
     return {name} if names is None else set(names.all_of(name))
 
 
-def _restore_types(held: dict[str, Any], entries: Mapping[str, Any]) -> None:
+def _restore_types(held: dict[str, object], entries: Mapping[str, object]) -> None:
     """Give entries their saved type back: torch's loading converts them to the parameter's type."""
     for name, value in entries.items():
         now = held.get(name)

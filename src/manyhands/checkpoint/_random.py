@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def _gauss_tensor(gauss: float | None) -> Tensor:
     return torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64)
 
 
-def _device() -> tuple[str, Any] | None:
+def _device() -> tuple[str, ModuleType] | None:
     """Return the accelerator's name and torch's module for it if it is in use."""
     if not torch.accelerator.is_available():
         return None

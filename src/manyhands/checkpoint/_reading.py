@@ -233,7 +233,7 @@ class RunLoader:
         replicas: Sequence[Replica],
     ) -> None:
         self.targets: dict[str, Parts] = {}
-        self.result: dict[str, Any] = {} if index.step is None else {"step": index.step}
+        self.result: dict[str, object] = {} if index.step is None else {"step": index.step}
         self._foreign_states = ForeignStates()
         self._models: list[ModelLoader] = []
         self._optimizers: list[OptimizerLoader] = []

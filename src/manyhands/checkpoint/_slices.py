@@ -23,7 +23,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -187,7 +187,7 @@ def write_item(
 # -- entries of an optimizer's state ---------------------------------------------------------------
 
 
-def entries_of(part: OptimizerStatePart) -> dict[str, Any]:
+def entries_of(part: OptimizerStatePart) -> dict[str, object]:
     """Return the entries to save: the optimizer's, and the exact parameters."""
     return {**part.entries, **({} if part.exact is None else {_index.EXACT_ENTRY: part.exact})}
 

@@ -155,7 +155,7 @@ def decode(meta: object, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
     if depth < 0:
         raise ValueError(f"nested in more than {MAX_DEPTH} containers")
 
-    def decode_child(child: object) -> Any:
+    def decode_child(child: object) -> object:
         return decode(child, get, depth - 1)
 
     if isinstance(meta, list):

@@ -135,7 +135,7 @@ class Contents:
 
     tensors: dict[str, Parts] = field(default_factory=dict)
     model: _index.ModelMeta | None = None
-    optimizers: list[dict[str, Any]] = field(default_factory=list)  # what this rank says of each
+    optimizers: list[dict[str, object]] = field(default_factory=list)  # what this rank says of each
     schedulers: list[_index.StateMeta] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
 
@@ -280,7 +280,7 @@ class StagedCopies:
         return self._copies.pop(item.index)
 
 
-def _write_file(folder: Path, rank: int, plan: SavePlan, source: TensorSource) -> list[Any]:
+def _write_file(folder: Path, rank: int, plan: SavePlan, source: TensorSource) -> list[object]:
     """Write this rank's file; return name, bytes and checksum of the file, and its slices."""
     # Wide types first: each tensor then begins at a multiple of its element size.
     items = sorted(plan.items, key=lambda item: -_data_of(item).properties.dtype.itemsize)

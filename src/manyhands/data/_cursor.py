@@ -130,7 +130,7 @@ class Cursor:
         optimizer: Optimizer | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
         loader: Callable[..., Iterable[Any]] = DataLoader,
-        **options: Any,
+        **options: object,
     ) -> None:
         self._blocks = None if optimizer is None else _find_blocks(optimizer)
         ranks = None if optimizer is None else gradient_ranks(optimizer)
@@ -369,7 +369,7 @@ class Cursor:
         """Return the position, in plain numbers, for any number of ranks."""
         return {**describe_order(self._rules), **self._account.ledger.saved()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue after the last sample that was trained on. Load the same on every rank."""
         if self._iterated:
             raise RuntimeError(

@@ -104,7 +104,7 @@ def agree_on_rules(
 
 
 def _find_mistake(
-    dataset: object, arguments: Arguments, options: Mapping[str, Any], ranks: int
+    dataset: object, arguments: Arguments, options: Mapping[str, object], ranks: int
 ) -> ValueError | TypeError | None:
     """Return what is wrong with a cursor's arguments, if anything is."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
@@ -153,7 +153,7 @@ def describe_order(rules: Rules) -> SavedOrder:
     }
 
 
-def check_state(state: Mapping[str, Any], rules: Rules) -> None:
+def check_state(state: Mapping[str, object], rules: Rules) -> None:
     """Raise if a saved position is not one in this order."""
     if state.get("version") != FORMAT:
         raise ValueError(

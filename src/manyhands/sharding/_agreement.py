@@ -20,7 +20,7 @@ from manyhands._core.agreement import Describer
 from manyhands._core.ranks import RankGroup
 
 Made = TypeVar("Made")
-Facts = dict[str, Any]
+Facts = dict[str, object]
 
 
 class GroupLike(Protocol):

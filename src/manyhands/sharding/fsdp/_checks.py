@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,7 @@ def check_same_model(
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
-    facts: dict[str, Any] = {"numbers of wraps": len(wraps)}
+    facts: dict[str, object] = {"numbers of wraps": len(wraps)}
     for number, (places, options) in enumerate(wraps):
         facts[f"parameters in wrap {number}"] = {
             name: f"{tuple(t.shape)} {t.dtype}{_describe_kind(t)}"

@@ -365,7 +365,7 @@ class _Nest:
         self._tree = tree
         self._tensors = tensors
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+    def rebuild(self, tensors: Sequence[Tensor]) -> object:
         # By id, as a structure may contain a tensor several times.
         others = {id(old): new for old, new in zip(self._tensors, tensors, strict=True)}
         return tree_map_tensors(lambda tensor: others[id(tensor)], self._tree)

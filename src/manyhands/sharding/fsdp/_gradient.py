@@ -25,7 +25,7 @@ class DTensorGradient(DTensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -50,7 +50,7 @@ class DTensorGradient(DTensor):
         copied.__class__ = DTensorGradient
         return memo.setdefault(id(self), copied)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self.detach().__reduce_ex__(protocol)  # as torch's class, which torch.load knows
 
 

@@ -13,7 +13,7 @@ wrap's forward sees the casts again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +128,8 @@ def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) 
             each.register_forward_hook(_restore(swapped, own), always_call=True)
 
 
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
-    def cast(_: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[object, object]]:
+    def cast(_: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
         return as_type(dtype, args), as_type(dtype, kwargs)
 
     return cast

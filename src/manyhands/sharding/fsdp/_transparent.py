@@ -121,7 +121,7 @@ class Wrap(ModuleWrapper):
 
     # Python looks these up on the class, so __getattr__ does not reach them.
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self.module[key]  # type: ignore[index]
 
     def __len__(self) -> int:

@@ -147,7 +147,7 @@ class FullyShardedDataParallel(Wrap):
 
     # -- training ------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the wrapped module's forward, with its parameters gathered for it."""
         if self._holds_full:
             raise RuntimeError(

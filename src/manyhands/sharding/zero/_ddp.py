@@ -166,7 +166,7 @@ class ShardedDataParallel(ModuleWrapper):
 
     # -- training ------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Run the wrapped module's forward, with its parameters and buffers up to date."""
         if self._reducer is not None:
             self._prepare(self._reducer)
@@ -257,7 +257,7 @@ class ShardedDataParallel(ModuleWrapper):
             "inside: copy.deepcopy(model.module)."
         )
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self.module[key]  # type: ignore[index]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -114,7 +114,7 @@ class OSS(ShardedOptimizer):
         shared_memory: bool = False,
         bucket_size: int | None = None,
         gather_state: bool = False,
-        **defaults: Any,
+        **defaults: object,
     ) -> None:
         flags = {
             "broadcast_fp16": broadcast_fp16,
@@ -287,7 +287,7 @@ class OSS(ShardedOptimizer):
 
     # -- a step --------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
         """Update the parameters: `optim` updates this rank's slices, then all are gathered.
 
         A `closure` is called once before, and its loss returned.
@@ -417,7 +417,7 @@ class OSS(ShardedOptimizer):
         self,
         packed: StateDict,
         for_later: dict[int, _state.ParamState],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, object]],
     ) -> None:
         """Load this worker's shard of a state, in the form of the state dict of `optim`."""
         self.optim.load_state_dict(packed)

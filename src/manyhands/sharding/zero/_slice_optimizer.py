@@ -60,7 +60,7 @@ class SliceOptimizer:
         make = partial(self._kind, own, **self._arguments)
         return make_on_all_ranks(self._shards.workers, make)
 
-    def _own_group(self, groups: Groups, index: int) -> dict[str, Any]:
+    def _own_group(self, groups: Groups, index: int) -> dict[str, object]:
         """Return a parameter group's options, with this rank's slices of its parameters."""
         members = param_indices(groups, index)
         slices = [owned.data for i in members for owned in self._shards.slices[i]]
@@ -153,7 +153,7 @@ class SliceOptimizer:
                 owned.data.grad = None
 
 
-def copy_options(source: Mapping[str, object], target: dict[str, Any]) -> None:
+def copy_options(source: Mapping[str, object], target: dict[str, object]) -> None:
     """Set the options of one parameter group to those of another."""
     target.update(options_of(source))
 

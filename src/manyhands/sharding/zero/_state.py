@@ -39,7 +39,7 @@ class _Entry(TypedDict, total=False):
     """An entry of a slice's state, in JSON's types: as a value, a small tensor, or to be sent."""
 
     value: bool | int | float | str | None
-    small: Any  # nested lists of numbers
+    small: object  # nested lists of numbers
     dtype: str
     shape: list[int]
     like: bool
