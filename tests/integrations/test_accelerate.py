@@ -447,6 +447,72 @@ def test_a_saved_run_goes_on_as_the_whole_one(order, size, tmp_path):
         torch.testing.assert_close(read[[0, 2, 3, 4, 5]], expected[1][[0, 2, 3, 4, 5]])
 
 
+# -- the batch that sets itself ----------------------------------------------------------------
+
+RAMP = {"max_scale": 8, "goal": "steps", "every": 1}
+
+
+def ramp_of(optimizer):
+    rule = mh.AdaScale(optimizer, smoothing=0.9, measured=1.0)
+    return rule, mh.Ramp(rule, **RAMP)
+
+
+def ramped_epochs(folder=None, load=False, epochs=4):
+    """The loop of the page; saved after the second epoch, or continued from there."""
+    accelerator = accelerator_of(gradient_accumulation_steps=1)
+    model = make_model()
+    model, plain, batches = accelerator.prepare(
+        model, SGD(model.parameters(), **MOMENTUM), loader()
+    )
+    rule, ramp = ramp_of(plain)
+    accelerator.register_for_checkpointing(ramp)
+    scales = []
+    if load:
+        accelerator.load_state(str(folder))
+        accelerator.gradient_accumulation_steps, accelerator.step = ramp.passes, 0
+    for epoch in range(2 if load else 0, epochs):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, x, y))
+                rule.step()
+                rule.zero_grad()
+                if accelerator.sync_gradients:
+                    scales.append(rule.snapshot()["scale"])
+                    accelerator.gradient_accumulation_steps, accelerator.step = ramp.passes, 0
+        if epoch == 1 and folder is not None and not load:
+            accelerator.save_state(str(folder))
+    return whole(model), rule.progress, ramp.passes, scales
+
+
+def test_a_ramp_under_accelerate_is_the_plain_loop_and_goes_on_where_it_was(tmp_path):
+    def plain_loop():
+        model = make_model()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        rule, ramp = ramp_of(SGD(model.parameters(), **MOMENTUM))
+        x, y = data()
+        own, scales = range(dist.get_rank(), 2 * BATCHES, 2), []
+        for _ in range(4):
+            first = 0
+            while first < BATCHES:
+                passes = min(ramp.passes, BATCHES - first)  # fewer at the end of an epoch
+                rule._batch.passes = passes
+                for i in own[first : first + passes]:
+                    (loss_of(wrapped, x[0, i], y[0, i]) / passes).backward()
+                rule.step()
+                rule.zero_grad()
+                first += passes
+                scales.append(rule.snapshot()["scale"])
+        return whole(model), rule.progress, ramp.passes, scales
+
+    def all_of_them():
+        return plain_loop(), ramped_epochs(tmp_path), ramped_epochs(tmp_path, load=True)
+
+    for expected, ours, resumed in run_ranks(2, all_of_them):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
+        assert set(ours[3]) == {4.0, 8.0}  # of the next step
+        torch.testing.assert_close(resumed[:3], ours[:3], rtol=0, atol=0)
+
+
 # -- sharding, blocks --------------------------------------------------------------------------
 
 

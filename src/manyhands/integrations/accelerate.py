@@ -1,9 +1,9 @@
 """Accelerate: `prepare` for models and optimizers of this library.
 
-Accelerate wraps every model in `DistributedDataParallel`. Some models must not be:
+Accelerate wraps every model in `DistributedDataParallel`. Some models must not be wrapped so:
 
     ShardedDataParallel, FullyShardedDataParallel    they average their gradients themselves
-    a model whose optimizer is blocks                nobody averages: each worker follows its own
+    a model whose optimizer is blocks                each worker follows gradients of its own
 
 Such a model is prepared with `evaluation_mode=True`: moved to the device and given Accelerate's
 mixed precision, without DDP.
@@ -11,9 +11,12 @@ mixed precision, without DDP.
 `save_state` and `save_model` write safetensors, and leave out tensors that share their memory, as
 the parameters of `OSS` do: slices of one flat tensor. So `get_state_dict` returns copies of those.
 
-It asks every rank for an optimizer's state, and writes what rank 0 answers. With a
+Accelerate asks every rank for an optimizer's state, and writes rank 0's. With a
 FullyShardedDataParallel that would be rank 0's shards. So the prepared optimizer answers with the
 plain optimizer's whole state, and takes this rank's shards of it in `load_state`.
+
+In the middle of a block each worker has parameters of its own. So a sync round comes before
+`save_state` writes rank 0's.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Scaling(Callback):
         return self._rule
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what an earlier call of the Trainer has loaded, perhaps to validate."""
+        """Forget what an earlier call of the Trainer, such as `validate`, has loaded."""
         self._bare, self._schedules = None, []
 
     def on_load_checkpoint(

@@ -1,12 +1,13 @@
 """The Hugging Face Trainer: a scaling rule around its optimizer, and what the rule has to know.
 
-Trainer runs the loop, so what a loop of one's own would say has to be found out from it:
+Trainer runs the loop, so what a loop of your own would tell the rule has to be found in Trainer:
 
     passes      Trainer fetches the micro-batches of a step before it runs them, and an epoch's last
                 step may have fewer. The rule is given their number.
     tokens      If the model is told `num_items_in_batch`, a step's loss is a sum over all of its
                 tokens, divided by their number. Micro-batches then count by their tokens
-                (`scaling/_weighted_mean.py`).
+                (`scaling/_weighted_mean.py`). With `loss_is_scaled_for_ga = False` they count
+                the same: Trainer takes the mean of their means.
     loss scale  The accelerator's gradient scaler.
     progress    If asked, the schedule follows the progress, and `max_steps` is counted in it.
 
@@ -18,8 +19,10 @@ Methods of Trainer that are replaced on the instance, by those of `Attachment`:
     log                             adds the gain, the scale and the progress
     _wrap_model                     leaves `DistributedDataParallel` out in blocks, and with `wrap=`
     _maybe_log_save_evaluate        ends a block first, if the model is evaluated or saved there
-    _save_optimizer_and_scheduler   lets every rank take part, where Trainer asks rank 0 alone (OSS)
-    _load_optimizer_and_scheduler   and adds what the optimizer's file leaves out
+    _save_optimizer_and_scheduler   lets every rank take part, where Trainer asks rank 0 alone
+                                    (OSS), and saves what the optimizer's file leaves out
+    _load_optimizer_and_scheduler   loads that, too; a run without a rule has made one small-batch
+                                    step of progress in each step
 
 and, with a `Ramp`, whose steps do not all have the same number of micro-batches:
 
@@ -111,18 +114,19 @@ def attach(
 
     Args:
         trainer: a `Trainer`, or an object of a class derived from it.
-        rule: `AdaScale`, `AdamScale` or another rule: what is called with the optimizer and with
-            the options. Leave it out if Trainer's optimizer has a rule inside already, as when it
-            was given as `optimizers=(rule, None)`, or if there is no rule, only `OSS` or blocks.
+        rule: `AdaScale`, `AdamScale`, another rule's class, or a function that is called with the
+            optimizer and the options, and returns a rule. Leave it out if Trainer's optimizer has a
+            rule inside already, as when it was given as `optimizers=(rule, None)`, or if there is
+            no rule, only `OSS` or blocks.
         by_progress: count `max_steps` in progress: write the number of steps that you would train
             for at the small batch. The schedule is made for so many, and follows the progress;
             training ends when the progress has reached them, after fewer optimizer steps.
-        ramp: what is called with the rule and returns a `Ramp`, which then sets the number of
-            passes: `lambda rule: mh.Ramp(rule, max_scale=64)`. Leave `gradient_accumulation_steps`
-            at 1, and count by progress. The last micro-batches of an epoch are left out, if
-            they are fewer than a step has.
-        wrap: what is called with the model and the optimizer, an `OSS`, and takes the place of
-            `DistributedDataParallel`: `mh.ShardedDataParallel`.
+        ramp: a function that is called with the rule, and returns a `Ramp`, which then sets the
+            number of passes: `lambda rule: mh.Ramp(rule, max_scale=64)`. Leave
+            `gradient_accumulation_steps` at 1, and count by progress. The last micro-batches of an
+            epoch are left out, if they are fewer than a step has.
+        wrap: `mh.ShardedDataParallel`, or a function that is called with the model and the
+            optimizer, an `OSS`, and returns one. It takes the place of `DistributedDataParallel`.
         options: further arguments of the rule.
     """
     check_trainer(trainer, by_progress)
@@ -165,7 +169,7 @@ class Attachment(TrainerCallback):
         self.rule: ScalingRuleBase | None = None
         """The rule, once `train()` has made the optimizer; None if there is only `OSS`."""
         self.ramp: Ramp | None = None
-        """The ramp, likewise."""
+        """The ramp, once `train()` has made the rule; None without `ramp=`."""
         self._make_ramp, self._wrap = make_ramp, wrap
         self._scale = 1.0  # of the last step
         self._taken = 0  # micro-batches of this epoch, by a ramp
@@ -313,7 +317,7 @@ class Attachment(TrainerCallback):
             check_epoch(self.ramp, len(train_dataloader))
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Let the time until now be no part of a step."""
+        """Leave the time until now out of the ramp's measurements."""
         if self.ramp is not None:
             self.ramp.skip_time()
 
@@ -328,7 +332,7 @@ class Attachment(TrainerCallback):
     def _init_training_state(
         self, max_steps: int, epoch_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Return the epochs and the micro-batches that a checkpoint has behind it."""
+        """Return after how many epochs, and micro-batches of the next, a checkpoint was saved."""
         trainer = self._trainer
         self._replaced["_init_training_state"](max_steps, epoch_batches, *args, **kwargs)
         self._taken = 0
@@ -339,14 +343,14 @@ class Attachment(TrainerCallback):
         return epochs, self._taken
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Drop passes that no step has followed: the data has run out without saying so before."""
+        """Drop passes that no step has followed, as when data without a length has run out."""
         self._taken = 0
         if self.rule is not None:
             self._trainer.model.zero_grad()  # the prepared optimizer's leaves them in mid-step
             self.rule.zero_grad()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
-        """Say so if the data has run out before the progress was there."""
+        """Warn if the training ends before its progress."""
         schedule = self._trainer.lr_scheduler
         if self._by_progress and not schedule.done:
             assert self.rule is not None
@@ -357,7 +361,7 @@ class Attachment(TrainerCallback):
             )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Let all workers have one model, if it is evaluated or saved, or the training ends."""
+        """End a block first, if the model is evaluated or saved, or the training ends."""
         trainer, control, state = self._trainer, self._trainer.control, self._trainer.state
         blocks = find_layer(trainer.optimizer, Blocks)
         used = control.should_evaluate or control.should_save
