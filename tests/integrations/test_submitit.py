@@ -2,11 +2,14 @@
 
 import json
 import pathlib
+import shutil
 import signal
 import sys
 import time
 
 import pytest
+
+from helpers.pages import blocks, launch, write_file
 
 submitit = pytest.importorskip("submitit", reason="submitit is missing: pip install submitit")
 
@@ -70,6 +73,18 @@ def test_two_tasks_train_and_go_on_after_a_preemption(executor, tmp_path):
     options = ["--steps", 60, "--checkpoints", tmp_path / "other", "--losses", whole]
     assert executor.submit(Train(*options)).results() == ["done", "done"]
     assert losses(tmp_path, "stopped") == losses(tmp_path, "whole")  # bit for bit
+
+
+def test_the_pages_script_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    page = ROOT / "docs" / "engines" / "manifests.md"
+    (block,) = [b for b in blocks(page) if b.title == "submit.py"]
+    write_file(block, tmp_path)
+    shutil.copy(SCRIPT, tmp_path)
+    done = launch([sys.executable, "submit.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2 (submitit) begins with step 0" in done.stdout
+    assert "after 60 steps" in done.stdout
 
 
 def tasks_of(job):

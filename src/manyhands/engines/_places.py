@@ -249,6 +249,6 @@ def read_number(variables: Variables, name: str, default: int | None = None) -> 
         return int(text or "")
     except ValueError as error:
         raise ValueError(
-            f"the environment variable {name} has to be a whole number, got {text!r}. The engine "
-            "that starts this process sets it: correct it there, or unset it."
+            f"the environment variable {name} has to be a whole number, got {text!r}. Correct it "
+            "where it is set, by the engine or in your own shell or job file, or unset it."
         ) from error
