@@ -20,8 +20,8 @@ GOALS = ("time", "samples", "steps", None)
 STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule that counts steps
 
 
-def rule_of(optimizer: Optimizer) -> ScalingRuleBase:
-    """Return the optimizer if it is a scaling rule that no other `Ramp` has, or raise."""
+def check_rule(optimizer: Optimizer) -> ScalingRuleBase:
+    """Return the optimizer. Raise if it is no scaling rule, or if another `Ramp` has it."""
     if not isinstance(optimizer, ScalingRuleBase):
         raise TypeError(
             f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}: "

@@ -44,7 +44,7 @@ from manyhands.ramp._mistakes import (
     ScheduleWatch,
     check_goal_and_numbers,
     check_parts,
-    rule_of,
+    check_rule,
     warn_of_batch_norm,
 )
 from manyhands.ramp._step_times import StepTimer
@@ -141,7 +141,7 @@ class Ramp:
             max_scale, limits, decay, {"every": every, "probe_every": probe_every}
         )
         check_parts(loader, probe)
-        optimizer = rule_of(optimizer)
+        optimizer = check_rule(optimizer)
         self.optimizer = optimizer
         self.max_scale = float(max_scale)
         self._model, self._no_sync = model, _no_sync_of(model)
