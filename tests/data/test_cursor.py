@@ -11,7 +11,6 @@ import manyhands as mh
 from helpers.data_oracle import global_batches
 
 
-
 def numbers(samples):
     return torch.arange(samples)
 
