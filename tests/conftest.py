@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -44,6 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # that cannot run backward(). So only the tests that ask for a GPU see one.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if "coverage" in sys.modules:  # make test COVERAGE=1
+        from helpers.measured_forks import MeasuredForks
+
+        MeasuredForks.begin(config)
 
 
 def pytest_collection_finish() -> None:

@@ -10,8 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from helpers.data_oracle import global_batches
 
-pytestmark = pytest.mark.quick
-
 
 def numbers(samples):
     return torch.arange(samples)
