@@ -306,6 +306,12 @@ def test_unknown_options_are_an_error():
             strategy_of(name, colour="blue")
 
 
+def test_a_sharded_model_cannot_be_handed_back_to_the_process_that_forked():
+    with pytest.raises(ValueError, match="Leave start_method out, or use ShardedDDPStrategy"):
+        strategy_of("FullyShardedStrategy", start_method="fork")
+    strategy_of("FullyShardedStrategy", start_method="popen")
+
+
 def test_a_crew_is_an_error_that_says_what_to_do():
     with pytest.raises(ValueError, match=r"a Trainer of its own \(devices=1\)"):
         strategy_of("BlocksStrategy", mh.DiLoCo, crew=object())

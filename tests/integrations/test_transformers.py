@@ -563,6 +563,25 @@ def test_sharded_gradients_are_those_of_the_plain_run(clip, rule, tmp_path):
         assert clipped == pytest.approx(norms, rel=1e-3)
 
 
+def test_parameters_that_are_on_their_way_arrive_before_a_compiled_model_is_saved(tmp_path):
+    """`settle` is called where the wrapper is not the outermost module."""
+
+    def save():
+        trainer = trainer_of(samples(6), tmp_path, rule=False, given=OSS)
+        attached = attach(trainer, wrap=mh.ShardedDataParallel)
+        trainer.train()
+        settled = []
+        trainer.model_wrapped.settle = lambda: settled.append(1)
+        trainer.model_wrapped = nn.Sequential(trainer.model_wrapped)  # as torch.compile makes one
+        attached._replaced["_maybe_log_save_evaluate"] = lambda: None
+        for used in (False, True):
+            trainer.control.should_save = used
+            attached._maybe_log_save_evaluate()
+            assert len(settled) == used
+
+    run_ranks(2, save)
+
+
 def test_label_smoothing_knows_the_model_in_its_wrapper(tmp_path):
     def train(given, wrap):
         options = {"label_smoothing_factor": 0.1, "bf16": True, "rule": None}

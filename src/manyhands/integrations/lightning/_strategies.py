@@ -196,6 +196,12 @@ class FullyShardedStrategy(OwnStrategy):
         self._policy = policy
         self._of_wrapper = _take(options, FSDPOptions)
         _check_options_known(options, type(self).__name__, "FullyShardedDataParallel")
+        if options.get("start_method", "popen") != "popen":
+            raise ValueError(
+                f"start_method={options['start_method']!r} hands the trained model back to this "
+                "process, and here each rank has a shard of it. Leave start_method out, or use "
+                "ShardedDDPStrategy."
+            )
         self._root: FullyShardedDataParallel | None = None
         super().__init__(**options)
 

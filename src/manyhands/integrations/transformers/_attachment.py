@@ -365,8 +365,9 @@ class Attachment(TrainerCallback):
         trainer, control, state = self._trainer, self._trainer.control, self._trainer.state
         blocks = find_layer(trainer.optimizer, Blocks)
         used = control.should_evaluate or control.should_save
-        if isinstance(trainer.model_wrapped, ModuleWrapper) and used:
-            trainer.model_wrapped.settle()
+        for module in trainer.model_wrapped.modules() if used else ():
+            if isinstance(module, ModuleWrapper):  # perhaps in a compiled module
+                module.settle()
         ends = control.should_training_stop or state.global_step >= state.max_steps
         # the workers of a crew end a block together, and do not all save at the same step
         if blocks is not None and not blocks._in_crew and (used or ends):
