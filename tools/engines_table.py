@@ -9,15 +9,15 @@ For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two an
 
     =        bit for bit the training without a stop, on plain ranks
     ok       the same training up to the rounding of sums: on another number of workers
-    ok (r)   blocks on another number of workers, or from a crew's checkpoint, which has one
-             worker's inner state for all: they begin with the saved anchor, bit for bit, and all
-             have the same parameters after their next round
+    ok (r)   blocks on another number of workers, or from a crew's checkpoint, which has the
+             inner state of one worker only: all workers begin with the saved anchor, bit for
+             bit, and have the same parameters after their next round
     –        nothing to try: torchft's lighthouse keeps a crew, and a crew is for blocks
-    error    its text is below the table: a clear error before the first step
+    error    a clear error before the first step; its text is below the table
     WRONG    anything else
 
-On every engine but the first, each cell has besides, bit for bit, the parameters of plain ranks:
-those of the checkpoint, and those that plain ranks in the same number reach from it.
+On every engine but the first, two more things are compared with plain ranks, bit for bit: the
+parameters in the checkpoint, and the parameters that as many plain ranks reach from it.
 
 The table goes to docs/engines/table.md. An engine that is not asked for keeps its rows.
 """
@@ -306,11 +306,12 @@ def saved_rows():
 
 
 ABOUT = """
-Plain ranks have RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and nothing else: this is what
-Kubeflow's PyTorchJob sets as well. `manyhands run` starts one worker of several processes, and for
-blocks a crew. A crew averages over the network, and fixed ranks of one host in shared memory, where
-the last bit may differ: the plain ranks that a crew is compared with have `shared_memory=False`. A
-crew of one worker is compared with two plain ranks that take the same steps as each other.
+Plain ranks have the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as Kubeflow's
+PyTorchJob sets them. `manyhands run` starts one worker of several processes, and for blocks a crew.
+A crew averages over the network, and fixed ranks of one host average in shared memory, so the last
+bit may differ. The plain ranks that a crew is compared with have `shared_memory=False`: they
+average over the network, too. A crew of one worker is compared with two plain ranks that take the
+same steps as each other.
 """
 
 
