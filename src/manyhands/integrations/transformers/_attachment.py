@@ -51,12 +51,12 @@ from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations._step_passes import StepPasses
 from manyhands.integrations.accelerate import prepare_without_ddp
 from manyhands.integrations.transformers._checks import (
+    check_drivable,
     check_epoch,
     check_for_ramp,
     check_no_blocks,
-    check_optimizer,
-    check_passes,
     check_ramp,
+    check_same_passes,
     check_schedule_saved,
     check_trainer,
     check_wrap,
@@ -216,7 +216,7 @@ class Attachment(TrainerCallback):
         if blocks is not None:
             # Each worker has the mean over its own tokens, and nothing to send before a step.
             trainer.args.average_tokens_across_devices = False
-        check_optimizer(trainer, self.rule, self.ramp, self._by_progress)
+        check_drivable(trainer, self.rule, self.ramp, self._by_progress)
         if self._make_ramp is not None and self.ramp is None:
             assert self.rule is not None
             self.ramp = self._make_ramp(self.rule)
@@ -250,7 +250,7 @@ class Attachment(TrainerCallback):
             if self.ramp is None:
                 _set_passes(made, passes)
         else:
-            check_passes(made, passes)
+            check_same_passes(made, passes)
             if made._batch.scale is not None:  # a step with fewer passes then has a smaller scale
                 made.set_scale_per_pass(made._batch.scale / passes)
         return made

@@ -14,6 +14,7 @@ All of them come before the first step, on every process.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from accelerate.utils import DistributedType
@@ -37,13 +38,19 @@ METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # which Trainer steps wit
 
 def check_trainer(trainer: Trainer, by_progress: bool) -> None:
     """Raise for what would make a rule's numbers wrong, or keep it from seeing gradients."""
+    for wrong, message in (*_ways_of_sharing(trainer), *_arguments(trainer, by_progress)):
+        if wrong:
+            raise ValueError(message)
+
+
+def _ways_of_sharing(trainer: Trainer) -> Sequence[tuple[bool, str]]:
+    """Return what is wrong if several devices share the work in a way that a rule cannot see."""
     args, accelerator, mode = trainer.args, trainer.accelerator, trainer.args.parallel_mode
     fsdp_version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 1)
-    optim, schedule = str(args.optim.value), str(args.lr_scheduler_type.value)
     shared = {kind: getattr(trainer, f"get_{kind}_size")() for kind in ("tp", "cp", "sp")}
     followed = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
     other = accelerator.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA)
-    for wrong, message in (
+    return (
         (
             trainer.is_deepspeed_enabled,
             "DeepSpeed reduces gradients and steps its optimizer where a rule does not see it. "
@@ -80,6 +87,14 @@ def check_trainer(trainer: Trainer, by_progress: bool) -> None:
             "once more. Give Trainer the model itself. To shard, use mh.OSS as the optimizer, with "
             f"attach(trainer, ..., wrap=mh.ShardedDataParallel) for the gradients, or {SHARD}.",
         ),
+    )
+
+
+def _arguments(trainer: Trainer, by_progress: bool) -> Sequence[tuple[bool, str]]:
+    """Return what is wrong if Trainer's arguments do not go with a rule."""
+    args = trainer.args
+    optim, schedule = str(args.optim.value), str(args.lr_scheduler_type.value)
+    return (
         (
             "lomo" in optim or optim.endswith("layerwise"),
             f"optim={optim!r} steps inside of backward(), before the gradient of the whole batch "
@@ -101,9 +116,7 @@ def check_trainer(trainer: Trainer, by_progress: bool) -> None:
             f"lr_scheduler_type={schedule!r} follows a metric, and cannot follow the progress. "
             "Leave by_progress out.",
         ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    )
 
 
 def check_for_ramp(trainer: Trainer, by_progress: bool) -> None:
@@ -157,7 +170,7 @@ def check_no_blocks(trainer: Trainer) -> None:
         )
 
 
-def check_passes(rule: ScalingRuleBase, passes: int) -> None:
+def check_same_passes(rule: ScalingRuleBase, passes: int) -> None:
     """Raise if a rule that Trainer was given was made for other passes than Trainer's."""
     if rule.passes != passes:
         raise ValueError(
@@ -167,7 +180,7 @@ def check_passes(rule: ScalingRuleBase, passes: int) -> None:
         )
 
 
-def check_optimizer(
+def check_drivable(
     trainer: Trainer, rule: ScalingRuleBase | None, ramp: Ramp | None, by_progress: bool
 ) -> None:
     """Raise for an optimizer that Trainer's loop cannot drive."""
