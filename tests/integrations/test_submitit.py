@@ -36,8 +36,9 @@ class Train:
 
 @pytest.fixture
 def executor(tmp_path, monkeypatch):
-    # Tasks unpickle `Train`, so they need this file as well.
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{pathlib.Path(__file__).parent}")
+    # Tasks unpickle `Train`, so they import this file, and `helpers` with it.
+    folders = [ROOT / "src", ROOT / "tests", pathlib.Path(__file__).parent]
+    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, folders)))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     made = submitit.LocalExecutor(folder=tmp_path / "log")
@@ -55,7 +56,7 @@ def test_two_tasks_train_and_go_on_after_a_preemption(executor, tmp_path):
     job = executor.submit(Train(*options, "--pause", 0.2))
     until = time.monotonic() + 120
     while not (tmp_path / "stopped.0").exists():
-        assert time.monotonic() < until, job.stderr()
+        assert time.monotonic() < until and not job.done(), job.stderr()
         time.sleep(0.1)
     for pid in tasks_of(job):  # submitit's own preemption signal, as Slurm sends it to each task
         pid.send_signal(signal.SIGUSR2)
