@@ -274,8 +274,9 @@ def test_of_workers_that_are_done_after_different_steps_the_last_ones_hold_a_rou
 
 def test_one_that_dies_while_all_are_done_is_not_waited_for(store, tmp_path):
     with Joiners(store, tmp_path, expected=3, stall=5.0) as workers:
-        workers.start([0, 1], steps=28, options={"every": 50})
-        workers.start([2], options={"every": 50})
+        # A block that ends long after the kill: at its end worker 2 would hold a round with them.
+        workers.start([0, 1], steps=28, options={"every": 10_000})
+        workers.start([2], steps=10_000, options={"every": 10_000})
         workers.until(lambda: len(workers.shared.refresh().closing) == 2)
         workers.kill(2, report=True)
         workers.finish(40.0)
