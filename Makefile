@@ -30,14 +30,14 @@ test: $(READY) ## the tests; ARGS='-k name -x' goes to pytest, COVERAGE=1 measur
 	@$(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest \
 	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-test-integrations: $(WITH_READY) ## the tests beside trainers and engines; ARGS as above
-	@$(WITH)/bin/python -m pytest tests/integrations \
+test-integrations: $(WITH_READY) ## the tests beside trainers and engines; ARGS and COVERAGE as above
+	@$(WITH)/bin/python $(if $(COVERAGE),-m coverage run) -m pytest tests/integrations \
 	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 quick: $(READY) ## the tests that need no ranks: under 20 seconds
 	@$(BIN)/python -m pytest --quiet -m quick $(ARGS) $$(grep -rl "pytest.mark.quick" tests)
 
-coverage: $(READY) ## what the last make test COVERAGE=1 has covered, ranks included
+coverage: $(READY) ## what the last two with COVERAGE=1 have covered, ranks included
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report
 
@@ -83,7 +83,9 @@ $(READY): pyproject.toml constraints.txt
 $(WITH_READY): $(READY) pyproject.toml constraints.txt constraints-integrations.txt
 	@echo "Setting up $(WITH), beside .venv; the first time this takes a minute ..."
 	@$(BIN)/python -m venv $(WITH)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")' \
+	@# addsitedir reads .pth files as well: coverage has one, for processes that a test starts
+	@$(BIN)/python -c 'import sysconfig; folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}; \
+	    [print("import site; site.addsitedir(%r)" % folder) for folder in sorted(folders)]' \
 	    >"$$($(WITH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	@$(WITH_INSTALL) --quiet --quiet || { \
 	    echo; \
