@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -100,37 +100,41 @@ def shard(
     check_covers(planned, model, "shard()")
     ranks = RankGroup.of(process_group)
     agree(ranks, {"values of level": level}, ADVICE)
-    if level == "auto":
-        level = _cheapest_level(model, optimizers, ranks, memory, input, autocast)
-    if level < 2 and not (dist.is_available() and dist.is_initialized()):
+    chosen: int = (
+        _cheapest_level(model, optimizers, ranks, memory, input, autocast)
+        if level == "auto"
+        else level
+    )
+    if chosen < 2 and not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            f"level {level} is DistributedDataParallel, which needs a process group. Call "
+            f"level {chosen} is DistributedDataParallel, which needs a process group. Call "
             "mh.start() or torch.distributed.init_process_group() first. (Levels 2 and 3 need "
             "none for a single process.)"
         )
-    if level == 3:
+    sharded: nn.Module
+    if chosen == 3:
         wrap_size = None if auto_wrap_policy is not None else wrap_size_of(model)
         if ranks.size > 1 and (obstacle := fsdp_obstacle(planned, model, wrap_size)):
             raise ValueError(f"level 3 cannot shard this: {obstacle} Level 2 can.")
-        model, made = _fully_sharded(model, planned, auto_wrap_policy, process_group)
+        sharded, made = _fully_sharded(model, planned, auto_wrap_policy, process_group)
     else:
-        made = optimizers if level == 0 else [_as_oss(one, process_group) for one in planned]
-        if level == 2:
-            model = ShardedDataParallel(model, made, process_group)
+        made = optimizers if chosen == 0 else [_as_oss(one, process_group) for one in planned]
+        if chosen == 2:
+            sharded = ShardedDataParallel(model, made, process_group)
         else:
-            model = DistributedDataParallel(
+            sharded = DistributedDataParallel(
                 model,
                 process_group=process_group,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
             )
-    return model, made[0] if isinstance(optimizer, Optimizer) else made
+    return sharded, cast(Given, made[0] if isinstance(optimizer, Optimizer) else made)
 
 
 # -- the plain model and its plain optimizers ------------------------------------------------------
 
 
-def _check_plain(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+def _check_plain(model: object, optimizer: object) -> list[Optimizer]:
     """Return the optimizers in a list. Raise if one is sharded, wrapped or in use already."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -142,7 +146,9 @@ def _check_plain(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -
                 f"{where} is a {type(module).__name__} already. Give shard() the plain model: it "
                 "does the wrapping."
             )
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers: list[Any] = [optimizer]
+    if isinstance(optimizer, list | tuple):
+        optimizers = list(optimizer)
     if not optimizers:
         raise ValueError("shard() needs the model's optimizer, and got an empty list.")
     for one in optimizers:
