@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -128,7 +128,8 @@ def shard(
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
             )
-    return sharded, cast(Given, made[0] if isinstance(optimizer, Optimizer) else made)
+    returned: Any = made[0] if isinstance(optimizer, Optimizer) else made
+    return sharded, returned
 
 
 # -- the plain model and its plain optimizers ------------------------------------------------------
