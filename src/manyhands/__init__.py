@@ -15,7 +15,7 @@ from manyhands.data._cursor import Cursor
 from manyhands.data._shards import DataShards
 from manyhands.engines._job import Job, start
 from manyhands.engines._stopping import stopping
-from manyhands.planning import Plan, plan
+from manyhands.planning import Plan, plan, shard
 from manyhands.probe import ProbeResult, probe_batch
 from manyhands.ramp import (
     AdaptiveDataLoader,
@@ -109,6 +109,7 @@ __all__ = [
     "read_record",
     "remaining_epochs_until",
     "save",
+    "shard",
     "start",
     "stopping",
     "wrap",

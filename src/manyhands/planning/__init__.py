@@ -8,9 +8,11 @@ The files in the order in which a model becomes a plan:
     _costs.py      sizes → bytes per worker, bytes sent, collectives (integers)
     _line.py       bytes sent → seconds on a line, and which way to use over it
     _table.py      the plan as rows, as a table, in words and in code to paste; "24GiB" ↔ bytes
+    _shard.py      `shard`: put a row of the plan into practice
 """
 
 from manyhands.planning._plan import plan
+from manyhands.planning._shard import shard
 from manyhands.planning._table import Plan, Row
 
-__all__ = ["Plan", "Row", "plan"]
+__all__ = ["Plan", "Row", "plan", "shard"]

@@ -99,8 +99,8 @@ def parse_optimizers(
             raise TypeError(
                 f"an existing optimizer already has its options: leave out {sorted(options)}."
             )
-        existing = [_describe_optimizer(one) for one in made]
-        _check_all_planned(existing, model)
+        existing = [describe_optimizer(one) for one in made]
+        check_covers(existing, model, "plan()")
         return existing
     options = dict(options)
     if isinstance(optimizer, partial):
@@ -145,7 +145,7 @@ def _check_plan_options(kind: type[Optimizer], options: Mapping[str, object]) ->
         )
 
 
-def _describe_optimizer(optimizer: Optimizer) -> PlannedOptimizer:
+def describe_optimizer(optimizer: Optimizer) -> PlannedOptimizer:
     """Read an existing optimizer: a plain one, an OSS, or one inside a scaling rule or blocks."""
     groups = [(options_of(group), group["params"]) for group in optimizer.param_groups]
     optimizer = unwrap(optimizer)[-1]
@@ -158,20 +158,21 @@ def _describe_optimizer(optimizer: Optimizer) -> PlannedOptimizer:
     return PlannedOptimizer(type(optimizer), arguments, groups, exists=True)
 
 
-def _check_all_planned(existing: list[PlannedOptimizer], model: nn.Module) -> None:
+def check_covers(existing: list[PlannedOptimizer], model: nn.Module, caller: str) -> None:
+    """Raise unless the optimizers hold the model's parameters, and all that are trained."""
     held = {id(param) for one in existing for _, params in one.groups for param in params}
     named = dict(model.named_parameters())
     if foreign := len(held - {id(param) for param in named.values()}):
         raise ValueError(
             f"the optimizer holds {foreign} parameter(s) that are not in the model. Make it from "
-            "the parameters of the model that is planned."
+            "the parameters of this model."
         )
     left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
     if left_out:
         raise ValueError(
             f"{len(left_out)} parameter(s) of the model are in no optimizer: "
-            f"{', '.join(left_out[:4])}{', ...' if len(left_out) > 4 else ''}. Give plan() a list "
-            "of all optimizers, or freeze them with requires_grad_(False)."
+            f"{', '.join(left_out[:4])}{', ...' if len(left_out) > 4 else ''}. Give {caller} a "
+            "list of all optimizers, or freeze them with requires_grad_(False)."
         )
 
 

@@ -33,6 +33,7 @@ from manyhands.sharding.wrapping._policies import default_auto_wrap_policy, pick
 T = TypeVar("T")
 
 PRIMES = (5, 7, 11, 13, 17, 19)
+LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of its elements
 TRIAL_STEPS = 2  # the first step may make less state than the second
 
 
@@ -92,6 +93,19 @@ def _param_size(
         state_per_element=per_element,
         rows=param.shape[0] if param.dim() else 1,
     )
+
+
+def wrap_size_of(model: nn.Module) -> int:
+    """Return how many elements a wrap of the plan's FSDP has at least."""
+    elements = sum(param.numel() for param in model.parameters())
+    # A wrap of a 50th keeps the whole tensors of a backward pass small beside the shards.
+    return _round_down(min(LARGEST_WRAP, max(1, elements // 50)))
+
+
+def _round_down(number: int) -> int:
+    """Return the number with all digits but the first set to zero: easier to read in code."""
+    power = 10 ** (len(str(number)) - 1)
+    return number // power * power
 
 
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:

@@ -37,6 +37,7 @@ from manyhands.planning._model import (
     measure,
     replicated_entries,
     wrap_params,
+    wrap_size_of,
 )
 from manyhands.planning._table import (
     Plan,
@@ -51,7 +52,6 @@ from manyhands.planning._table import (
 )
 from manyhands.sharding.fsdp._checks import NEED_WHOLE
 
-LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of its elements
 MOST_WORKERS = 2**13  # the search for a number of workers that would do ends here
 BACKENDS = ("nccl", "gloo")
 
@@ -127,8 +127,8 @@ def plan(
     rule_name = find_rule(rule, optimizer)
     method = find_method(blocks, optimizer)
     replicas = replicated_entries(optimizers) if rule_name == "AdamScale" else 0
+    wrap_size = wrap_size_of(module)
     elements = sum(param.numel() for param in module.parameters())
-    wrap_size = _wrap_size(elements)
     sizes = measure(module, optimizers, wrap_size)
     forward = None if input is None else forward_costs(module, input, autocast)
     compute = None
@@ -138,7 +138,7 @@ def plan(
             line_plan = replace(line_plan, pass_seconds=compute.seconds)
     several = isinstance(optimizer, list | tuple)
     names, codes = names_and_code(optimizers, several, bucket_size, wrap_code(module, wrap_size))
-    obstacle, gloo = _fsdp_obstacle(optimizers, module, wrap_size), backend == "gloo"
+    obstacle, gloo = fsdp_obstacle(optimizers, module, wrap_size), backend == "gloo"
     ways = Ways(sizes, names, codes, obstacle, forward, budget, bucket_size, gloo, replicas)
     rows = ways.rows(workers)
     enough = ways.enough_workers(workers, rows)
@@ -263,17 +263,20 @@ class Ways:
         return high
 
 
-def _fsdp_obstacle(
-    optimizers: Sequence[PlannedOptimizer], model: nn.Module, wrap_size: int
+def fsdp_obstacle(
+    optimizers: Sequence[PlannedOptimizer], model: nn.Module, wrap_size: int | None
 ) -> str | None:
-    """Return the reason why FSDP cannot train this model on several workers, or None."""
+    """Return the reason why FSDP cannot train this model on several workers, or None.
+
+    Without a `wrap_size` nothing is known about the wraps, which may have obstacles of their own.
+    """
     for kind in dict.fromkeys(one.kind for one in optimizers):
         if issubclass(kind, NEED_WHOLE):
             return f"{kind.__name__} needs whole tensors."
     for name, param in model.named_parameters():
         if param.dim() == 0:
             return f"{name} is a scalar, which cannot be divided; make it a tensor of one element."
-    for params, _ in wrap_params(model, wrap_size):
+    for params, _ in [] if wrap_size is None else wrap_params(model, wrap_size):
         dtypes = dict.fromkeys(str(param.dtype) for param in params if param.requires_grad)
         if len(dtypes) > 1:
             return (
@@ -281,15 +284,3 @@ def _fsdp_obstacle(
                 "Wrap the parameters of each dtype by themselves."
             )
     return None
-
-
-def _wrap_size(elements: int) -> int:
-    """Return how many elements an FSDP wrap has at least, in a model of so many."""
-    # A wrap of a 50th keeps the whole tensors of a backward pass small beside the shards.
-    return _round_down(min(LARGEST_WRAP, max(1, elements // 50)))
-
-
-def _round_down(number: int) -> int:
-    """Return the number with all digits but the first set to zero: easier to read in code."""
-    power = 10 ** (len(str(number)) - 1)
-    return number // power * power

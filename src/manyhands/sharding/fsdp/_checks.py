@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adafactor, Optimizer, Rprop, SparseAdam
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 REPLACED, SHARDED = "_manyhands_replaced", "_manyhands_sharded"
-NEED_WHOLE = (Adafactor, Rprop, SparseAdam)
+NEED_WHOLE = (Adafactor, Muon, Rprop, SparseAdam)
 
 # The number of parameters with which an optimizer was checked; add_param_group() changes it.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()

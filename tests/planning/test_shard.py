@@ -1,0 +1,284 @@
+"""`shard`: the same loop, losses and checkpoints at every level."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+
+import manyhands as mh
+from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands.planning import _shard
+
+LEVELS = (0, 1, 2, 3)
+MODELS = (
+    DistributedDataParallel,
+    DistributedDataParallel,
+    mh.ShardedDataParallel,
+    mh.FullyShardedDataParallel,
+)
+
+
+def new_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
+
+
+def two_groups(model, kind=torch.optim.SGD, **options):
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": weights}, {"params": biases, "lr": 0.3, "weight_decay": 0.0}]
+    return kind(groups, lr=0.1, weight_decay=0.05, **options)
+
+
+def sgd(model):
+    return two_groups(model, momentum=0.9, nesterov=True)
+
+
+def adamw(model):
+    return two_groups(model, torch.optim.AdamW, betas=(0.8, 0.95))
+
+
+def muon_and_adamw(model):
+    params = list(model.parameters())
+    matrices, others = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+
+
+def draw(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(24, 6, generator=generator), torch.randn(24, 3, generator=generator)
+
+
+def gradients_of(model, step, rank=0, workers=1):
+    """Run two backward passes over this rank's rows; return the mean loss of all rows."""
+    x, y = (rows[rank::workers] for rows in draw(step))
+    total = torch.zeros(())
+    for number, part in enumerate(torch.arange(len(x)).chunk(2)):
+        alone = model.no_sync() if number == 0 and hasattr(model, "no_sync") else nullcontext()
+        with alone:
+            loss = nn.functional.mse_loss(model(x[part]), y[part]) / 2
+            loss.backward()
+        total += loss.detach()
+    if workers > 1:
+        dist.all_reduce(total)
+    return total.item() / workers
+
+
+def train(model, optimizers, steps=range(5), rank=0, workers=1):
+    """The user's loop, of which no line knows the level."""
+    schedules = [StepLR(one, 2, gamma=0.5) for one in optimizers]
+    losses = []
+    for step in steps:
+        losses.append(gradients_of(model, step, rank, workers))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for one in (*optimizers, *schedules):
+            one.step()
+        model.zero_grad()
+    return losses
+
+
+def sharded_losses(make_optimizer, level):
+    model = new_model(seed=dist.get_rank())  # rank 0's values are everyone's
+    given = make_optimizer(model)
+    model, optimizer = mh.shard(model, given, level=level)
+    several = isinstance(given, list)
+    assert isinstance(optimizer, list) is several
+    optimizers = optimizer if several else [optimizer]
+    assert type(model) is MODELS[level]
+    assert all(isinstance(one, mh.OSS) is (level in (1, 2)) for one in optimizers)
+    return train(model, optimizers, rank=dist.get_rank(), workers=dist.get_world_size())
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw, muon_and_adamw])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_level_trains_as_the_plain_loop(workers, make_optimizer):
+    model = new_model()
+    made = make_optimizer(model)
+    expected = train(model, made if isinstance(made, list) else [made])
+    # FSDP shards no matrix of Muon's.
+    for level in LEVELS if make_optimizer is not muon_and_adamw else (0, 1, 2):
+        for losses in run_ranks(workers, sharded_losses, make_optimizer, level):
+            assert losses == pytest.approx(expected, rel=2e-4), level
+
+
+def test_rules_go_around_what_is_returned():
+    def gains(level):
+        model = new_model()
+        model, optimizer = mh.shard(model, sgd(model), level=level)
+        optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=2)
+        train(model, [optimizer], rank=dist.get_rank(), workers=2)
+        return [optimizer.gain(), optimizer.progress]
+
+    expected, *others = [run_ranks(2, gains, level)[0] for level in LEVELS]
+    assert 1.0 < expected[0] < 4.0
+    for level, found in enumerate(others, 1):
+        assert found == pytest.approx(expected, rel=1e-4), level
+
+
+def test_one_checkpoint_goes_through_all_levels(tmp_path):
+    def one_step(level, step):
+        model = new_model(seed=7)
+        model, optimizer = mh.shard(model, adamw(model), level=level)
+        if step:
+            mh.load(tmp_path / f"step-{step - 1}", model=model, optimizer=optimizer)
+        else:
+            model.load_state_dict(
+                start if level > 1 else {f"module.{n}": t for n, t in start.items()}
+            )
+        loss = gradients_of(model, step, dist.get_rank(), dist.get_world_size())
+        optimizer.step()
+        mh.save(tmp_path / f"step-{step}", model=model, optimizer=optimizer)
+        return loss
+
+    start = new_model().state_dict()
+    model = new_model()
+    optimizer = adamw(model)
+    expected = []
+    for step in range(5):
+        expected.append(gradients_of(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [
+        run_ranks(workers, one_step, level, step)[0]
+        for step, (level, workers) in enumerate([(0, 2), (3, 3), (1, 2), (2, 1), (0, 2)])
+    ]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_auto_takes_the_cheapest_level_that_fits():
+    def chosen(memory):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+        own = memory[dist.get_rank()] if isinstance(memory, tuple) else memory
+        model, optimizer = mh.shard(model, torch.optim.AdamW(model.parameters()), memory=own)
+        return [type(model).__name__, type(optimizer).__name__]
+
+    plan = mh.plan(
+        nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), "adamw", workers=2, backend="gloo"
+    )
+    ddp, _, sharded, fully = [row.total for row in plan.rows]
+    assert fully < sharded < ddp
+    every = [
+        (None, ["DistributedDataParallel", "AdamW"]),  # what is free here
+        (ddp, ["DistributedDataParallel", "AdamW"]),
+        (ddp - 1, ["ShardedDataParallel", "OSS"]),
+        (sharded - 1, ["FullyShardedDataParallel", "AdamW"]),
+        ((ddp, sharded - 1), ["FullyShardedDataParallel", "AdamW"]),  # by rank
+    ]
+    for memory, expected in every:
+        assert run_ranks(2, chosen, memory) == [expected, expected], memory
+    here, there = raises_on_ranks(2, MemoryError, chosen, (1000, ddp), match="no level fits")
+    assert "on this rank" in here and "on another rank" in there
+
+
+def test_ranks_must_ask_for_the_same_level():
+    def ask():
+        model = new_model()
+        mh.shard(model, sgd(model), level=2 + dist.get_rank())
+
+    raises_on_ranks(2, ValueError, ask, match="different values of level")
+
+
+def test_level_3_says_which_optimizer_it_cannot_shard():
+    def ask():
+        model = new_model()
+        before = list(model.parameters())
+        try:
+            mh.shard(model, torch.optim.Adafactor(model.parameters()), level=3)
+        finally:
+            assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+
+    raises_on_ranks(2, ValueError, ask, match="Adafactor needs whole tensors. Level 2 can")
+
+
+def test_a_policy_chooses_the_wraps_of_level_3():
+    model = new_model()
+    model, _ = mh.shard(model, sgd(model), level=3, auto_wrap_policy={nn.Linear})
+    assert isinstance(model, mh.FSDP)
+    assert [isinstance(layer, mh.FSDP) for layer in model] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_one_process_without_a_group(level):
+    plain, model = new_model(), new_model()
+    expected = train(plain, [sgd(plain)])
+    model, optimizer = mh.shard(model, sgd(model), level=level)
+    assert train(model, [optimizer]) == expected
+
+
+def used(model):
+    optimizer = sgd(model)
+    gradients_of(model, 0)
+    optimizer.step()
+    return optimizer
+
+
+def scheduled(model):
+    optimizer = sgd(model)
+    StepLR(optimizer, 2)
+    return optimizer
+
+
+MISTAKES = [
+    ({"level": 4}, ValueError, "level must be 0, 1, 2, 3 or"),
+    ({"level": True}, ValueError, "level must be"),
+    ({"level": 0}, RuntimeError, "level 0 is DistributedDataParallel, which needs a process group"),
+    ({"level": "auto"}, RuntimeError, "needs a process group"),
+    ({"model": "mlp", "optimizer": 3}, TypeError, "model must be a torch.nn.Module, got str"),
+    (
+        {"model": lambda: mh.FSDP(new_model())},
+        TypeError,
+        "the model is a FullyShardedDataParallel already",
+    ),
+    ({"optimizer": 3}, TypeError, "must be a torch.optim.Optimizer or a list of them, got int"),
+    ({"optimizer": lambda _: []}, ValueError, "got an empty list"),
+    ({"optimizer": lambda m: mh.AdaScale(sgd(m))}, TypeError, "put AdaScale around the one"),
+    ({"optimizer": lambda m: mh.OSS(m.parameters(), lr=0.1)}, TypeError, "instead of OSS"),
+    ({"optimizer": used}, ValueError, "has taken steps already"),
+    ({"optimizer": scheduled}, ValueError, "a scheduler or a step hook is on this SGD"),
+    ({"optimizer": lambda _: sgd(new_model())}, ValueError, "that are not in the model"),
+    (
+        {"optimizer": lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1)},
+        ValueError,
+        r"4 parameter\(s\) of the model are in no optimizer: 2.weight.*Give shard\(\) a list",
+    ),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("changed", "error", "says"), MISTAKES)
+def test_mistakes(changed, error, says):
+    call = {"model": new_model, "optimizer": sgd, "level": 2, **changed}
+    model, optimizer = call["model"], call["optimizer"]
+    model = model() if callable(model) else model
+    optimizer = optimizer(model) if callable(optimizer) else optimizer
+    with pytest.raises(error, match=says):
+        mh.shard(model, optimizer, call["level"])
+
+
+@pytest.mark.quick
+def test_free_memory_is_within_the_containers(tmp_path, monkeypatch):
+    monkeypatch.setattr(_shard, "CGROUP", tmp_path)
+    host = _shard._free_host_memory()
+    assert host > 2**20
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert _shard._free_host_memory() == 4_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _shard._free_host_memory() > 2**20
+
+
+@pytest.mark.quick
+def test_the_plain_optimizer_keeps_its_options():
+    model = new_model()
+    given = adamw(model)
+    before = copy.deepcopy([{**g, "params": None} for g in given.param_groups])
+    _, made = mh.shard(model, given, level=3)
+    assert [{**group, "params": None} for group in made.param_groups] == before
+    assert [len(group["params"]) for group in made.param_groups] == [3, 3]
