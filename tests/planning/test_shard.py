@@ -190,7 +190,7 @@ def test_level_3_says_what_it_cannot_shard():
         model.scale = nn.Parameter(torch.ones(()))
         before = list(model.parameters())
         try:
-            mh.shard(model, sgd(model), level=3)
+            mh.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), level=3)
         finally:
             assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
 
