@@ -44,6 +44,7 @@ from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding._grad_scaler import ShardedGradScaler
 from manyhands.sharding.fsdp._engine import TrainingState
 from manyhands.sharding.fsdp._options import DummyProcessGroup
+from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.wrapping._policies import config_auto_wrap_policy, default_auto_wrap_policy
 from manyhands.sharding.wrapping._wrap import auto_wrap, auto_wrap_bn, enable_wrap, wrap
@@ -97,6 +98,7 @@ __all__ = [
     "TorchftCrew",
     "TrainingState",
     "WeightedMean",
+    "WholeTensorOptimizer",
     "auto_wrap",
     "auto_wrap_bn",
     "config_auto_wrap_policy",

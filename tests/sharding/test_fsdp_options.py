@@ -329,7 +329,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(kind):
         optimizer.step(lambda: 0)
 
     for text in message(TypeError, mistake):
-        assert kind.__name__ in text and ("OSS" in text or kind is LBFGS)
+        assert kind.__name__ in text and ("WholeTensorOptimizer" in text or kind is LBFGS)
 
 
 def test_an_optimizer_of_ones_own_that_can_is_not_refused():

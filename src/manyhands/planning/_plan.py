@@ -138,7 +138,7 @@ def plan(
             line_plan = replace(line_plan, pass_seconds=compute.seconds)
     several = isinstance(optimizer, list | tuple)
     names, codes = names_and_code(optimizers, several, bucket_size, wrap_code(module, wrap_size))
-    obstacle, gloo = fsdp_obstacle(optimizers, module, wrap_size), backend == "gloo"
+    obstacle, gloo = _fsdp_obstacle(optimizers, module, wrap_size), backend == "gloo"
     ways = Ways(sizes, names, codes, obstacle, forward, budget, bucket_size, gloo, replicas)
     rows = ways.rows(workers)
     enough = ways.enough_workers(workers, rows)
@@ -263,16 +263,21 @@ class Ways:
         return high
 
 
-def fsdp_obstacle(
-    optimizers: Sequence[PlannedOptimizer], model: nn.Module, wrap_size: int | None
+def _fsdp_obstacle(
+    optimizers: Sequence[PlannedOptimizer], model: nn.Module, wrap_size: int
 ) -> str | None:
-    """Return the reason why FSDP cannot train this model on several workers, or None.
-
-    Without a `wrap_size` nothing is known about the wraps, which may have obstacles of their own.
-    """
+    """Return the reason why FSDP cannot train this model on several workers, or None."""
     for kind in dict.fromkeys(one.kind for one in optimizers):
         if issubclass(kind, NEED_WHOLE):
             return f"{kind.__name__} needs whole tensors."
+    return wrapping_obstacle(model, wrap_size)
+
+
+def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
+    """Return the reason why FSDP cannot shard this model's parameters, or None.
+
+    Without a `wrap_size` nothing is known about the wraps, which may have obstacles of their own.
+    """
     for name, param in model.named_parameters():
         if param.dim() == 0:
             return f"{name} is a scalar, which cannot be divided; make it a tensor of one element."

@@ -4,7 +4,8 @@
     0       DistributedDataParallel     as it was given
     1       DistributedDataParallel     OSS
     2       ShardedDataParallel         OSS
-    3       FullyShardedDataParallel    as it was given, made anew from the sharded parameters
+    3       FullyShardedDataParallel    as it was given, made anew from the sharded parameters;
+                                        WholeTensorOptimizer for Muon and others of its kind
 
 Everything that can be a mistake is checked, and compared among the ranks, before anything is
 changed.
@@ -28,11 +29,14 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import agree
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import OptimizerWrapper
 from manyhands.planning._arguments import PlannedOptimizer, check_covers, describe_optimizer
 from manyhands.planning._model import wrap_size_of
-from manyhands.planning._plan import fsdp_obstacle, plan
+from manyhands.planning._plan import plan, wrapping_obstacle
 from manyhands.sharding._agreement import ADVICE, GroupLike
+from manyhands.sharding.fsdp._checks import NEED_WHOLE
+from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.wrapping._policies import Classes, Policy, default_auto_wrap_policy
 from manyhands.sharding.wrapping._wrap import auto_wrap, enable_wrap, wrap
@@ -114,7 +118,7 @@ def shard(
     sharded: nn.Module
     if chosen == 3:
         wrap_size = None if auto_wrap_policy is not None else wrap_size_of(model)
-        if ranks.size > 1 and (obstacle := fsdp_obstacle(planned, model, wrap_size)):
+        if ranks.size > 1 and (obstacle := wrapping_obstacle(model, wrap_size)):
             raise ValueError(f"level 3 cannot shard this: {obstacle} Level 2 can.")
         sharded, made = _fully_sharded(model, planned, auto_wrap_policy, process_group)
     else:
@@ -164,7 +168,7 @@ def _check_plain_optimizer(optimizer: object) -> None:
             f"got {type(optimizer).__name__}."
         )
     kind = type(optimizer).__name__
-    if isinstance(optimizer, OSS):
+    if isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
             f"Give shard() the plain optimizer instead of {kind}: it does the sharding."
         )
@@ -218,7 +222,10 @@ def _fully_sharded(
             {**options, "params": [params[names[param]] for param in held]}
             for options, held in one.groups
         ]
-        made.append(one.kind(groups, **one.arguments))
+        if one.elementwise and not issubclass(one.kind, NEED_WHOLE):
+            made.append(one.kind(groups, **one.arguments))
+        else:
+            made.append(WholeTensorOptimizer(groups, one.kind, process_group, **one.arguments))
     return wrapped, made
 
 

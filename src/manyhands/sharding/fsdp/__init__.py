@@ -10,4 +10,5 @@ _root.py             what all wraps do together: which is gathered next, which p
 _collectives.py      all_gather and reduce_scatter on gloo
 _gradient.py         the DTensor in `param.grad`, with a cheap norm
 _full_tensors.py     from slices to full tensors and back
+_whole_tensors.py    an optimizer that steps whole tensors, each on one rank: Muon, Shampoo, LAMB
 """

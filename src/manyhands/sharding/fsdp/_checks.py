@@ -223,8 +223,8 @@ def _check_class(optimizer: Optimizer, like: DTensor) -> None:
     if problem is not None:
         raise TypeError(
             f"{kind.__name__} cannot train parameters that FullyShardedDataParallel has sharded: "
-            f"{problem}. Use manyhands.OSS(model.parameters(), optim={kind.__name__}, ...) with "
-            "ShardedDataParallel instead, which gives each full tensor to one rank."
+            f"{problem}. Use manyhands.WholeTensorOptimizer(model.parameters(), "
+            f"optim={kind.__name__}, ...), which gives each full tensor to one rank."
         )
 
 

@@ -126,11 +126,7 @@ def whole_layout(
 
     `load` counts the elements that each rank owns so far, and is updated.
     """
-    owner: dict[int, int] = {}
-    # The largest first, each to the rank with the least so far: loads end about equal.
-    for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
-        owner[index] = load.index(min(load))
-        load[owner[index]] += size
+    owner = deal_out(sizes, load)
     buffers = []
     for members in _split_into_buffers(sizes, largest):
         members = sorted(members, key=lambda entry: owner[entry[0]])
@@ -144,6 +140,20 @@ def whole_layout(
         ranges = tuple(_ranges_within(members, starts, 0, total))
         buffers.append(BufferLayout(starts, (BucketLayout(ranges, tuple(cuts)),)))
     return buffers
+
+
+def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int]:
+    """Return an owner for each index and size; `load`, how much each rank owns, is updated.
+
+    >>> deal_out([(0, 5), (1, 9), (2, 4)], load=[0, 0])
+    {1: 0, 0: 1, 2: 1}
+    """
+    owner: dict[int, int] = {}
+    # The largest first, each to the rank with the least so far: loads end about equal.
+    for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
+        owner[index] = load.index(min(load))
+        load[owner[index]] += size
+    return owner
 
 
 def _split_into_buffers(

@@ -214,7 +214,8 @@ class OSS(ShardedOptimizer):
             self.param_groups.pop()
             raise TypeError(
                 "OSS shards the state of whole parameters, and these are sharded already, as by "
-                "FullyShardedDataParallel. Give them to the optimizer itself, without OSS."
+                "FullyShardedDataParallel. Give them to the optimizer itself, without OSS, or to "
+                "WholeTensorOptimizer if it looks at whole tensors, as Muon does."
             )
         if self._sliced is None:  # the constructor's groups are taken in together
             return

@@ -1,0 +1,462 @@
+"""An optimizer that needs whole tensors, for parameters that are sharded.
+
+Each tensor has an *owner*, one of the ranks. The tensors are dealt out by size, so that ranks own
+about equally much. A step, in order
+
+    gradients    every rank sends its shard of a gradient to the tensor's owner
+    step         `optim`, the optimizer that the user asked for, steps the tensors that it owns
+    parameters   the owner sends every rank its shard of the new tensor
+
+A shard is sent to one rank only, so with N ranks both take 1/N of the bytes of an all-gather. An
+owner keeps its tensors between steps, and the optimizer's state with them. If somebody else has
+changed the shards, as a loaded checkpoint does, they are sent to the owners again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT, StateDict
+
+from manyhands._core.agreement import agree
+from manyhands._core.ranks import RankGroup, rank_group_of
+from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
+from manyhands._core.state_parts import (
+    OptimizerStatePart,
+    ReplicatedState,
+    ShardedOptimizer,
+    options_of,
+)
+from manyhands._core.wrappers import ParamGroup
+from manyhands.sharding._agreement import (
+    ADVICE,
+    GroupLike,
+    facts_of_groups,
+    facts_of_options,
+    make_on_all_ranks,
+)
+from manyhands.sharding.zero._layout import deal_out
+
+BUCKET = 2**24  # elements of tensors that travel together
+TAG = 28_103  # of messages between pairs of ranks; far from the tags that users choose
+
+
+@dataclass
+class _Place:
+    """Where a parameter's rows are, and who owns the whole tensor."""
+
+    param: Tensor
+    owner: int
+    cuts: tuple[
+        tuple[int, int], ...
+    ]  # by rank: where its shard begins in the flat tensor, and ends
+    whole: nn.Parameter | None  # on the owner
+    seen: tuple[int, ...] = ()  # the `_version` of the shard that the owner knows
+
+    def elements(self, rank: int) -> int:
+        start, stop = self.cuts[rank]
+        return stop - start
+
+
+class WholeTensorOptimizer(ShardedOptimizer):
+    """An optimizer that looks at whole tensors, for parameters that `FSDP` has sharded.
+
+    >>> import torch, manyhands as mh
+    >>> model = mh.FSDP(torch.nn.Linear(4, 4, bias=False))
+    >>> optimizer = mh.WholeTensorOptimizer(model.parameters(), optim=torch.optim.Muon, lr=0.02)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
+
+    Muon, Shampoo, LAMB and Adafactor compute other numbers from a slice of a matrix. Here each
+    matrix has an owner, which gets the whole gradient, takes the step once for all ranks, and sends
+    every rank its shard. The numbers are those of the plain optimizer. Give the parameters of
+    element-wise optimizers, such as AdamW, to these themselves: they need nothing of all this.
+
+    Each of N ranks keeps 1/N of the optimizer's state, and another 1/N of the parameters. Save it
+    with `save`, and load it with `load`.
+
+    Args:
+        params: parameters of a model that is sharded already, or groups of them.
+        optim: class of the optimizer.
+        group: the ranks; by default those that the parameters are sharded over.
+        **defaults: the optimizer's own arguments.
+
+    Attributes:
+        optim: the optimizer of the tensors that this rank owns.
+        group: the argument.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optim: type[Optimizer],
+        group: GroupLike | None = None,
+        **defaults: object,
+    ) -> None:
+        if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+            raise TypeError(
+                f"optim must be an optimizer class, such as torch.optim.Muon, got {optim!r}. Its "
+                "arguments follow by name: WholeTensorOptimizer(params, optim=Muon, lr=0.02)."
+            )
+        self.optimizer_class = optim
+        self.optimizer_arguments = dict(defaults)
+        self.group = group
+        self._inner: Any = None  # an optimizer, once the constructor's groups are taken in
+        super().__init__(params, {})
+        given = [param for group in self.param_groups for param in group["params"]]
+        self._ranks = _ranks_of(given, group)
+        self._load = [0] * self._ranks.size  # elements that each rank owns
+        self._places: list[list[_Place]] = []  # by group
+        agree(self._ranks, facts_of_groups(self.param_groups), ADVICE)
+        groups = [self._take_in(group) for group in self.param_groups]
+        make = partial(optim, groups, **self.optimizer_arguments)
+        self._inner = make_on_all_ranks(self._ranks, make)
+        self.defaults = self._inner.defaults
+        # Options that were left out are known only from here on.
+        self._pull_options()
+        agree(self._ranks, facts_of_options(self.param_groups, self.defaults), ADVICE)
+
+    @property
+    def optim(self) -> Any:
+        """The optimizer of the tensors that this rank owns."""
+        return self._inner
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether this rank has only a shard of the state, because there are other ranks."""
+        return self._ranks.size > 1
+
+    def __repr__(self) -> str:
+        groups = super().__repr__().removeprefix(type(self).__name__)
+        size = self._ranks.size
+        workers = f"{size} worker{'s' if size > 1 else ''}"
+        return f"{type(self).__name__} of {self.optimizer_class.__name__} ({workers}){groups}"
+
+    # -- parameters --------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add parameters, with their own options, as any optimizer does; on every rank."""
+        super().add_param_group(param_group)
+        if self._inner is None:  # the constructor's groups are taken in together
+            return
+        added, number = self.param_groups[-1:], len(self.param_groups) - 1
+        try:
+            _check_sharded(added[0]["params"], self._ranks)
+            facts = facts_of_groups(added, first=number)
+            agree(self._ranks, facts | facts_of_options(added, self.defaults, number), ADVICE)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._inner.add_param_group(self._take_in(added[0]))
+        self._pull_options()
+
+    def _take_in(self, group: ParamGroup) -> ParamGroup:
+        """Give parameters their owners; return the group with the tensors that this rank owns."""
+        if self._ranks.size == 1:
+            self._places.append([])
+            return dict(group)
+        sizes = [(number, param.numel()) for number, param in enumerate(group["params"])]
+        owners = deal_out(sizes, self._load)
+        places = [_place(param, owners[n]) for n, param in enumerate(group["params"])]
+        self._places.append(places)
+        self._refresh(places)
+        return {**options_of(group), "params": [p.whole for p in places if p.whole is not None]}
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
+        """Step the tensors that this rank owns, and take this rank's shards of the others'.
+
+        A `closure` is called once before, and its loss returned. Call it on every rank.
+        """
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(options_of(group))  # schedules change ours
+        if self._ranks.size == 1:
+            result = self._inner.step(*([] if closure is None else [closure]), **kwargs)
+        else:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            self._step(**kwargs)
+        self._pull_options()
+        return result
+
+    @torch.no_grad()
+    def _step(self, **kwargs: Any) -> None:
+        places = [place for group in self._places for place in group]
+        trained, changed = self._agree_on(places)
+        if changed:
+            self._refresh(places)
+        moved = [place for place, has in zip(places, trained, strict=True) if has]
+        grads = [_local_gradient(place.param) for place in moved]
+        for place, grad in zip(moved, self._to_owners(moved, grads), strict=True):
+            if place.whole is not None:
+                place.whole.grad = grad
+        try:
+            self._inner.step(**kwargs)
+        finally:
+            for place in moved:
+                if place.whole is not None:
+                    place.whole.grad = None
+        self._to_shards(moved)
+
+    def _agree_on(self, places: Sequence[_Place]) -> tuple[list[bool], bool]:
+        """Return which parameters have a gradient on any rank, and whether any rank's changed."""
+        changed = any(_version(place.param) != place.seen for place in places)
+        flags = [*(place.param.grad is not None for place in places), changed]
+        device = self._ranks.any_device
+        known = self._ranks.all_reduce(
+            torch.tensor(flags, dtype=torch.uint8, device=device), largest=True
+        )
+        *trained, changed = map(bool, known.tolist())
+        return trained, changed
+
+    def _refresh(self, places: Sequence[_Place]) -> None:
+        """Send all shards to the owners of their tensors."""
+        with torch.no_grad():
+            shards = [local_shard(place.param) for place in places]
+            for place, whole in zip(places, self._to_owners(places, shards), strict=True):
+                place.seen = _version(place.param)
+                if whole is None:
+                    continue
+                if place.whole is None:
+                    place.whole = nn.Parameter(whole, requires_grad=place.param.requires_grad)
+                else:
+                    place.whole.copy_(whole)
+
+    def _to_owners(self, places: Sequence[_Place], shards: Sequence[Tensor]) -> list[Tensor | None]:
+        """Send this rank's shards to the owners; return the whole tensors that this rank owns."""
+        ranks, own = self._ranks, self._ranks.rank
+        result: list[Tensor | None] = []
+        for bucket in _buckets(places):
+            members, held = places[bucket], shards[bucket]
+            like = held[0]
+            outgoing = [
+                _packed([s for p, s in zip(members, held, strict=True) if p.owner == rank], like)
+                for rank in range(ranks.size)
+            ]
+            outgoing[own] = outgoing[own][:0]
+            expected = [
+                sum(place.elements(rank) for place in members if place.owner == own)
+                for rank in range(ranks.size)
+            ]
+            arrived = self._exchange(outgoing, expected, like)
+            pieces = [
+                rows.split([place.elements(rank) for place in members if place.owner == own])
+                if rank != own
+                else [s.reshape(-1) for p, s in zip(members, held, strict=True) if p.owner == own]
+                for rank, rows in enumerate(arrived)
+            ]
+            wholes = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+            owned = iter(wholes)
+            for place in members:
+                mine = place.owner == own
+                result.append(next(owned).view(place.param.shape) if mine else None)
+        return result
+
+    def _to_shards(self, places: Sequence[_Place]) -> None:
+        """Send the rows of the tensors that this rank owns to the ranks that hold them."""
+        ranks, own = self._ranks, self._ranks.rank
+        for bucket in _buckets(places):
+            members = places[bucket]
+            like = local_shard(members[0].param)
+            owned = [(p, p.whole.detach().view(-1)) for p in members if p.whole is not None]
+            outgoing = [
+                _packed([] if r == own else [flat[slice(*p.cuts[r])] for p, flat in owned], like)
+                for r in range(ranks.size)
+            ]
+            expected = [
+                sum(place.elements(own) for place in members if place.owner == rank)
+                for rank in range(ranks.size)
+            ]
+            arrived = self._exchange(outgoing, expected, like)
+            for rank, rows in enumerate(arrived):
+                theirs = [place for place in members if place.owner == rank]
+                if rank == own:
+                    new = [flat[slice(*place.cuts[own])] for place, flat in owned]
+                else:
+                    new = list(rows.split([place.elements(own) for place in theirs]))
+                for place, values in zip(theirs, new, strict=True):
+                    shard = local_shard(place.param)
+                    shard.copy_(values.view(shard.shape))
+                    place.seen = _version(place.param)
+
+    def _exchange(
+        self, outgoing: Sequence[Tensor], expected: Sequence[int], like: Tensor
+    ) -> list[Tensor]:
+        """Send a flat tensor to each rank; return what so many elements of each rank are."""
+        sizes = [n * like.element_size() for n in expected]
+        sizes[self._ranks.rank] = 0
+        data = [tensor.view(torch.uint8) for tensor in outgoing]
+        arrived, works = self._ranks.all_to_all(data, sizes, TAG)
+        for work in works:
+            work.wait()
+        return [rows.view(like.dtype) for rows in arrived]
+
+    def _pull_options(self) -> None:
+        """Show the options that the inner optimizer has now: some count steps in their groups."""
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(options_of(inner))
+
+    # -- what checkpoints and scaling ask: `_core/state_parts.py` ----------------------------------
+
+    def join_in(self) -> None:
+        """Do nothing: `FSDP` averages the gradients of all ranks in backward."""
+
+    def wait(self) -> None:
+        """Do nothing: `step` has waited."""
+
+    def prepare(self) -> None:
+        """Do nothing: the owners see at the next step which shards have changed."""
+
+    def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
+        """Return the state of the tensors that this rank owns, and the state dict it is in."""
+        packed = self._inner.state_dict()
+        owned = [
+            (index, place)
+            for index, place in enumerate(place for group in self._places for place in group)
+            if place.whole is not None
+        ]
+        parts = [
+            OptimizerStatePart(
+                place.param,
+                packed["state"].get(number, {}),
+                index=index,
+                number=number,
+                shard=place.whole,
+            )
+            for number, (index, place) in enumerate(owned)
+        ]
+        return [part for part in parts if include_empty or not part.empty], packed
+
+    def load_parts(
+        self,
+        packed: StateDict,
+        for_later: dict[int, dict[str, Any]],
+        groups: Sequence[ParamGroup],
+    ) -> None:
+        """Load the state of the tensors that this rank owns."""
+        self._inner.load_state_dict(packed)
+        for group, options in zip(self.param_groups, groups, strict=True):
+            group.update(options_of(options))
+
+    def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
+        """Raise: no rank has these entries for all parameters, and none of their slices."""
+        raise TypeError(
+            "AdamScale measures gradients as Adam divides them, and needs no whole tensors. Give "
+            "Adam the parameters of FullyShardedDataParallel itself, without WholeTensorOptimizer."
+        )
+
+    def state_dict(self) -> StateDict:
+        """Return the plain optimizer's state dict, with one rank. With several, use `save`."""
+        if self._ranks.size > 1:
+            raise RuntimeError(
+                "each rank has the state of the tensors that it owns. Save a checkpoint with "
+                "mh.save(folder, model=model, optimizer=optimizer), on every rank."
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the plain optimizer's state dict, with one rank. With several, use `load`."""
+        if self._ranks.size > 1:
+            raise RuntimeError(
+                "each rank has the state of the tensors that it owns. Load a checkpoint with "
+                "mh.load(folder, model=model, optimizer=optimizer), on every rank."
+            )
+        self._inner.load_state_dict(dict(state_dict))
+        self._pull_options()
+
+    @property
+    def state(self) -> Any:
+        """The state of the tensors that this rank owns."""
+        return {} if self._inner is None else self._inner.state
+
+    @state.setter
+    def state(self, value: object) -> None:
+        """Ignore the empty state that torch's constructor sets."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("WholeTensorOptimizer is not pickled. Save a checkpoint with mh.save().")
+
+
+# -- places of parameters --------------------------------------------------------------------------
+
+
+def _ranks_of(params: Sequence[Tensor], group: GroupLike | None) -> RankGroup:
+    ranks = rank_group_of(params, group)
+    _check_sharded(params, ranks)
+    return ranks
+
+
+def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
+    """Raise a TypeError unless these are sharded over the ranks by rows."""
+    for param in params:
+        if ranks.size == 1:
+            continue
+        if not is_dtensor(param):
+            raise TypeError(
+                f"WholeTensorOptimizer is for sharded parameters, and one of shape "
+                f"{tuple(param.shape)} is not. Wrap the model first (mh.FSDP), then make the "
+                "optimizer; or use mh.OSS, which divides whole parameters among the ranks."
+            )
+        shards = DTensorShards.of(param)
+        if param.device_mesh.ndim > 1 or shards.mesh_dim is None or shards.own.dim != 0:
+            raise TypeError(
+                "WholeTensorOptimizer needs parameters that are sharded by rows over one dimension "
+                f"of ranks, and one of shape {tuple(param.shape)} is placed as {param.placements}."
+            )
+        if param.device.type == "meta":
+            raise TypeError(
+                "a parameter has no memory yet. Call model.to_empty(device=...) and initialise it "
+                "before the optimizer is made."
+            )
+
+
+def _place(param: Tensor, owner: int) -> _Place:
+    assert is_dtensor(param)
+    row = param.numel() // param.size(0) if param.numel() else 0
+    ranges = DTensorShards.of(param).ranges
+    cuts = tuple((r.start * row, (r.start + r.length) * row) for r in ranges)
+    return _Place(param, owner, cuts, None)
+
+
+def _version(param: Tensor) -> tuple[int, int, int]:
+    """Return where a shard lies, and how often it was changed: directly, and as a DTensor."""
+    shard = local_shard(param)
+    return shard.data_ptr(), shard._version, param._version
+
+
+def _local_gradient(param: Tensor) -> Tensor:
+    """Return this rank's shard of a gradient; zeros if other ranks have one and this has none."""
+    shard = local_shard(param)
+    return (
+        torch.zeros_like(shard) if param.grad is None else local_shard(param.grad).to(shard.dtype)
+    )
+
+
+def _buckets(places: Sequence[_Place]) -> Iterator[slice]:
+    """Yield ranges of consecutive places of one type, of about `BUCKET` elements."""
+    start, total = 0, 0
+    for number, place in enumerate(places):
+        size = place.param.numel()
+        other = place.param.dtype != places[start].param.dtype
+        if number > start and (other or total + size > BUCKET):
+            yield slice(start, number)
+            start, total = number, 0
+        total += size
+    if places:
+        yield slice(start, len(places))
+
+
+def _packed(shards: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return tensors in a flat one."""
+    if not shards:
+        return like.new_empty(0)
+    return torch.cat([shard.reshape(-1) for shard in shards])
