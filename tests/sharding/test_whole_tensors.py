@@ -11,7 +11,7 @@ import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import Lamb
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.fsdp import _whole_tensors
+from manyhands.sharding.fsdp import _owners
 
 
 class Net(nn.Module):
@@ -150,7 +150,7 @@ def test_a_step_sends_at_most_half_of_what_a_pass_sends(monkeypatch):
             return original(self, outgoing, sizes, tag)
 
         monkeypatch.setattr(RankGroup, "all_to_all", counting)
-        monkeypatch.setattr(_whole_tensors, "BUCKET", 3 * 64**2)
+        monkeypatch.setattr(_owners, "BUCKET", 3 * 64**2)
         model = mh.FSDP(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))))
         optimizer = mh.WholeTensorOptimizer(model.parameters(), optim=Muon)
         total.clear()  # the owners have their tensors now

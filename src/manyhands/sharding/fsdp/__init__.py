@@ -11,4 +11,5 @@ _collectives.py      all_gather and reduce_scatter on gloo
 _gradient.py         the DTensor in `param.grad`, with a cheap norm
 _full_tensors.py     from slices to full tensors and back
 _whole_tensors.py    an optimizer that steps whole tensors, each on one rank: Muon, Shampoo, LAMB
+_owners.py           which rank owns which tensor; from shards to owners and back
 """

@@ -1,21 +1,18 @@
-"""An optimizer that needs whole tensors, for parameters that are sharded.
+"""An optimizer that looks at whole tensors, for parameters that are sharded.
 
-Each tensor has an *owner*, one of the ranks. The tensors are dealt out by size, so that ranks own
-about equally much. A step, in order
+Each tensor has an *owner*, one of the ranks. A step, in order
 
-    gradients    every rank sends its shard of a gradient to the tensor's owner
+    gradients    every rank sends its shard of a gradient to the tensor's owner (`_owners.py`)
     step         `optim`, the optimizer that the user asked for, steps the tensors that it owns
     parameters   the owner sends every rank its shard of the new tensor
 
-A shard is sent to one rank only, so with N ranks both take 1/N of the bytes of an all-gather. An
-owner keeps its tensors between steps, and the optimizer's state with them. If somebody else has
+An owner keeps its tensors between steps, and the optimizer's state with them. If somebody else has
 changed the shards, as a loaded checkpoint does, they are sent to the owners again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -41,27 +38,7 @@ from manyhands.sharding._agreement import (
     facts_of_options,
     make_on_all_ranks,
 )
-from manyhands.sharding.zero._layout import deal_out
-
-BUCKET = 2**24  # elements of tensors that travel together
-TAG = 28_103  # of messages between pairs of ranks; far from the tags that users choose
-
-
-@dataclass
-class _Place:
-    """Where a parameter's rows are, and who owns the whole tensor."""
-
-    param: Tensor
-    owner: int
-    cuts: tuple[
-        tuple[int, int], ...
-    ]  # by rank: where its shard begins in the flat tensor, and ends
-    whole: nn.Parameter | None  # on the owner
-    seen: tuple[int, ...] = ()  # the `_version` of the shard that the owner knows
-
-    def elements(self, rank: int) -> int:
-        start, stop = self.cuts[rank]
-        return stop - start
+from manyhands.sharding.fsdp._owners import Owners, Place, version_of
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
@@ -111,8 +88,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         super().__init__(params, {})
         given = [param for group in self.param_groups for param in group["params"]]
         self._ranks = _ranks_of(given, group)
-        self._load = [0] * self._ranks.size  # elements that each rank owns
-        self._places: list[list[_Place]] = []  # by group
+        self._owners = Owners(self._ranks)
+        self._places: list[list[Place]] = []  # by group
         agree(self._ranks, facts_of_groups(self.param_groups), ADVICE)
         groups = [self._take_in(group) for group in self.param_groups]
         make = partial(optim, groups, **self.optimizer_arguments)
@@ -161,9 +138,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         if self._ranks.size == 1:
             self._places.append([])
             return dict(group)
-        sizes = [(number, param.numel()) for number, param in enumerate(group["params"])]
-        owners = deal_out(sizes, self._load)
-        places = [_place(param, owners[n]) for n, param in enumerate(group["params"])]
+        places = self._owners.deal_out(group["params"])
         self._places.append(places)
         self._refresh(places)
         return {**options_of(group), "params": [p.whole for p in places if p.whole is not None]}
@@ -196,7 +171,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             self._refresh(places)
         moved = [place for place, has in zip(places, trained, strict=True) if has]
         grads = [_local_gradient(place.param) for place in moved]
-        for place, grad in zip(moved, self._to_owners(moved, grads), strict=True):
+        for place, grad in zip(moved, self._owners.to_owners(moved, grads), strict=True):
             if place.whole is not None:
                 place.whole.grad = grad
         try:
@@ -205,11 +180,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
             for place in moved:
                 if place.whole is not None:
                     place.whole.grad = None
-        self._to_shards(moved)
+        self._owners.to_shards(moved)
 
-    def _agree_on(self, places: Sequence[_Place]) -> tuple[list[bool], bool]:
+    def _agree_on(self, places: Sequence[Place]) -> tuple[list[bool], bool]:
         """Return which parameters have a gradient on any rank, and whether any rank's changed."""
-        changed = any(_version(place.param) != place.seen for place in places)
+        changed = any(version_of(place.param) != place.seen for place in places)
         flags = [*(place.param.grad is not None for place in places), changed]
         device = self._ranks.any_device
         known = self._ranks.all_reduce(
@@ -218,87 +193,18 @@ class WholeTensorOptimizer(ShardedOptimizer):
         *trained, changed = map(bool, known.tolist())
         return trained, changed
 
-    def _refresh(self, places: Sequence[_Place]) -> None:
+    def _refresh(self, places: Sequence[Place]) -> None:
         """Send all shards to the owners of their tensors."""
         with torch.no_grad():
             shards = [local_shard(place.param) for place in places]
-            for place, whole in zip(places, self._to_owners(places, shards), strict=True):
-                place.seen = _version(place.param)
+            for place, whole in zip(places, self._owners.to_owners(places, shards), strict=True):
+                place.seen = version_of(place.param)
                 if whole is None:
                     continue
                 if place.whole is None:
                     place.whole = nn.Parameter(whole, requires_grad=place.param.requires_grad)
                 else:
                     place.whole.copy_(whole)
-
-    def _to_owners(self, places: Sequence[_Place], shards: Sequence[Tensor]) -> list[Tensor | None]:
-        """Send this rank's shards to the owners; return the whole tensors that this rank owns."""
-        ranks, own = self._ranks, self._ranks.rank
-        result: list[Tensor | None] = []
-        for bucket in _buckets(places):
-            members, held = places[bucket], shards[bucket]
-            like = held[0]
-            outgoing = [
-                _packed([s for p, s in zip(members, held, strict=True) if p.owner == rank], like)
-                for rank in range(ranks.size)
-            ]
-            outgoing[own] = outgoing[own][:0]
-            expected = [
-                sum(place.elements(rank) for place in members if place.owner == own)
-                for rank in range(ranks.size)
-            ]
-            arrived = self._exchange(outgoing, expected, like)
-            pieces = [
-                rows.split([place.elements(rank) for place in members if place.owner == own])
-                if rank != own
-                else [s.reshape(-1) for p, s in zip(members, held, strict=True) if p.owner == own]
-                for rank, rows in enumerate(arrived)
-            ]
-            wholes = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-            owned = iter(wholes)
-            for place in members:
-                mine = place.owner == own
-                result.append(next(owned).view(place.param.shape) if mine else None)
-        return result
-
-    def _to_shards(self, places: Sequence[_Place]) -> None:
-        """Send the rows of the tensors that this rank owns to the ranks that hold them."""
-        ranks, own = self._ranks, self._ranks.rank
-        for bucket in _buckets(places):
-            members = places[bucket]
-            like = local_shard(members[0].param)
-            owned = [(p, p.whole.detach().view(-1)) for p in members if p.whole is not None]
-            outgoing = [
-                _packed([] if r == own else [flat[slice(*p.cuts[r])] for p, flat in owned], like)
-                for r in range(ranks.size)
-            ]
-            expected = [
-                sum(place.elements(own) for place in members if place.owner == rank)
-                for rank in range(ranks.size)
-            ]
-            arrived = self._exchange(outgoing, expected, like)
-            for rank, rows in enumerate(arrived):
-                theirs = [place for place in members if place.owner == rank]
-                if rank == own:
-                    new = [flat[slice(*place.cuts[own])] for place, flat in owned]
-                else:
-                    new = list(rows.split([place.elements(own) for place in theirs]))
-                for place, values in zip(theirs, new, strict=True):
-                    shard = local_shard(place.param)
-                    shard.copy_(values.view(shard.shape))
-                    place.seen = _version(place.param)
-
-    def _exchange(
-        self, outgoing: Sequence[Tensor], expected: Sequence[int], like: Tensor
-    ) -> list[Tensor]:
-        """Send a flat tensor to each rank; return what so many elements of each rank are."""
-        sizes = [n * like.element_size() for n in expected]
-        sizes[self._ranks.rank] = 0
-        data = [tensor.view(torch.uint8) for tensor in outgoing]
-        arrived, works = self._ranks.all_to_all(data, sizes, TAG)
-        for work in works:
-            work.wait()
-        return [rows.view(like.dtype) for rows in arrived]
 
     def _pull_options(self) -> None:
         """Show the options that the inner optimizer has now: some count steps in their groups."""
@@ -386,7 +292,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         raise TypeError("WholeTensorOptimizer is not pickled. Save a checkpoint with mh.save().")
 
 
-# -- places of parameters --------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _ranks_of(params: Sequence[Tensor], group: GroupLike | None) -> RankGroup:
@@ -419,44 +325,9 @@ def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
             )
 
 
-def _place(param: Tensor, owner: int) -> _Place:
-    assert is_dtensor(param)
-    row = param.numel() // param.size(0) if param.numel() else 0
-    ranges = DTensorShards.of(param).ranges
-    cuts = tuple((r.start * row, (r.start + r.length) * row) for r in ranges)
-    return _Place(param, owner, cuts, None)
-
-
-def _version(param: Tensor) -> tuple[int, int, int]:
-    """Return where a shard lies, and how often it was changed: directly, and as a DTensor."""
-    shard = local_shard(param)
-    return shard.data_ptr(), shard._version, param._version
-
-
 def _local_gradient(param: Tensor) -> Tensor:
     """Return this rank's shard of a gradient; zeros if other ranks have one and this has none."""
     shard = local_shard(param)
     return (
         torch.zeros_like(shard) if param.grad is None else local_shard(param.grad).to(shard.dtype)
     )
-
-
-def _buckets(places: Sequence[_Place]) -> Iterator[slice]:
-    """Yield ranges of consecutive places of one type, of about `BUCKET` elements."""
-    start, total = 0, 0
-    for number, place in enumerate(places):
-        size = place.param.numel()
-        other = place.param.dtype != places[start].param.dtype
-        if number > start and (other or total + size > BUCKET):
-            yield slice(start, number)
-            start, total = number, 0
-        total += size
-    if places:
-        yield slice(start, len(places))
-
-
-def _packed(shards: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return tensors in a flat one."""
-    if not shards:
-        return like.new_empty(0)
-    return torch.cat([shard.reshape(-1) for shard in shards])

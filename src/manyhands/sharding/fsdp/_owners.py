@@ -1,0 +1,140 @@
+"""Which rank owns which sharded tensor, and the messages from shards to owners and back.
+
+Tensors are dealt out by size, so that ranks own about equally much. A shard is sent to one rank
+only: with N ranks, 1/N of the bytes of an all-gather. Tensors travel together, in buckets, in one
+message between each pair of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
+from manyhands.sharding.zero._layout import deal_out
+
+BUCKET = 2**24  # elements of tensors that travel together
+TAG = 28_103  # of messages between pairs of ranks; far from the tags that users choose
+
+
+@dataclass
+class Place:
+    """Which rank owns a tensor, and which rows of it each rank holds."""
+
+    param: Tensor  # the DTensor
+    owner: int
+    # By rank: where its rows begin in the flat tensor, and where they end.
+    cuts: tuple[tuple[int, int], ...]
+    whole: nn.Parameter | None = None  # on the owner
+    seen: tuple[int, ...] = ()  # `version_of` the shard that the owner knows
+
+    def elements(self, rank: int) -> int:
+        """Return how many elements a rank holds."""
+        start, stop = self.cuts[rank]
+        return stop - start
+
+
+def version_of(param: Tensor) -> tuple[int, ...]:
+    """Return what changes if a shard is changed: its address, and torch's counts of changes."""
+    shard = local_shard(param)
+    return shard.data_ptr(), shard._version, param._version
+
+
+class Owners:
+    """The ranks that a model is sharded over, as owners of its tensors."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._load = [0] * ranks.size  # elements that each rank owns
+
+    def deal_out(self, params: Sequence[Tensor]) -> list[Place]:
+        """Give each tensor an owner."""
+        owners = deal_out([(n, param.numel()) for n, param in enumerate(params)], self._load)
+        places = []
+        for number, param in enumerate(params):
+            assert is_dtensor(param)
+            row = param.numel() // param.size(0) if param.numel() else 0
+            ranges = DTensorShards.of(param).ranges
+            cuts = tuple((r.start * row, (r.start + r.length) * row) for r in ranges)
+            places.append(Place(param, owners[number], cuts))
+        return places
+
+    def to_owners(self, places: Sequence[Place], shards: Sequence[Tensor]) -> list[Tensor | None]:
+        """Send this rank's shards to the owners; return the whole tensors that this rank owns."""
+        own = self._ranks.rank
+        result: list[Tensor | None] = []
+        for bucket in _buckets(places):
+            members, held = places[bucket], [shard.reshape(-1) for shard in shards[bucket]]
+            for_owner = [
+                [shard for place, shard in zip(members, held, strict=True) if place.owner == rank]
+                for rank in range(self._ranks.size)
+            ]
+            mine = [place for place in members if place.owner == own]
+            sizes = [[place.elements(rank) for place in mine] for rank in range(self._ranks.size)]
+            pieces = self._exchange(for_owner, sizes, held[0])
+            wholes = iter([torch.cat(rows) for rows in zip(*pieces, strict=True)])
+            for place in members:
+                owned = place.owner == own
+                result.append(next(wholes).view(place.param.shape) if owned else None)
+        return result
+
+    def to_shards(self, places: Sequence[Place]) -> None:
+        """Send the rows of the tensors that this rank owns to the ranks that hold them."""
+        own = self._ranks.rank
+        for bucket in _buckets(places):
+            members = places[bucket]
+            flat = [(p, p.whole.detach().view(-1)) for p in members if p.whole is not None]
+            for_rank = [
+                [whole[slice(*place.cuts[rank])] for place, whole in flat]
+                for rank in range(self._ranks.size)
+            ]
+            by_owner = [
+                [place for place in members if place.owner == rank]
+                for rank in range(self._ranks.size)
+            ]
+            sizes = [[place.elements(own) for place in theirs] for theirs in by_owner]
+            arrived = self._exchange(for_rank, sizes, local_shard(members[0].param))
+            for theirs, rows in zip(by_owner, arrived, strict=True):
+                for place, values in zip(theirs, rows, strict=True):
+                    shard = local_shard(place.param)
+                    shard.copy_(values.view(shard.shape))
+                    place.seen = version_of(place.param)
+
+    def _exchange(
+        self, outgoing: Sequence[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """Send each rank its flat tensors; return those from each rank, of `sizes` elements.
+
+        What this rank has for itself comes back as it is.
+        """
+        own = self._ranks.rank
+        messages, expected = [], []
+        for rank, (tensors, numbers) in enumerate(zip(outgoing, sizes, strict=True)):
+            message = torch.cat(tensors) if tensors and rank != own else like.new_empty(0)
+            messages.append(message.view(torch.uint8))
+            expected.append(0 if rank == own else sum(numbers) * like.element_size())
+        arrived, works = self._ranks.all_to_all(messages, expected, TAG)
+        for work in works:
+            work.wait()
+        return [
+            outgoing[own] if rank == own else list(data.view(like.dtype).split(list(numbers)))
+            for rank, (data, numbers) in enumerate(zip(arrived, sizes, strict=True))
+        ]
+
+
+def _buckets(places: Sequence[Place]) -> Iterator[slice]:
+    """Yield ranges of consecutive places of one type, of about `BUCKET` elements."""
+    start, total = 0, 0
+    for number, place in enumerate(places):
+        size = place.param.numel()
+        other = place.param.dtype != places[start].param.dtype
+        if number > start and (other or total + size > BUCKET):
+            yield slice(start, number)
+            start, total = number, 0
+        total += size
+    if places:
+        yield slice(start, len(places))
