@@ -22,8 +22,8 @@ TAG = 28_103  # of messages between pairs of ranks; far from the tags that users
 
 
 @dataclass
-class Place:
-    """Which rank owns a tensor, and which rows of it each rank holds."""
+class OwnedTensor:
+    """A sharded tensor with its owner, and the rows of it that each rank holds."""
 
     param: Tensor  # the DTensor
     owner: int
@@ -51,58 +51,60 @@ class Owners:
         self._ranks = ranks
         self._load = [0] * ranks.size  # elements that each rank owns
 
-    def deal_out(self, params: Sequence[Tensor]) -> list[Place]:
+    def deal_out(self, params: Sequence[Tensor]) -> list[OwnedTensor]:
         """Give each tensor an owner."""
         owners = deal_out([(n, param.numel()) for n, param in enumerate(params)], self._load)
-        places = []
+        tensors = []
         for number, param in enumerate(params):
             assert is_dtensor(param)
             row = param.numel() // param.size(0) if param.numel() else 0
             ranges = DTensorShards.of(param).ranges
             cuts = tuple((r.start * row, (r.start + r.length) * row) for r in ranges)
-            places.append(Place(param, owners[number], cuts))
-        return places
+            tensors.append(OwnedTensor(param, owners[number], cuts))
+        return tensors
 
-    def to_owners(self, places: Sequence[Place], shards: Sequence[Tensor]) -> list[Tensor | None]:
+    def to_owners(
+        self, tensors: Sequence[OwnedTensor], shards: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """Send this rank's shards to the owners; return the whole tensors that this rank owns."""
         own = self._ranks.rank
         result: list[Tensor | None] = []
-        for bucket in _buckets(places):
-            members, held = places[bucket], [shard.reshape(-1) for shard in shards[bucket]]
+        for bucket in _buckets(tensors):
+            members, held = tensors[bucket], [shard.reshape(-1) for shard in shards[bucket]]
             for_owner = [
-                [shard for place, shard in zip(members, held, strict=True) if place.owner == rank]
+                [shard for tensor, shard in zip(members, held, strict=True) if tensor.owner == rank]
                 for rank in range(self._ranks.size)
             ]
-            mine = [place for place in members if place.owner == own]
-            sizes = [[place.elements(rank) for place in mine] for rank in range(self._ranks.size)]
+            mine = [tensor for tensor in members if tensor.owner == own]
+            sizes = [[tensor.elements(rank) for tensor in mine] for rank in range(self._ranks.size)]
             pieces = self._exchange(for_owner, sizes, held[0])
             wholes = iter([torch.cat(rows) for rows in zip(*pieces, strict=True)])
-            for place in members:
-                owned = place.owner == own
-                result.append(next(wholes).view(place.param.shape) if owned else None)
+            for tensor in members:
+                owned = tensor.owner == own
+                result.append(next(wholes).view(tensor.param.shape) if owned else None)
         return result
 
-    def to_shards(self, places: Sequence[Place]) -> None:
+    def to_shards(self, tensors: Sequence[OwnedTensor]) -> None:
         """Send the rows of the tensors that this rank owns to the ranks that hold them."""
         own = self._ranks.rank
-        for bucket in _buckets(places):
-            members = places[bucket]
+        for bucket in _buckets(tensors):
+            members = tensors[bucket]
             flat = [(p, p.whole.detach().view(-1)) for p in members if p.whole is not None]
             for_rank = [
-                [whole[slice(*place.cuts[rank])] for place, whole in flat]
+                [whole[slice(*tensor.cuts[rank])] for tensor, whole in flat]
                 for rank in range(self._ranks.size)
             ]
             by_owner = [
-                [place for place in members if place.owner == rank]
+                [tensor for tensor in members if tensor.owner == rank]
                 for rank in range(self._ranks.size)
             ]
-            sizes = [[place.elements(own) for place in theirs] for theirs in by_owner]
+            sizes = [[tensor.elements(own) for tensor in theirs] for theirs in by_owner]
             arrived = self._exchange(for_rank, sizes, local_shard(members[0].param))
             for theirs, rows in zip(by_owner, arrived, strict=True):
-                for place, values in zip(theirs, rows, strict=True):
-                    shard = local_shard(place.param)
+                for tensor, values in zip(theirs, rows, strict=True):
+                    shard = local_shard(tensor.param)
                     shard.copy_(values.view(shard.shape))
-                    place.seen = version_of(place.param)
+                    tensor.seen = version_of(tensor.param)
 
     def _exchange(
         self, outgoing: Sequence[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
@@ -126,15 +128,15 @@ class Owners:
         ]
 
 
-def _buckets(places: Sequence[Place]) -> Iterator[slice]:
-    """Yield ranges of consecutive places of one type, of about `BUCKET` elements."""
+def _buckets(tensors: Sequence[OwnedTensor]) -> Iterator[slice]:
+    """Yield ranges of consecutive tensors of one type, of about `BUCKET` elements."""
     start, total = 0, 0
-    for number, place in enumerate(places):
-        size = place.param.numel()
-        other = place.param.dtype != places[start].param.dtype
+    for number, tensor in enumerate(tensors):
+        size = tensor.param.numel()
+        other = tensor.param.dtype != tensors[start].param.dtype
         if number > start and (other or total + size > BUCKET):
             yield slice(start, number)
             start, total = number, 0
         total += size
-    if places:
-        yield slice(start, len(places))
+    if tensors:
+        yield slice(start, len(tensors))

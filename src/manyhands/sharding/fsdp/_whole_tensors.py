@@ -38,7 +38,7 @@ from manyhands.sharding._agreement import (
     facts_of_options,
     make_on_all_ranks,
 )
-from manyhands.sharding.fsdp._owners import Owners, Place, version_of
+from manyhands.sharding.fsdp._owners import OwnedTensor, Owners, version_of
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
@@ -89,7 +89,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         given = [param for group in self.param_groups for param in group["params"]]
         self._ranks = _ranks_of(given, group)
         self._owners = Owners(self._ranks)
-        self._places: list[list[Place]] = []  # by group
+        self._tensors: list[list[OwnedTensor]] = []  # by group
         agree(self._ranks, facts_of_groups(self.param_groups), ADVICE)
         groups = [self._take_in(group) for group in self.param_groups]
         make = partial(optim, groups, **self.optimizer_arguments)
@@ -136,12 +136,12 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def _take_in(self, group: ParamGroup) -> ParamGroup:
         """Give parameters their owners; return the group with the tensors that this rank owns."""
         if self._ranks.size == 1:
-            self._places.append([])
+            self._tensors.append([])
             return dict(group)
-        places = self._owners.deal_out(group["params"])
-        self._places.append(places)
-        self._refresh(places)
-        return {**options_of(group), "params": [p.whole for p in places if p.whole is not None]}
+        tensors = self._owners.deal_out(group["params"])
+        self._tensors.append(tensors)
+        self._refresh(tensors)
+        return {**options_of(group), "params": [p.whole for p in tensors if p.whole is not None]}
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -165,27 +165,27 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
-        places = [place for group in self._places for place in group]
-        trained, changed = self._agree_on(places)
+        tensors = [tensor for group in self._tensors for tensor in group]
+        trained, changed = self._agree_on(tensors)
         if changed:
-            self._refresh(places)
-        moved = [place for place, has in zip(places, trained, strict=True) if has]
-        grads = [_local_gradient(place.param) for place in moved]
-        for place, grad in zip(moved, self._owners.to_owners(moved, grads), strict=True):
-            if place.whole is not None:
-                place.whole.grad = grad
+            self._refresh(tensors)
+        moved = [tensor for tensor, has in zip(tensors, trained, strict=True) if has]
+        grads = [_local_gradient(tensor.param) for tensor in moved]
+        for tensor, grad in zip(moved, self._owners.to_owners(moved, grads), strict=True):
+            if tensor.whole is not None:
+                tensor.whole.grad = grad
         try:
             self._inner.step(**kwargs)
         finally:
-            for place in moved:
-                if place.whole is not None:
-                    place.whole.grad = None
+            for tensor in moved:
+                if tensor.whole is not None:
+                    tensor.whole.grad = None
         self._owners.to_shards(moved)
 
-    def _agree_on(self, places: Sequence[Place]) -> tuple[list[bool], bool]:
+    def _agree_on(self, tensors: Sequence[OwnedTensor]) -> tuple[list[bool], bool]:
         """Return which parameters have a gradient on any rank, and whether any rank's changed."""
-        changed = any(version_of(place.param) != place.seen for place in places)
-        flags = [*(place.param.grad is not None for place in places), changed]
+        changed = any(version_of(tensor.param) != tensor.seen for tensor in tensors)
+        flags = [*(tensor.param.grad is not None for tensor in tensors), changed]
         device = self._ranks.any_device
         known = self._ranks.all_reduce(
             torch.tensor(flags, dtype=torch.uint8, device=device), largest=True
@@ -193,18 +193,18 @@ class WholeTensorOptimizer(ShardedOptimizer):
         *trained, changed = map(bool, known.tolist())
         return trained, changed
 
-    def _refresh(self, places: Sequence[Place]) -> None:
+    def _refresh(self, tensors: Sequence[OwnedTensor]) -> None:
         """Send all shards to the owners of their tensors."""
         with torch.no_grad():
-            shards = [local_shard(place.param) for place in places]
-            for place, whole in zip(places, self._owners.to_owners(places, shards), strict=True):
-                place.seen = version_of(place.param)
+            shards = [local_shard(tensor.param) for tensor in tensors]
+            for tensor, whole in zip(tensors, self._owners.to_owners(tensors, shards), strict=True):
+                tensor.seen = version_of(tensor.param)
                 if whole is None:
                     continue
-                if place.whole is None:
-                    place.whole = nn.Parameter(whole, requires_grad=place.param.requires_grad)
+                if tensor.whole is None:
+                    tensor.whole = nn.Parameter(whole, requires_grad=tensor.param.requires_grad)
                 else:
-                    place.whole.copy_(whole)
+                    tensor.whole.copy_(whole)
 
     def _pull_options(self) -> None:
         """Show the options that the inner optimizer has now: some count steps in their groups."""
@@ -226,19 +226,19 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Return the state of the tensors that this rank owns, and the state dict it is in."""
         packed = self._inner.state_dict()
         owned = [
-            (index, place)
-            for index, place in enumerate(place for group in self._places for place in group)
-            if place.whole is not None
+            (index, tensor)
+            for index, tensor in enumerate(tensor for group in self._tensors for tensor in group)
+            if tensor.whole is not None
         ]
         parts = [
             OptimizerStatePart(
-                place.param,
+                tensor.param,
                 packed["state"].get(number, {}),
                 index=index,
                 number=number,
-                shard=place.whole,
+                shard=tensor.whole,
             )
-            for number, (index, place) in enumerate(owned)
+            for number, (index, tensor) in enumerate(owned)
         ]
         return [part for part in parts if include_empty or not part.empty], packed
 
