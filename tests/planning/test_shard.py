@@ -176,6 +176,41 @@ def test_auto_takes_the_cheapest_level_that_fits():
     assert "on this rank" in here and "on another rank" in there
 
 
+def other_rate(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+
+
+def other_class(model):
+    kind = torch.optim.Muon if dist.get_rank() else torch.optim.SGD
+    return kind([p for p in model.parameters() if p.ndim == 2], lr=0.1)
+
+
+def only_here(model):
+    optimizer = sgd(model)
+    if dist.get_rank() == 1:
+        optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("make_optimizer", "says"),
+    [
+        (other_rate, "different values of lr"),
+        (other_class, "different optimizers"),
+        (only_here, r"step hook is on this SGD|rank\(s\) 1 cannot shard the model"),
+    ],
+)
+def test_what_differs_between_ranks_is_an_error_on_all(level, make_optimizer, says):
+    def ask():
+        model = new_model()
+        for bias in (p for p in model.parameters() if p.ndim == 1):
+            bias.requires_grad_(make_optimizer is not other_class)
+        mh.shard(model, make_optimizer(model), level=level)
+
+    raises_on_ranks(2, ValueError, ask, match=says)
+
+
 def test_ranks_must_ask_for_the_same_level():
     def ask():
         model = new_model()
@@ -184,17 +219,88 @@ def test_ranks_must_ask_for_the_same_level():
     raises_on_ranks(2, ValueError, ask, match="different values of level")
 
 
-def test_level_3_says_what_it_cannot_shard():
+class WithScalar(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class WithEmpty(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.more = nn.Parameter(torch.ones(0, 4))
+
+
+class WithHook(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.bias.register_hook(lambda grad: grad)
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "says"),
+    [
+        (WithScalar, torch.optim.SGD, "scale is a scalar"),
+        (WithEmpty, torch.optim.SGD, "more has no elements"),
+        (WithHook, torch.optim.SGD, "bias has hooks"),
+        (lambda: nn.Embedding(5, 4, sparse=True), torch.optim.SGD, "has sparse gradients"),
+        (lambda: nn.Linear(4, 4), torch.optim.LBFGS, "the state of LBFGS"),
+        (lambda: nn.Linear(4, 4), torch.optim.SparseAdam, "the state of SparseAdam"),
+    ],
+)
+def test_what_level_3_cannot_shard_it_leaves_alone(build, kind, says):
     def ask():
-        model = new_model()
-        model.scale = nn.Parameter(torch.ones(()))
+        model = build()
         before = list(model.parameters())
         try:
-            mh.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), level=3)
+            mh.shard(model, kind(model.parameters(), lr=0.1), level=3)
         finally:
             assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
 
-    raises_on_ranks(2, ValueError, ask, match="scale is a scalar.*Level 2 can")
+    raises_on_ranks(2, ValueError, ask, match=says)
+
+
+TORCHS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind
+    not in (
+        torch.optim.Optimizer,
+        torch.optim.LBFGS,  # needs a closure
+        torch.optim.SparseAdam,  # needs sparse gradients
+    )
+]
+
+
+@pytest.mark.parametrize("kind", TORCHS)
+def test_every_optimizer_of_torchs_trains_alike_at_every_level(kind):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 9, bias=False), nn.Tanh(), nn.Linear(9, 3, bias=False))
+
+    def losses(level):
+        model = build()
+        model, optimizer = mh.shard(model, kind(model.parameters(), lr=0.02), level=level)
+        return train(model, [optimizer], rank=dist.get_rank(), workers=2)
+
+    model = build()
+    expected = train(model, [kind(model.parameters(), lr=0.02)])
+    for level in LEVELS:
+        found, _ = run_ranks(2, losses, level)
+        assert found == pytest.approx(expected, rel=1e-3), level
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_names_of_parameters_stay(level):
+    def names():
+        model = new_model()
+        optimizer = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
+        _, optimizer = mh.shard(model, optimizer, level=level)
+        return optimizer.param_groups[0]["param_names"]
+
+    assert run_ranks(2, names)[0] == [name for name, _ in new_model().named_parameters()]
 
 
 def test_a_policy_chooses_the_wraps_of_level_3():
@@ -225,6 +331,14 @@ def scheduled(model):
     return optimizer
 
 
+class Forgetful(torch.optim.SGD):
+    """An optimizer with an argument that is not among its defaults."""
+
+    def __init__(self, model, lr=0.1, factor=2.0):
+        super().__init__(model.parameters(), lr=lr)
+        self.factor = factor
+
+
 MISTAKES = [
     ({"level": 4}, ValueError, "level must be 0, 1, 2, 3 or"),
     ({"level": True}, ValueError, "level must be"),
@@ -243,6 +357,13 @@ MISTAKES = [
     ({"optimizer": used}, ValueError, "has taken steps already"),
     ({"optimizer": scheduled}, ValueError, "a scheduler or a step hook is on this SGD"),
     ({"optimizer": lambda _: sgd(new_model())}, ValueError, "that are not in the model"),
+    ({"optimizer": lambda m: [sgd(m), adamw(m)]}, ValueError, "0.weight is in 2 optimizers"),
+    ({"optimizer": Forgetful}, ValueError, r"does not keep its argument\(s\) factor among its def"),
+    (
+        {"model": lambda: nn.LazyLinear(3), "optimizer": lambda m: torch.optim.SGD(m.parameters())},
+        ValueError,
+        "weight has no shape yet",
+    ),
     (
         {"optimizer": lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1)},
         ValueError,
@@ -265,13 +386,18 @@ def test_mistakes(changed, error, says):
 @pytest.mark.quick
 def test_free_memory_is_within_the_containers(tmp_path, monkeypatch):
     monkeypatch.setattr(_shard, "CGROUP", tmp_path)
-    host = _shard._free_host_memory()
-    assert host > 2**20
-    (tmp_path / "memory.max").write_text("5000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert _shard._free_host_memory() == 4_000_000
-    (tmp_path / "memory.max").write_text("max\n")
     assert _shard._free_host_memory() > 2**20
+    for limit, used, cached in _shard.CONTAINER_MEMORY:
+        (tmp_path / limit).parent.mkdir(exist_ok=True)
+        (tmp_path / limit).write_text("5000000\n")
+        (tmp_path / used).write_text("1000000\n")
+        (tmp_path / cached).write_text("anon 7\ninactive_file 300000\n")
+        assert _shard._free_host_memory() == 4_300_000
+        (tmp_path / limit).write_text("max\n")
+        assert _shard._free_host_memory() > 2**20
+    monkeypatch.setattr(_shard, "PROC", tmp_path)  # another system than Linux
+    with pytest.raises(RuntimeError, match='memory="16GiB"'):
+        _shard._free_host_memory()
 
 
 @pytest.mark.quick

@@ -182,7 +182,9 @@ def test_changed_parameters_are_sent_to_their_owners_again():
         train(model, optimizer, range(2, 4), dist.get_rank(), 2)
         with model.summon_full_params():
             model.narrow.weight.data.mul_(0.5)
-        train(model, optimizer, range(4, 6), dist.get_rank(), 2)
+        train(model, optimizer, range(4, 5), dist.get_rank(), 2)
+        model.wide.weight.to_local().data.mul_(0.5)  # which torch does not count as a change
+        train(model, optimizer, range(5, 6), dist.get_rank(), 2)
         return values(model)
 
     start = new_net().state_dict()
@@ -192,7 +194,9 @@ def test_changed_parameters_are_sent_to_their_owners_again():
     model.load_state_dict(start)
     train(model, optimizer, range(2, 4))
     model.narrow.weight.data.mul_(0.5)
-    train(model, optimizer, range(4, 6))
+    train(model, optimizer, range(4, 5))
+    model.wide.weight.data.mul_(0.5)
+    train(model, optimizer, range(5, 6))
     for state in run_ranks(2, sharded):
         assert flat(state) == close_to(model.state_dict())
 
@@ -251,6 +255,31 @@ def test_a_rule_and_another_group_go_around_it():
     assert flat(state) == close_to(plain)
 
 
+def test_a_group_that_one_owner_cannot_take_is_refused_on_all_ranks():
+    def add():
+        model = mh.FSDP(nn.Linear(4, 4))
+        optimizer = mh.WholeTensorOptimizer([model.weight], optim=Muon)
+        try:
+            optimizer.add_param_group({"params": [model.bias]})  # Muon takes matrices only
+        finally:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+
+    raises_on_ranks(2, ValueError, add, match="2D parameters|see the error there")
+
+
+def test_fingerprints_change_with_bits_and_with_the_order_of_rows():
+    values = torch.randn(5, 3)
+    changed = [values.flip(0), values.clone(), values * 2, -values]
+    changed[1].data[4, 2] += 1e-6
+    changed.append(values.index_select(0, torch.tensor([0, 2, 1, 3, 4])))
+    found = _owners.fingerprints([values, *changed])
+    assert len({*found}) == len(found)
+    same = [values.clone(), values[:0], values.double(), values.bfloat16(), values.to(torch.cfloat)]
+    assert _owners.fingerprints(same)[0] == found[0]
+
+
 def test_a_closure_runs_once():
     model = mh.FSDP(nn.Linear(4, 4, bias=False))
     optimizer = mh.WholeTensorOptimizer(model.parameters(), optim=Muon)
@@ -300,6 +329,16 @@ MISTAKES = {
         lambda model: step_alike(model, optim=SGD(model.parameters(), lr=0.1)),
         TypeError,
         "optim must be an optimizer class",
+    ),
+    "coupled parameters": (
+        lambda model: step_alike(model, optim=torch.optim.LBFGS),
+        ValueError,
+        "LBFGS looks at all parameters together",
+    ),
+    "sparse gradients": (
+        lambda model: step_alike(model, optim=torch.optim.SparseAdam),
+        TypeError,
+        "SparseAdam needs sparse gradients",
     ),
     "other rates": (
         lambda model: step_alike(model, lr=0.1 + dist.get_rank()),

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from manyhands._core.modules import ModuleWrapper, plain_modules
 from manyhands._core.sharded import is_dtensor
@@ -160,7 +159,6 @@ class ModelLoader:
         saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
         missing, wrong = [], []
         first: dict[str, Tensor] = {}
-        self._filled = first.values()
         self._copies: list[tuple[Tensor, Tensor]] = []  # (tensor, the tensor to copy it from)
         for name, tensor in names.tensors.items():
             # Any of a tied tensor's names will do: another class may register them in other order.
@@ -206,8 +204,6 @@ class ModelLoader:
 
     def finish(self) -> None:
         """Copy tensors that were tied when they were saved, after the targets are filled."""
-        # Reading fills memory, which autograd does not see, nor who compares versions.
-        increment_version([tensor for tensor in self._filled if not tensor.is_inference()])
         with torch.no_grad():
             for tensor, first in self._copies:
                 tensor.copy_(first)

@@ -269,7 +269,7 @@ def _fsdp_obstacle(
     """Return the reason why FSDP cannot train this model on several workers, or None."""
     for kind in dict.fromkeys(one.kind for one in optimizers):
         if issubclass(kind, NEED_WHOLE):
-            return f"{kind.__name__} needs whole tensors."
+            return f"{kind.__name__} needs whole tensors, and WholeTensorOptimizer is not planned."
     return wrapping_obstacle(model, wrap_size)
 
 
@@ -281,6 +281,11 @@ def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
     for name, param in model.named_parameters():
         if param.dim() == 0:
             return f"{name} is a scalar, which cannot be divided; make it a tensor of one element."
+        if not param.numel():
+            return f"{name} has no elements."
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"{name or 'the model'} has sparse gradients; make it with sparse=False."
     for params, _ in [] if wrap_size is None else wrap_params(model, wrap_size):
         dtypes = dict.fromkeys(str(param.dtype) for param in params if param.requires_grad)
         if len(dtypes) > 1:

@@ -13,8 +13,10 @@ changed.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,17 +26,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from manyhands._core.agreement import agree
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import ShardedOptimizer
+from manyhands._core.state_parts import ShardedOptimizer, options_of
 from manyhands._core.wrappers import OptimizerWrapper
-from manyhands.planning._arguments import PlannedOptimizer, check_covers, describe_optimizer
+from manyhands.planning._arguments import check_covers, describe_optimizer
 from manyhands.planning._model import wrap_size_of
 from manyhands.planning._plan import plan, wrapping_obstacle
-from manyhands.sharding._agreement import ADVICE, GroupLike
+from manyhands.sharding._agreement import (
+    ADVICE,
+    GroupLike,
+    facts_of_groups,
+    facts_of_options,
+    make_on_all_ranks,
+)
 from manyhands.sharding.fsdp._checks import NEED_WHOLE
 from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
@@ -46,7 +55,12 @@ from manyhands.sharding.zero._oss import OSS
 Level: TypeAlias = Literal["auto", 0, 1, 2, 3]
 Given = TypeVar("Given", Optimizer, list[Optimizer])
 LEVELS = ("auto", 0, 1, 2, 3)
-CGROUP = Path("/sys/fs/cgroup")
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+# The limit, what is used and what that consists of, in versions 2 and 1 of Linux's cgroups.
+CONTAINER_MEMORY = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
 MARGIN = 0.85  # of the free memory: the plan does not count workspaces and fragments
 
 
@@ -77,33 +91,32 @@ def shard(
         2  and of the gradients,
         3  and of the parameters.
 
-    The training loop, its losses and the checkpoints of `save` are the same at every level. Call
-    it on every rank, with the plain model on its device and before the first step. Put scaling
-    rules and schedulers around the optimizer that it returns.
+    The training loop, its losses and the checkpoints of `save` are the same at every level. (Scale
+    a loss in float16 with `ShardedGradScaler`, which is right at each.) Call it on every rank, with
+    the plain model on its device and before the first step. Put scaling rules and schedulers around
+    the optimizer that it returns.
 
     Args:
         model: the plain model, with the same parameters on every rank.
         optimizer: the plain optimizer of the model's parameters, or a list of several. (A list is
             returned then.) Levels 1 to 3 make it anew, with its groups and options.
         level: 0, 1, 2 or 3; "auto" takes the way that `plan` finds the cheapest of those that fit
-            each rank's memory.
-        memory: for "auto": the memory of a rank, such as "24GiB". By default 85 % of what is free
-            on the model's device (on a CPU: of the host's, divided by its ranks).
-        input: for "auto": one rank's input, so that the plan counts activations.
-        autocast: for "auto": the type to which `torch.autocast` casts in the forward pass.
+            each rank's memory. (It plans level 3 for element-wise optimizers only.)
+        memory: for "auto", like the next two: the memory of a rank, such as "24GiB". By default
+            85 % of what is free on the model's device (on a CPU: of the host's, divided by its
+            ranks).
+        input: one rank's input, so that the plan counts activations.
+        autocast: the type to which `torch.autocast` casts in the forward pass.
         auto_wrap_policy: for level 3: the classes of the layers to wrap, or a policy, as for
             `auto_wrap`. By default by size: a 50th of the model's parameters and more.
         find_unused_parameters: for levels 0 and 1: that of `DistributedDataParallel`. Levels 2 and
             3 need no such option.
         process_group: the ranks; all, by default. Levels 0 and 1 need a process group.
     """
-    optimizers = _check_plain(model, optimizer)
-    if level not in LEVELS or isinstance(level, bool):
-        raise ValueError(f'level must be 0, 1, 2, 3 or "auto", got {level!r}.')
-    planned = [describe_optimizer(one) for one in optimizers]
-    check_covers(planned, model, "shard()")
     ranks = RankGroup.of(process_group)
-    agree(ranks, {"values of level": level}, ADVICE)
+    check = partial(_check, model, optimizer, level)
+    optimizers = make_on_all_ranks(ranks, check, "{ranks} cannot shard the model")
+    agree(ranks, _facts(model, optimizers, level), ADVICE)
     chosen: int = (
         _cheapest_level(model, optimizers, ranks, memory, input, autocast)
         if level == "auto"
@@ -117,12 +130,11 @@ def shard(
         )
     sharded: nn.Module
     if chosen == 3:
-        wrap_size = None if auto_wrap_policy is not None else wrap_size_of(model)
-        if ranks.size > 1 and (obstacle := wrapping_obstacle(model, wrap_size)):
-            raise ValueError(f"level 3 cannot shard this: {obstacle} Level 2 can.")
-        sharded, made = _fully_sharded(model, planned, auto_wrap_policy, process_group)
+        if ranks.size > 1:
+            _check_fully_shardable(model, optimizers, by_size=auto_wrap_policy is None)
+        sharded, made = _fully_sharded(model, optimizers, auto_wrap_policy, process_group)
     else:
-        made = optimizers if chosen == 0 else [_as_oss(one, process_group) for one in planned]
+        made = optimizers if chosen == 0 else [_as_oss(one, process_group) for one in optimizers]
         if chosen == 2:
             sharded = ShardedDataParallel(model, made, process_group)
         else:
@@ -139,8 +151,10 @@ def shard(
 # -- the plain model and its plain optimizers ------------------------------------------------------
 
 
-def _check_plain(model: object, optimizer: object) -> list[Optimizer]:
+def _check(model: object, optimizer: object, level: object) -> list[Optimizer]:
     """Return the optimizers in a list. Raise if one is sharded, wrapped or in use already."""
+    if level not in LEVELS or not isinstance(level, int | str) or isinstance(level, bool):
+        raise ValueError(f'level must be 0, 1, 2, 3 or "auto", got {level!r}.')
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     wrappers = (DistributedDataParallel, ModuleWrapper, FullyShardedDataParallel)
@@ -158,6 +172,15 @@ def _check_plain(model: object, optimizer: object) -> list[Optimizer]:
         raise ValueError("shard() needs the model's optimizer, and got an empty list.")
     for one in optimizers:
         _check_plain_optimizer(one)
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise ValueError(f"{name} has no shape yet. Run the model once, then shard it.")
+    check_covers([describe_optimizer(one) for one in optimizers], model, "shard()")
+    held = [param for one in optimizers for group in one.param_groups for param in group["params"]]
+    names = {param: name for name, param in model.named_parameters()}
+    for param, count in Counter(held).items():
+        if count > 1:
+            raise ValueError(f"{names[param]} is in {count} optimizers. Give it to one of them.")
     return optimizers
 
 
@@ -182,29 +205,89 @@ def _check_plain_optimizer(optimizer: object) -> None:
             f"a scheduler or a step hook is on this {kind}, and would not reach the optimizer that "
             "shard() returns. Put it on that one."
         )
-    if optimizer.state:
+    # Adagrad makes its state with itself, at step 0.
+    if any(state.get("step") != 0 for state in optimizer.state.values()):
         raise ValueError(
             f"this {kind} has taken steps already. Call shard() before the first step, and load a "
             "checkpoint afterwards: mh.load() reads it at every level."
         )
+    unknown = [
+        name
+        for name, parameter in list(inspect.signature(type(optimizer)).parameters.items())[1:]
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in optimizer.defaults
+    ]
+    if unknown:
+        raise ValueError(
+            f"shard() makes the optimizer anew, and {kind} does not keep its argument(s) "
+            f"{', '.join(unknown)} among its defaults. Make the parts yourself, such as "
+            f"mh.OSS(model.parameters(), optim={kind}, {unknown[0]}=...)."
+        )
 
 
-def _as_oss(one: PlannedOptimizer, process_group: GroupLike | None) -> Optimizer:
-    groups = [{**options, "params": params} for options, params in one.groups]
-    return OSS(groups, one.kind, process_group, **one.arguments)
+def _facts(model: nn.Module, optimizers: Sequence[Optimizer], level: Level) -> dict[str, object]:
+    """Return what ranks must have in common before anything is changed."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    facts: dict[str, object] = {
+        "values of level": level,
+        "optimizers": [type(one).__name__ for one in optimizers],
+    }
+    first = 0
+    for one in optimizers:
+        facts |= facts_of_groups(one.param_groups, names, first)
+        facts |= facts_of_options(one.param_groups, one.defaults, first)
+        first += len(one.param_groups)
+    return facts
+
+
+def _groups(optimizer: Optimizer, params: Mapping[Tensor, Tensor]) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer, with other parameters; named ones keep their names."""
+    groups = []
+    for group in optimizer.param_groups:
+        members: list[Any] = [params[param] for param in group["params"]]
+        if "param_names" in group:
+            members = list(zip(group["param_names"], members, strict=True))
+        groups.append({**options_of(group), "params": members})
+    return groups
+
+
+def _as_oss(optimizer: Optimizer, process_group: GroupLike | None) -> Optimizer:
+    same = {param: param for group in optimizer.param_groups for param in group["params"]}
+    one = describe_optimizer(optimizer)
+    return OSS(_groups(optimizer, same), one.kind, process_group, **one.arguments)
 
 
 # -- level 3 ---------------------------------------------------------------------------------------
 
 
+def _check_fully_shardable(
+    model: nn.Module, optimizers: Sequence[Optimizer], *, by_size: bool
+) -> None:
+    """Raise if FSDP could not train it. All ranks have the same model, so that all raise."""
+    obstacle = wrapping_obstacle(model, wrap_size_of(model) if by_size else None)
+    for name, param in model.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            obstacle = f"{name} has hooks, and becomes another parameter; put them on that one."
+    if obstacle:
+        raise ValueError(f"level 3 cannot shard this model: {obstacle}")
+    for one in optimizers:
+        if isinstance(one, LBFGS | SparseAdam):
+            raise ValueError(
+                f"level 3 cannot shard the state of {type(one).__name__}. Use level 0, or another "
+                "optimizer."
+            )
+
+
 def _fully_sharded(
     model: nn.Module,
-    planned: Sequence[PlannedOptimizer],
+    optimizers: Sequence[Optimizer],
     policy: Policy | Classes | None,
     process_group: GroupLike | None,
 ) -> tuple[nn.Module, list[Optimizer]]:
     """Wrap the model. Its parameters are others then, so the optimizers are made anew."""
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    planned = [describe_optimizer(one) for one in optimizers]
+    whole = [not one.elementwise or issubclass(one.kind, NEED_WHOLE) for one in planned]
+    names = list(model.named_parameters())
     options: dict[str, Any] = {} if process_group is None else {"process_group": process_group}
     if policy is None:
         size = wrap_size_of(model)
@@ -215,17 +298,15 @@ def _fully_sharded(
         wrapped = auto_wrap(model)
         if not isinstance(wrapped, FullyShardedDataParallel):  # the policy leaves the model out
             wrapped = wrap(wrapped)
-    params = dict(wrapped.named_parameters())
+    sharded = dict(wrapped.named_parameters())
+    params: dict[Tensor, Tensor] = {param: sharded[name] for name, param in names}
     made: list[Optimizer] = []
-    for one in planned:
-        groups = [
-            {**options, "params": [params[names[param]] for param in held]}
-            for options, held in one.groups
-        ]
-        if one.elementwise and not issubclass(one.kind, NEED_WHOLE):
-            made.append(one.kind(groups, **one.arguments))
-        else:
+    for optimizer, one, in_whole in zip(optimizers, planned, whole, strict=True):
+        groups = _groups(optimizer, params)
+        if in_whole:
             made.append(WholeTensorOptimizer(groups, one.kind, process_group, **one.arguments))
+        else:
+            made.append(one.kind(groups, **one.arguments))
     return wrapped, made
 
 
@@ -246,7 +327,7 @@ def _cheapest_level(
         model,
         optimizers,
         workers=ranks.size,
-        memory=memory if memory is not None else _free_memory(model, device),
+        memory=memory if memory is not None else _free_memory(model, device, ranks.size),
         input=input,
         autocast=autocast,
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -261,12 +342,13 @@ def _cheapest_level(
     return chosen
 
 
-def _free_memory(model: nn.Module, device: torch.device) -> int:
+def _free_memory(model: nn.Module, device: torch.device, ranks: int) -> int:
     """Return the bytes that this rank may use, including those of its model."""
     if device.type == "cuda":
         free, sharers = torch.cuda.mem_get_info(device)[0], 1
     else:
-        free, sharers = _free_host_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        # Without a launcher that says so, all ranks may be on this host.
+        free, sharers = _free_host_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     held = sum(param.numel() * param.element_size() for param in model.parameters())
     return held + int(MARGIN * free / sharers)
 
@@ -274,14 +356,17 @@ def _free_memory(model: nn.Module, device: torch.device) -> int:
 def _free_host_memory() -> int:
     """Return the bytes that Linux can give to processes here: the host's, within a container's."""
     try:
-        meminfo = Path("/proc/meminfo").read_text()
+        meminfo = (PROC / "meminfo").read_text()
         free = 1024 * int(meminfo.split("MemAvailable:")[1].split()[0])
     except (OSError, IndexError):
         raise RuntimeError(
             'level="auto" cannot find out how much memory this host has free. Say how much a rank '
             'may use: memory="16GiB".'
         ) from None
-    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, max(limit - used, 0))
+    for limit, used, cached in CONTAINER_MEMORY:
+        with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+            room = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
+            # Files that were read are counted as used, and make room when it is needed.
+            stat = dict(line.split() for line in (CGROUP / cached).read_text().splitlines())
+            free = min(free, max(room + int(stat["inactive_file"]), 0))
     return free

@@ -93,8 +93,15 @@ def _comparable(value: object) -> object:
     return None
 
 
-def make_on_all_ranks(workers: RankGroup, make: Callable[[], Made]) -> Made:
-    """Call `make` on every rank; if it raises on one, raise on all."""
+def make_on_all_ranks(
+    workers: RankGroup,
+    make: Callable[[], Made],
+    problem_of: str = "the optimizer does not take the parameters that {ranks} would keep",
+) -> Made:
+    """Call `make` on every rank; if it raises on one, raise on all.
+
+    `problem_of` tells the others what is wrong on which ranks.
+    """
     try:
         made, problem = make(), None
     except Exception as error:
@@ -103,10 +110,8 @@ def make_on_all_ranks(workers: RankGroup, make: Callable[[], Made]) -> Made:
         failed = workers.all_gather([float(problem is not None)], workers.any_device)
         ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag[0])
         if ranks and problem is None:
-            raise ValueError(
-                f"the optimizer does not take the parameters that rank(s) {ranks} would keep: see "
-                "the error there."
-            )
+            where = problem_of.format(ranks=f"rank(s) {ranks}")
+            raise ValueError(f"{where}: see the error there.")
     if problem is not None:
         raise problem
     assert made is not None

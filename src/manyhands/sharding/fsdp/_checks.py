@@ -214,6 +214,11 @@ def _check_class(optimizer: Optimizer, like: DTensor) -> None:
             "LBFGS works on all parameters as one vector, and cannot train sharded ones. Train "
             "without sharding, or with another optimizer."
         )
+    if isinstance(optimizer, SparseAdam):
+        raise TypeError(
+            "SparseAdam needs sparse gradients, and those of parameters that "
+            "FullyShardedDataParallel has sharded are dense. Use Adam."
+        )
     # Ours check their own parameters when they are made.
     if kind.__module__.startswith("manyhands."):
         return

@@ -19,6 +19,7 @@ from manyhands.sharding.zero._layout import deal_out
 
 BUCKET = 2**24  # elements of tensors that travel together
 TAG = 28_103  # of messages between pairs of ranks; far from the tags that users choose
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass
@@ -30,7 +31,7 @@ class OwnedTensor:
     # By rank: where its rows begin in the flat tensor, and where they end.
     cuts: tuple[tuple[int, int], ...]
     whole: nn.Parameter | None = None  # on the owner
-    seen: tuple[int, ...] = ()  # `version_of` the shard that the owner knows
+    seen: int | None = None  # the fingerprint of the shard that the owner knows
 
     def elements(self, rank: int) -> int:
         """Return how many elements a rank holds."""
@@ -38,10 +39,30 @@ class OwnedTensor:
         return stop - start
 
 
-def version_of(param: Tensor) -> tuple[int, ...]:
-    """Return what changes if a shard is changed: its address, and torch's counts of changes."""
-    shard = local_shard(param)
-    return shard.data_ptr(), shard._version, param._version
+def fingerprints(params: Sequence[Tensor]) -> list[int]:
+    """Return a number for each shard, which changes with its bits.
+
+    torch's counts of changes are not enough: it does not count those through `param.data`.
+    """
+    if not params:
+        return []
+    return torch.stack([_fingerprint(local_shard(param).detach()) for param in params]).tolist()
+
+
+def _fingerprint(shard: Tensor) -> Tensor:
+    if not shard.numel():
+        return torch.zeros((), dtype=torch.int64, device=shard.device)
+    bits = shard.reshape(shard.size(0), -1).view(INTEGERS.get(shard.element_size(), torch.int64))
+    rows = bits.sum(dim=1, dtype=torch.int64)
+    # Weighted, so that rows that change places are another number.
+    weights = torch.arange(1, 2 * len(rows), 2, device=rows.device)
+    return (rows * weights).sum()
+
+
+def remember(tensors: Sequence[OwnedTensor]) -> None:
+    """Note that the owners know the shards as they are now."""
+    for tensor, seen in zip(tensors, fingerprints([t.param for t in tensors]), strict=True):
+        tensor.seen = seen
 
 
 class Owners:
@@ -104,7 +125,7 @@ class Owners:
                 for tensor, values in zip(theirs, rows, strict=True):
                     shard = local_shard(tensor.param)
                     shard.copy_(values.view(shard.shape))
-                    tensor.seen = version_of(tensor.param)
+        remember(tensors)
 
     def _exchange(
         self, outgoing: Sequence[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor

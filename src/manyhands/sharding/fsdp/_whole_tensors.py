@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree
@@ -38,7 +38,8 @@ from manyhands.sharding._agreement import (
     facts_of_options,
     make_on_all_ranks,
 )
-from manyhands.sharding.fsdp._owners import OwnedTensor, Owners, version_of
+from manyhands.sharding.fsdp._owners import OwnedTensor, Owners, fingerprints, remember
+from manyhands.sharding.zero._slice_optimizer import choose_layout
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
@@ -56,7 +57,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
     element-wise optimizers, such as AdamW, to these themselves: they need nothing of all this.
 
     Each of N ranks keeps 1/N of the optimizer's state, and another 1/N of the parameters. Save it
-    with `save`, and load it with `load`.
+    with `save`, and load it with `load`. What an optimizer estimates over all of its parameters
+    (Prodigy) is estimated over those that a rank owns.
 
     Args:
         params: parameters of a model that is sharded already, or groups of them.
@@ -81,6 +83,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
                 f"optim must be an optimizer class, such as torch.optim.Muon, got {optim!r}. Its "
                 "arguments follow by name: WholeTensorOptimizer(params, optim=Muon, lr=0.02)."
             )
+        if issubclass(optim, SparseAdam):
+            raise TypeError(
+                "SparseAdam needs sparse gradients, and those of sharded parameters are dense. "
+                "Use Adam, with the parameters of FullyShardedDataParallel itself."
+            )
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
         self.group = group
@@ -90,7 +97,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._ranks = _ranks_of(given, group)
         self._owners = Owners(self._ranks)
         self._tensors: list[list[OwnedTensor]] = []  # by group
-        agree(self._ranks, facts_of_groups(self.param_groups), ADVICE)
+        if self._ranks.size > 1:  # raises if the optimizer looks at all parameters together
+            options = [{**defaults, **options_of(group)} for group in self.param_groups]
+            choose_layout(optim, None, options)
+        facts = {"values of optim": optim.__name__, **facts_of_groups(self.param_groups)}
+        agree(self._ranks, facts, ADVICE)
         groups = [self._take_in(group) for group in self.param_groups]
         make = partial(optim, groups, **self.optimizer_arguments)
         self._inner = make_on_all_ranks(self._ranks, make)
@@ -127,10 +138,15 @@ class WholeTensorOptimizer(ShardedOptimizer):
             _check_sharded(added[0]["params"], self._ranks)
             facts = facts_of_groups(added, first=number)
             agree(self._ranks, facts | facts_of_options(added, self.defaults, number), ADVICE)
-        except (TypeError, ValueError):
+            owned = self._take_in(added[0])
+            # Constructors check what they take, and add_param_group need not: try it out.
+            trial = partial(self.optimizer_class, [dict(owned)], **self.optimizer_arguments)
+            make_on_all_ranks(self._ranks, trial)
+            self._inner.add_param_group(owned)
+        except Exception:
             self.param_groups.pop()
+            del self._tensors[number:], self._inner.param_groups[number:]
             raise
-        self._inner.add_param_group(self._take_in(added[0]))
         self._pull_options()
 
     def _take_in(self, group: ParamGroup) -> ParamGroup:
@@ -148,7 +164,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
         """Step the tensors that this rank owns, and take this rank's shards of the others'.
 
-        A `closure` is called once before, and its loss returned. Call it on every rank.
+        A `closure` is called once before, and its loss returned (on a single rank, as the optimizer
+        does). Call it on every rank.
         """
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(options_of(group))  # schedules change ours
@@ -180,11 +197,12 @@ class WholeTensorOptimizer(ShardedOptimizer):
             for tensor in moved:
                 if tensor.whole is not None:
                     tensor.whole.grad = None
-        self._owners.to_shards(moved)
+            # Also if the step has failed here: the other ranks wait for these tensors.
+            self._owners.to_shards(moved)
 
     def _agree_on(self, tensors: Sequence[OwnedTensor]) -> tuple[list[bool], bool]:
         """Return which parameters have a gradient on any rank, and whether any rank's changed."""
-        changed = any(version_of(tensor.param) != tensor.seen for tensor in tensors)
+        changed = fingerprints([t.param for t in tensors]) != [t.seen for t in tensors]
         flags = [*(tensor.param.grad is not None for tensor in tensors), changed]
         device = self._ranks.any_device
         known = self._ranks.all_reduce(
@@ -198,13 +216,13 @@ class WholeTensorOptimizer(ShardedOptimizer):
         with torch.no_grad():
             shards = [local_shard(tensor.param) for tensor in tensors]
             for tensor, whole in zip(tensors, self._owners.to_owners(tensors, shards), strict=True):
-                tensor.seen = version_of(tensor.param)
                 if whole is None:
                     continue
                 if tensor.whole is None:
                     tensor.whole = nn.Parameter(whole, requires_grad=tensor.param.requires_grad)
                 else:
                     tensor.whole.copy_(whole)
+            remember(tensors)
 
     def _pull_options(self) -> None:
         """Show the options that the inner optimizer has now: some count steps in their groups."""
@@ -289,7 +307,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Ignore the empty state that torch's constructor sets."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("WholeTensorOptimizer is not pickled. Save a checkpoint with mh.save().")
+        raise TypeError(
+            "WholeTensorOptimizer is not copied or pickled. Save a checkpoint with mh.save()."
+        )
 
 
 # -- checks ----------------------------------------------------------------------------------------
