@@ -116,7 +116,7 @@ def shard(
     ranks = RankGroup.of(process_group)
     check = partial(_check, model, optimizer, level)
     optimizers = make_on_all_ranks(ranks, check, "{ranks} cannot shard the model")
-    agree(ranks, _facts(model, optimizers, level), ADVICE)
+    agree(ranks, _facts_to_share(model, optimizers, level), ADVICE)
     chosen: int = (
         _cheapest_level(model, optimizers, ranks, memory, input, autocast)
         if level == "auto"
@@ -225,7 +225,9 @@ def _check_plain_optimizer(optimizer: object) -> None:
         )
 
 
-def _facts(model: nn.Module, optimizers: Sequence[Optimizer], level: Level) -> dict[str, object]:
+def _facts_to_share(
+    model: nn.Module, optimizers: Sequence[Optimizer], level: Level
+) -> dict[str, object]:
     """Return what ranks must have in common before anything is changed."""
     names = {id(param): name for name, param in model.named_parameters()}
     facts: dict[str, object] = {
@@ -240,7 +242,7 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], level: Level) -> d
     return facts
 
 
-def _groups(optimizer: Optimizer, params: Mapping[Tensor, Tensor]) -> list[dict[str, Any]]:
+def _groups_with(optimizer: Optimizer, params: Mapping[Tensor, Tensor]) -> list[dict[str, Any]]:
     """Return the groups of an optimizer, with other parameters; named ones keep their names."""
     groups = []
     for group in optimizer.param_groups:
@@ -254,7 +256,7 @@ def _groups(optimizer: Optimizer, params: Mapping[Tensor, Tensor]) -> list[dict[
 def _as_oss(optimizer: Optimizer, process_group: GroupLike | None) -> Optimizer:
     same = {param: param for group in optimizer.param_groups for param in group["params"]}
     one = describe_optimizer(optimizer)
-    return OSS(_groups(optimizer, same), one.kind, process_group, **one.arguments)
+    return OSS(_groups_with(optimizer, same), one.kind, process_group, **one.arguments)
 
 
 # -- level 3 ---------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def _fully_sharded(
     params: dict[Tensor, Tensor] = {param: sharded[name] for name, param in names}
     made: list[Optimizer] = []
     for optimizer, one, in_whole in zip(optimizers, planned, whole, strict=True):
-        groups = _groups(optimizer, params)
+        groups = _groups_with(optimizer, params)
         if in_whole:
             made.append(WholeTensorOptimizer(groups, one.kind, process_group, **one.arguments))
         else:
