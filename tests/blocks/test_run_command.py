@@ -85,7 +85,7 @@ def alive(pid):
         return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
-def gone(pids, seconds=3.0):
+def gone(pids, seconds=15.0):
     until = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -376,9 +376,29 @@ def test_a_guard_that_was_killed_is_replaced(tmp_path):
         os.kill(first[0], signal.SIGKILL)  # is started again, which the guard has to know
         command.until(r"(?s)\[0\] pids.*\[0\] pids")
         again = re.findall(r"\[0\] pids (\d+) (\d+)", command.said())[-1]
+        wait_until(lambda: children_running("_processes.py", command.pid) not in ([], [guard]))
         os.kill(command.pid, signal.SIGKILL)
         command.wait()
     assert gone([*second, *map(int, again)])
+
+
+def test_a_guard_is_replaced_though_no_worker_starts_or_ends(tmp_path):
+    with Command(tmp_path, SLEEPERS, "--workers", "1") as command:
+        command.until(r"\[0\] pids")
+        ((worker, child),) = re.findall(r"\[0\] pids (\d+) (\d+)", command.said())
+        (guard,) = children_running("_processes.py", command.pid)
+        os.kill(guard, signal.SIGKILL)
+        wait_until(lambda: children_running("_processes.py", command.pid) not in ([], [guard]))
+        os.kill(command.pid, signal.SIGKILL)
+        command.wait()
+    assert gone([int(worker), int(child)])
+
+
+def wait_until(fact, seconds=15.0):
+    until = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def children_running(name, parent):

@@ -182,6 +182,7 @@ class Launcher:
         for worker in self.workers:
             if not worker.processes and worker.due is not None and worker.due <= now:
                 self._start(worker)
+        self._guard.watch()
         self._output.forward(POLL)
         for worker in self.workers:
             if (code := _code_of(worker)) is not None:

@@ -4,11 +4,11 @@ OutputForwarder   forwards what they print, line by line, with each one's name i
 Guard             kills them if the launcher is killed: a process of its own
 die_with_parent   lets the system kill them when the launcher dies (Linux)
 
-The guard process is this file, run as a script. It reads from its standard input, one per line,
-`+PID` for each process group that the launcher has started and `-PID` for each that has ended. When
-the launcher dies, for whatever reason, its end of the pipe closes, and the guard kills the groups
-that are left. So this file imports only the standard library: the guard starts within milliseconds
-and stays small.
+The guard process is this file, run as a script, with the process groups that run as its arguments.
+It reads from its standard input, one per line, `+PID` for each process group that the launcher has
+started and `-PID` for each that has ended. When the launcher dies, for whatever reason, its end of
+the pipe closes, and the guard kills the groups that are left. So this file imports only the
+standard library: the guard starts within milliseconds and stays small.
 """
 
 from __future__ import annotations
@@ -99,27 +99,30 @@ class Guard:
         self._groups.discard(group)
         self._write(f"-{group}")
 
+    def watch(self) -> None:
+        """Replace the guard if it was killed. (What is written to a dying one is lost.)"""
+        if self._groups and self._process is not None and self._process.poll() is not None:
+            self._write("")  # makes another one
+
     def close(self) -> None:
         """End the guard."""
         if self._process is not None:
             self._process.communicate()  # closes its input, so that it ends
 
     def _write(self, change: str) -> None:
-        while True:
-            if self._process is None or self._process.poll() is not None:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # a signal that kills our process group spares it
-                )
-                # A new guard knows nothing yet: it needs all groups that run.
-                change = "\n".join(f"+{group}" for group in self._groups) or change
+        if self._process is not None and self._process.poll() is None:
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the guard was killed: make another one
                 self._process.stdin.write(f"{change}\n".encode())
                 self._process.stdin.flush()
                 return
+        # It is started with all groups that run: we may be killed before we write anything.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *map(str, self._groups)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a signal that kills our process group spares it
+        )
 
 
 def die_with_parent() -> Callable[[], None] | None:
@@ -133,7 +136,7 @@ def die_with_parent() -> Callable[[], None] | None:
 
 def kill_groups_left_behind() -> None:
     """Read which process groups run until the launcher dies, and kill those that are left."""
-    groups: set[int] = set()
+    groups = set(map(int, sys.argv[1:]))
     for line in sys.stdin:  # ends when the launcher does
         change = groups.add if line[0] == "+" else groups.discard
         change(int(line[1:]))
