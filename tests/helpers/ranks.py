@@ -184,7 +184,7 @@ class _Rank:
             raise RanksFailed(
                 f"rank {self.rank} returned, but leaving the process group "
                 + (
-                    "took more than 30 s."
+                    f"took more than 30 s:\n{self._stack()}"
                     if self.process.exitcode is None
                     else f"ended it with exit code {self.process.exitcode}."
                 )
