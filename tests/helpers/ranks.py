@@ -139,6 +139,7 @@ class _Rank:
         self.result_file = folder / f"{rank}.pt"
         self.traceback_file = folder / f"{rank}.traceback"
         self.stack_file = folder / f"{rank}.stack"
+        self.left_file = folder / f"{rank}.left"
         self.connection, self._far_end = multiprocessing.Pipe()
 
         def call() -> Any:
@@ -180,7 +181,10 @@ class _Rank:
 
     def result(self) -> Any:
         self.process.join(30)
-        if self.process.exitcode != 0:
+        # Twice in some thirty thousand forks a rank was done with everything, its group included,
+        # and did not end: its stack was that of `_live` alone. It is killed in `__exit__`.
+        in_exit = self.process.exitcode is None and self.left_file.exists()
+        if self.process.exitcode != 0 and not in_exit:
             raise RanksFailed(
                 f"rank {self.rank} returned, but leaving the process group "
                 + (
@@ -277,6 +281,7 @@ def _live(rank: _Rank, call: Callable[[], Any], connection: Connection) -> NoRet
         connection.send(state)
         connection.recv()  # "leave"; a rank that failed is killed here
         dist.destroy_process_group()
+        rank.left_file.touch()
         code = 0
     except EOFError:
         pass  # the parent is gone
