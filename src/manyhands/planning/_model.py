@@ -28,7 +28,7 @@ from torch.optim import Adam, Optimizer, RMSprop
 from manyhands._core.ranks import SENT_ALONE
 from manyhands.planning._arguments import PlannedOptimizer
 from manyhands.planning._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
-from manyhands.sharding.wrapping._policies import default_auto_wrap_policy, pick_modules
+from manyhands.sharding.wrapping._policies import Policy, default_auto_wrap_policy, pick_modules
 
 T = TypeVar("T")
 
@@ -136,10 +136,12 @@ def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | 
 
 def pick_by_size(model: nn.Module, least: int) -> list[nn.Module]:
     """Return the modules that `auto_wrap` wraps by size, from `least` parameters on."""
-    policy = partial(
-        default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True
-    )
-    return pick_modules(model, policy, ())
+    return pick_modules(model, by_size(least), ())
+
+
+def by_size(least: int) -> Policy:
+    """Return the policy of the plan's FSDP: wrap modules of at least so many parameters."""
+    return partial(default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True)
 
 
 # -- optimizer state ------------------------------------------------------------------------------

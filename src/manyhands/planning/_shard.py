@@ -32,10 +32,10 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from manyhands._core.agreement import agree
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import ShardedOptimizer, options_of
+from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import OptimizerWrapper
 from manyhands.planning._arguments import check_covers, describe_optimizer
-from manyhands.planning._model import wrap_size_of
+from manyhands.planning._model import by_size, wrap_size_of
 from manyhands.planning._plan import plan, wrapping_obstacle
 from manyhands.sharding._agreement import (
     ADVICE,
@@ -47,7 +47,7 @@ from manyhands.sharding._agreement import (
 from manyhands.sharding.fsdp._checks import NEED_WHOLE
 from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-from manyhands.sharding.wrapping._policies import Classes, Policy, default_auto_wrap_policy
+from manyhands.sharding.wrapping._policies import Classes, Policy
 from manyhands.sharding.wrapping._wrap import auto_wrap, enable_wrap, wrap
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
@@ -157,9 +157,8 @@ def _check(model: object, optimizer: object, level: object) -> list[Optimizer]:
         raise ValueError(f'level must be 0, 1, 2, 3 or "auto", got {level!r}.')
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    wrappers = (DistributedDataParallel, ModuleWrapper, FullyShardedDataParallel)
     for name, module in model.named_modules():
-        if isinstance(module, wrappers):
+        if isinstance(module, DistributedDataParallel | ModuleWrapper):
             where = f"model.{name}" if name else "the model"
             raise TypeError(
                 f"{where} is a {type(module).__name__} already. Give shard() the plain model: it "
@@ -243,20 +242,17 @@ def _facts_to_share(
 
 
 def _groups_with(optimizer: Optimizer, params: Mapping[Tensor, Tensor]) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer, with other parameters; named ones keep their names."""
-    groups = []
-    for group in optimizer.param_groups:
-        members: list[Any] = [params[param] for param in group["params"]]
-        if "param_names" in group:
-            members = list(zip(group["param_names"], members, strict=True))
-        groups.append({**options_of(group), "params": members})
-    return groups
+    """Return the groups of an optimizer, with other parameters."""
+    return [
+        {**group, "params": [params[param] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
 
 
 def _as_oss(optimizer: Optimizer, process_group: GroupLike | None) -> Optimizer:
-    same = {param: param for group in optimizer.param_groups for param in group["params"]}
     one = describe_optimizer(optimizer)
-    return OSS(_groups_with(optimizer, same), one.kind, process_group, **one.arguments)
+    groups = [dict(group) for group in optimizer.param_groups]
+    return OSS(groups, one.kind, process_group, **one.arguments)
 
 
 # -- level 3 ---------------------------------------------------------------------------------------
@@ -291,12 +287,7 @@ def _fully_sharded(
     whole = [not one.elementwise or issubclass(one.kind, NEED_WHOLE) for one in planned]
     names = list(model.named_parameters())
     options: dict[str, Any] = {} if process_group is None else {"process_group": process_group}
-    if policy is None:
-        size = wrap_size_of(model)
-        policy = partial(
-            default_auto_wrap_policy, min_num_params=size, skip_params_check_for_root=True
-        )
-    with enable_wrap(policy, **options):
+    with enable_wrap(policy or by_size(wrap_size_of(model)), **options):
         wrapped = auto_wrap(model)
         if not isinstance(wrapped, FullyShardedDataParallel):  # the policy leaves the model out
             wrapped = wrap(wrapped)

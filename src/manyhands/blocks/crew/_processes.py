@@ -101,22 +101,29 @@ class Guard:
 
     def watch(self) -> None:
         """Replace the guard if it was killed. (What is written to a dying one is lost.)"""
-        if self._groups and self._process is not None and self._process.poll() is not None:
-            self._write("")  # makes another one
+        if self._groups and not self._running:
+            self._start()
 
     def close(self) -> None:
         """End the guard."""
         if self._process is not None:
             self._process.communicate()  # closes its input, so that it ends
 
+    @property
+    def _running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def _write(self, change: str) -> None:
-        if self._process is not None and self._process.poll() is None:
-            assert self._process.stdin is not None
+        if self._running:
+            assert self._process is not None and self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the guard was killed: make another one
                 self._process.stdin.write(f"{change}\n".encode())
                 self._process.stdin.flush()
                 return
-        # It is started with all groups that run: we may be killed before we write anything.
+        self._start()
+
+    def _start(self) -> None:
+        # With all groups that run: we may be killed before we write anything.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *map(str, self._groups)],
             stdin=subprocess.PIPE,

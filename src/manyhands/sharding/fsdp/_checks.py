@@ -214,11 +214,7 @@ def _check_class(optimizer: Optimizer, like: DTensor) -> None:
             "LBFGS works on all parameters as one vector, and cannot train sharded ones. Train "
             "without sharding, or with another optimizer."
         )
-    if isinstance(optimizer, SparseAdam):
-        raise TypeError(
-            "SparseAdam needs sparse gradients, and those of parameters that "
-            "FullyShardedDataParallel has sharded are dense. Use Adam."
-        )
+    check_takes_dense_gradients(kind)
     # Ours check their own parameters when they are made.
     if kind.__module__.startswith("manyhands."):
         return
@@ -230,6 +226,15 @@ def _check_class(optimizer: Optimizer, like: DTensor) -> None:
             f"{kind.__name__} cannot train parameters that FullyShardedDataParallel has sharded: "
             f"{problem}. Use manyhands.WholeTensorOptimizer(model.parameters(), "
             f"optim={kind.__name__}, ...), which gives each full tensor to one rank."
+        )
+
+
+def check_takes_dense_gradients(kind: type[Optimizer]) -> None:
+    """Raise a TypeError for an optimizer of sparse gradients only."""
+    if issubclass(kind, SparseAdam):
+        raise TypeError(
+            "SparseAdam needs sparse gradients, and those of parameters that "
+            "FullyShardedDataParallel has sharded are dense. Use Adam."
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree
@@ -38,8 +38,9 @@ from manyhands.sharding._agreement import (
     facts_of_options,
     make_on_all_ranks,
 )
+from manyhands.sharding.fsdp._checks import check_takes_dense_gradients
 from manyhands.sharding.fsdp._owners import OwnedTensor, Owners, fingerprints, remember
-from manyhands.sharding.zero._slice_optimizer import choose_layout
+from manyhands.sharding.zero._slice_optimizer import choose_layout, copy_options
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
@@ -83,18 +84,15 @@ class WholeTensorOptimizer(ShardedOptimizer):
                 f"optim must be an optimizer class, such as torch.optim.Muon, got {optim!r}. Its "
                 "arguments follow by name: WholeTensorOptimizer(params, optim=Muon, lr=0.02)."
             )
-        if issubclass(optim, SparseAdam):
-            raise TypeError(
-                "SparseAdam needs sparse gradients, and those of sharded parameters are dense. "
-                "Use Adam, with the parameters of FullyShardedDataParallel itself."
-            )
+        check_takes_dense_gradients(optim)
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
         self.group = group
         self._inner: Any = None  # an optimizer, once the constructor's groups are taken in
         super().__init__(params, {})
         given = [param for group in self.param_groups for param in group["params"]]
-        self._ranks = _ranks_of(given, group)
+        self._ranks = rank_group_of(given, group)
+        _check_sharded(given, self._ranks)
         self._owners = Owners(self._ranks)
         self._tensors: list[list[OwnedTensor]] = []  # by group
         if self._ranks.size > 1:  # raises if the optimizer looks at all parameters together
@@ -168,7 +166,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         does). Call it on every rank.
         """
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(options_of(group))  # schedules change ours
+            copy_options(group, inner)  # schedules change ours
         if self._ranks.size == 1:
             result = self._inner.step(*([] if closure is None else [closure]), **kwargs)
         else:
@@ -227,7 +225,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def _pull_options(self) -> None:
         """Show the options that the inner optimizer has now: some count steps in their groups."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(options_of(inner))
+            copy_options(inner, group)
 
     # -- what checkpoints and scaling ask: `_core/state_parts.py` ----------------------------------
 
@@ -269,7 +267,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Load the state of the tensors that this rank owns."""
         self._inner.load_state_dict(packed)
         for group, options in zip(self.param_groups, groups, strict=True):
-            group.update(options_of(options))
+            copy_options(options, group)
 
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
         """Raise: no rank has these entries for all parameters, and none of their slices."""
@@ -315,17 +313,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def _ranks_of(params: Sequence[Tensor], group: GroupLike | None) -> RankGroup:
-    ranks = rank_group_of(params, group)
-    _check_sharded(params, ranks)
-    return ranks
-
-
 def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
     """Raise a TypeError unless these are sharded over the ranks by rows."""
+    if ranks.size == 1:
+        return
     for param in params:
-        if ranks.size == 1:
-            continue
         if not is_dtensor(param):
             raise TypeError(
                 f"WholeTensorOptimizer is for sharded parameters, and one of shape "
