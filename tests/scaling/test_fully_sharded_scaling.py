@@ -217,12 +217,16 @@ def test_parameters_come_and_go():
     """One that no step uses at first, and one that is frozen for a time."""
     used = {"late": False}
 
-    class Branches(nn.ModuleDict):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.late = (nn.Linear(133, 50) for _ in range(3))
+
         def forward(self, x):
-            return self["a"](x) + (self["b"](x) if x.is_leaf else 0.0) + self.get_extra(x)
+            return self.a(x) + (self.b(x) if x.is_leaf else 0.0) + self.get_extra(x)
 
         def get_extra(self, x):
-            return self["late"](x) if used["late"] else 0.0
+            return self.late(x) if used["late"] else 0.0
 
     def before_step(step, model):
         used["late"] = step >= 3
@@ -230,11 +234,8 @@ def test_parameters_come_and_go():
             step not in (1, 2)
         )
 
-    def body():
-        return Branches({name: nn.Linear(133, 50) for name in ("a", "b", "late")})
-
-    check_equal_to_ddp(2, NESTED, body=body, before_step=before_step)
-    check_equal_to_ddp(2, ONE, body=body, before_step=before_step)
+    check_equal_to_ddp(2, NESTED, body=Branches, before_step=before_step)
+    check_equal_to_ddp(2, ONE, body=Branches, before_step=before_step)
 
 
 class Repeated(nn.Module):

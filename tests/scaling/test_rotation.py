@@ -276,6 +276,15 @@ def test_a_step_reads_a_share_of_long_tensors_and_all_of_short_ones(short, monke
         assert sum(read) == pytest.approx(90 + 3900 / (1 if step < K else K), abs=60)
 
 
+def test_hooks_take_no_short_way_past_the_rotation_or_adams_norm(short):
+    model = nn.Linear(60, 40)
+    sgd = SGD(model.parameters(), lr=0.01)
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    for rule, inner, directly in ((mh.AdaScale, sgd, {1}), (mh.AdamScale, adam, set())):
+        optimizer = rule(inner, num_gradients_to_accumulate=2, measured=1 / K)
+        assert optimizer._tap.hooks._plain_and_short == directly
+
+
 # -- on several ranks ---------------------------------------------------------------------------
 
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
@@ -221,7 +220,7 @@ class ExampleNorms:
 
     @torch.no_grad()
     def _on_output_gradient(
-        self, layer: _Layer, kept: Node | Tensor, batch: int | None, delta: Tensor
+        self, layer: _Layer, kept: Tensor, batch: int | None, delta: Tensor
     ) -> None:
         task = current_task()
         if task != self._passes.task:
@@ -232,7 +231,7 @@ class ExampleNorms:
         if measured is not None:
             measured.times += 1
             return
-        x = kept if isinstance(kept, Tensor) else kept.saved_tensors[0]  # type: ignore[attr-defined]
+        x = kept if kept.grad_fn is None else kept.grad_fn.saved_tensors[0]  # type: ignore[attr-defined]
         dim = 0 if layer.kind.batch_first else self.options.batch_dim
         # Pooled activations have fewer dimensions, and the examples first in any model.
         fewest = layer.kind.dims(layer.module)
@@ -444,9 +443,10 @@ def _on_forward(
         examples._leave_out(layer, "it looks up positions, which all examples have in common")
         return
     x = args[0].detach()
-    kept: list[Node | Tensor]
+    kept: list[Tensor]
     if any(n != "bias" and examples._params[i].requires_grad for n, i in layer.indices.items()):
-        kept = [_Keep.apply(x, examples._anchor).grad_fn]
+        # The output and not its node, because torch 2.11 empties a node whose output is gone.
+        kept = [_Keep.apply(x, examples._anchor)]
     else:  # for the bias only the input's shape is needed, and autograd does not keep the input
         kept = [torch.empty_like(x, device="meta")]
     owner = weakref.ref(examples)
@@ -456,7 +456,7 @@ def _on_forward(
 def _receive(
     owner: weakref.ref[ExampleNorms],
     layer: _Layer,
-    kept: list[Node | Tensor],
+    kept: list[Tensor],
     batch: int | None,
     delta: Tensor,
 ) -> None:

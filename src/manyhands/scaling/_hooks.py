@@ -26,8 +26,9 @@ from itertools import compress
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, float32, strided
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.linalg import vector_norm
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
@@ -42,15 +43,22 @@ GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor], int]
 
 
 class Norms(Protocol):
-    """Norms of gradients; an index says which parameter a gradient belongs to."""
+    """Norms of gradients; an index says which parameter a gradient belongs to.
 
-    def one(self, index: int, grad: Tensor) -> Tensor:
-        """Return the norm of one whole gradient, as a tensor without dimensions."""
+    Each is a tensor without dimensions, or on a CPU also a float: every operation on a small tensor
+    costs some microseconds.
+    """
 
-    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+    def is_plain(self, index: int) -> bool:
+        """Return whether a parameter's norms are always the Euclidean ones of whole gradients."""
+
+    def one(self, index: int, grad: Tensor) -> Norm:
+        """Return the norm of one whole gradient."""
+
+    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
         """Return the norm of each of several whole gradients."""
 
-    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
+    def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
         """Return the norm of each slice."""
 
 
@@ -82,15 +90,20 @@ class PlainNorm:
 
     norm_kind = "plain"
 
+    def is_plain(self, index: int) -> bool:
+        return True
+
     def one(self, index: int, grad: Tensor) -> Tensor:
-        # The common case, decided here: this runs once per parameter within backward.
-        if grad.numel() <= SHORT and grad.dtype is torch.float32 and grad.layout is torch.strided:
-            return torch.linalg.vector_norm(grad)
         return norm(grad)
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         """Take short dense float32 gradients in one call, and the others one by one."""
-        simple = [_is_simple(grad) for grad in grads]
+        simple = [
+            grad.dtype is float32
+            and grad.layout is strided
+            and (grad.numel() <= SHORT or grad.device.type != "cpu")
+            for grad in grads
+        ]
         together = list(compress(grads, simple))
         lengths = iter(torch._foreach_norm(together) if together else [])
         pairs = zip(grads, simple, strict=True)
@@ -123,15 +136,6 @@ class PlainNorm:
         pass
 
 
-def _is_simple(grad: Tensor) -> bool:
-    """Return whether one call of torch's, and no more, gives an exact norm."""
-    return (
-        grad.dtype is torch.float32
-        and grad.layout is torch.strided
-        and (grad.numel() <= SHORT or grad.device.type != "cpu")
-    )
-
-
 class GradientHooks:
     """Hooks on the tensors on which autograd computes; removed when this object is dropped.
 
@@ -146,6 +150,7 @@ class GradientHooks:
         self.sums_gradients = False  # whether the gradients of several passes belong together
         self.first_index = 0  # of the parameter whose gradient came first in the pass
         self.trainable: list[int] = []
+        self._params: Sequence[Tensor] = []
         self.measure_with(norms)
         self._paused = False
         # parameters whose gradient has come in several parts, ever
@@ -155,7 +160,8 @@ class GradientHooks:
     def measure_with(self, norms: Norms) -> None:
         """Take these norms from now on."""
         self._kind = norms
-        self._norm_of = norms.one
+        short = (i for i, param in enumerate(self._params) if param.numel() <= SHORT)
+        self._plain_and_short = set(filter(norms.is_plain, short))
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
         """Measure the gradients of these parameters, and no others.
@@ -167,6 +173,7 @@ class GradientHooks:
         self._on_cpu = all(param.device.type == "cpu" for param in params)
         self._params = [unsharded.get(i, p) for i, p in enumerate(params)]
         self.trainable = [i for i, p in enumerate(self._params) if p.requires_grad]
+        self.measure_with(self._kind)
         receive = partial(_on_gradient, weakref.ref(self))
         self._handles = []  # with its node, which is compared in `parameters_moved`
         for index, param in enumerate(self._params):
@@ -273,12 +280,16 @@ def _on_gradient(
         partial_sum = hooks.partial_sums.get(index)
         # a copy, because autograd may reuse the memory of `grad` for `.grad`
         hooks.partial_sums[index] = grad.clone() if partial_sum is None else partial_sum + grad
-    elif index not in hooks.norms:
-        measured = hooks._norm_of(index, grad)
-        # on a CPU, floats cost a fraction of one-element tensors
-        hooks.norms[index] = measured.item() if hooks._on_cpu else measured
-    else:
+        return
+    if index in hooks.norms:
         hooks._on_repeated_gradient(index, grad)
+        return
+    if index in hooks._plain_and_short and grad.dtype is float32 and grad.layout is strided:
+        # What `one` would do, without a Python call: most parameters of most models end here.
+        measured: Norm = vector_norm(grad)
+    else:
+        measured = hooks._kind.one(index, grad)
+    hooks.norms[index] = float(measured) if hooks._on_cpu else measured
 
 
 def _can_have_gradient(param: Tensor) -> bool:

@@ -82,7 +82,7 @@ class MeanGradient:
     def _square_all(self, norms: Sequence[Norm]) -> Numbers:
         if self._on_cpu:
             return [norm * norm for norm in map(float, norms)]
-        return _stack(norms, self._device).square()  # type: ignore[arg-type]
+        return _stack(norms, self._device).square()
 
     def _sum_by_group(self, values: Numbers, groups: Sequence[int], number: int) -> Numbers:
         """Return for each of `number` groups the sum of the values that belong to it."""
@@ -145,12 +145,14 @@ class MeanGradient:
         operations on small tensors cost the same whatever their size.
         """
         every = range(len(self._params)) if covered is None else covered
-        common = self._gradients_of(self._common_indices)
-        own = self._gradients_of(self._own_indices)
-        compared = common or self._shortest_gradient()
+        grads = [param.grad for param in self._params]
+        whole = self._whole_gradients(grads)
+        common = {i: whole[i] for i in self._common_indices if i in whole}
+        own = {i: whole[i] for i in self._own_indices if i in whole}
+        compared = common or self._shortest_of(whole)
         measured = {**compared, **own}
         mean_norms = self._norms.many(list(measured), list(measured.values()))
-        slices = [slice for slice in self._sharded_slices() if slice[0] in every]
+        slices = [slice for slice in self._sharded_slices(grads) if slice[0] in every]
         if slices:
             mean_norms = [*mean_norms, *self._norms.slices(slices)]
         squares = self._square_all([*norms.values(), *mean_norms])
@@ -160,52 +162,53 @@ class MeanGradient:
         counted = {i: grad for i, grad in counted.items() if i in every}
         uncounted = 2 * groups  # one group more, to be dropped
         sum_into = [
-            *(group_of[i] for i in norms),
-            *(groups + group_of[i] if i in counted else uncounted for i in measured),
-            *(groups + group_of[i] for i, *_ in slices),
+            *[group_of[i] for i in norms],
+            *[groups + group_of[i] if i in counted else uncounted for i in measured],
+            *[groups + group_of[i] for i, *_ in slices],
         ]
         start = len(norms)
         compared_squares = squares[start : start + len(compared)]
         if isinstance(compared_squares, list):
             shared_square: Norm = sum(compared_squares, 0.0)
             # (On a GPU the comparison would have to wait for the device.)
-            own_norms = [float(norms.get(i, math.inf)) for i in compared]
             self.not_averaged = any(compared_squares) and all(
-                math.isclose(mean_square, norm * norm, rel_tol=1e-5)
-                for mean_square, norm in zip(compared_squares, own_norms, strict=True)
+                math.isclose(mean_square, float(norms.get(i, math.inf)) ** 2, rel_tol=1e-5)
+                for i, mean_square in zip(compared, compared_squares, strict=True)
             )
         else:
             shared_square, self.not_averaged = compared_squares.sum(), False
         return self._sum_by_group(squares, sum_into, uncounted + 1)[:uncounted], shared_square
 
-    def _gradients_of(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Return the whole gradients among these parameters; sharded ones are left out."""
-        grads = ((i, self._params[i].grad) for i in indices if i not in self._shares)
-        return {i: g for i, g in grads if g is not None and type(g) is not ShardedGradient}
+    def _whole_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Return the gradients that this rank holds whole, by parameter index."""
+        return {
+            i: grad
+            for i, grad in enumerate(grads)
+            if grad is not None and type(grad) is not ShardedGradient and i not in self._shares
+        }
 
-    def _sharded_slices(self) -> list[GradientSlice]:
+    def _sharded_slices(self, grads: Sequence[Tensor | None]) -> list[GradientSlice]:
         """Return the slices of sharded gradients that this rank holds."""
         slices: list[GradientSlice] = [
             (i, piece, partial(_flat_slice, start, piece.numel()), start)
-            for i, param in enumerate(self._params)
-            if isinstance(grad := param.grad, ShardedGradient)
+            for i, grad in enumerate(grads)
+            if isinstance(grad, ShardedGradient)
             for piece, start in zip(grad.slices, grad.starts, strict=True)
         ]
         for i, share in self._shares.items():
-            grad = self._params[i].grad
+            grad = grads[i]
             # under HSDP several ranks hold the same slice, and one of them counts it
             if grad is not None and share.first_replica and share.own.length:
                 start = share.own.flat_start(self._params[i])
                 slices.append((i, local_shard(grad), share.own.narrow, start))
         return slices
 
-    def _shortest_gradient(self) -> dict[int, Tensor]:
+    def _shortest_of(self, whole: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return one gradient to compare over the ranks, if no short parameter has one."""
         if self._ranks.size == 1:
             return {}
-        grads = self._gradients_of(range(len(self._params)))
-        shortest = min(grads, key=lambda i: self._params[i].numel(), default=None)
-        return {} if shortest is None else {shortest: grads[shortest]}
+        shortest = min(whole, key=lambda i: self._params[i].numel(), default=None)
+        return {} if shortest is None else {shortest: whole[shortest]}
 
     def _compare_with_previous(self, facts: StepFacts) -> LocalNumbers:
         """Compare the only gradient with the one before, if the result is of any use."""
@@ -222,15 +225,16 @@ class MeanGradient:
         return LocalNumbers(numbers, 2, consecutive=True)
 
 
-def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
+def _stack(norms: Sequence[Norm], device: torch.device) -> Tensor:
     """Return one-element tensors of any type and device as one tensor of the widest float."""
     dtype = widest_float(device)
-    if not values:
+    if not norms:
         return torch.zeros(0, dtype=dtype, device=device)
+    values = [torch.as_tensor(norm) for norm in norms]
     first = values[0]
     if any(v.dtype != first.dtype or v.device != device for v in values):
         values = [v.to(device, dtype) for v in values]
-    return torch.stack(list(values)).to(dtype)
+    return torch.stack(values).to(dtype)
 
 
 def _flat_slice(start: int, length: int, whole: Tensor) -> Tensor:
@@ -316,8 +320,9 @@ class PreviousGradient:
         self.candidates, self._finite = [], []
 
     def _square(self, index: int, tensor: Tensor) -> Tensor:
+        dtype = widest_float(tensor.device)
         norm = self._norms.one(index, tensor)
-        return (norm if norm.device.type == "mps" else norm.double()).square()
+        return torch.as_tensor(norm, dtype=dtype, device=tensor.device).square()
 
     # -- saving and loading ------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
 from manyhands._core.wrappers import ParamGroup, unwrap
 from manyhands.scaling._hooks import GradientSlice
+from manyhands.scaling._step_stats import Norm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -114,6 +115,7 @@ class PreconditionedNorm:
             self._replica = ReplicatedDTensorState(optimizer, _moment_names(optimizer))
         self.floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}  # the beginning of the scratch
         self.refresh()
 
     def refresh(self) -> None:
@@ -186,15 +188,18 @@ class PreconditionedNorm:
             self._warm_counts.pop(index, None)
         return warm
 
-    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+    def is_plain(self, index: int) -> bool:
+        return False
+
+    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
 
-    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
+    def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
         return [self.one(index, grad, take_slice) for index, grad, take_slice, _ in slices]
 
     def one(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+    ) -> Norm:
         """Return the norm of a gradient, or of the slice of it that `take_slice` takes.
 
         In the second case `grad` is that slice already. Its second moments are taken out of the
@@ -226,8 +231,8 @@ class PreconditionedNorm:
         pairs = zip(_split_into_blocks(grad), _split_into_blocks(second), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
         if single and eps < NEGLIGIBLE * math.sqrt(least):
-            squares = torch.stack(list(self._squares(pairs, least if any_below else None)))
-            return squares.sum().sqrt() / factor
+            square = sum(self._squares(pairs, least if any_below else None))
+            return (math.sqrt(square) if square >= 0.0 else math.nan) / factor
         norms = [norm(self._divide(g, v, eps, least if any_below else None)) for g, v in pairs]
         return torch.linalg.vector_norm(torch.stack(norms)) / factor
 
@@ -256,7 +261,7 @@ class PreconditionedNorm:
 
     def _squares(
         self, pairs: Iterator[tuple[Tensor, Tensor]], least: float | None
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[float]:
         """Yield g . (g / max(v, least)) of each block; `pairs` are blocks of g and v."""
         for block, second in pairs:
             grad = block.float()  # a mean over the ranks may be in half precision
@@ -265,7 +270,7 @@ class PreconditionedNorm:
                 torch.div(grad, second, out=out)
             else:
                 torch.div(grad, torch.clamp_min(second, least, out=out), out=out)
-            yield torch.dot(grad, out)
+            yield float(torch.dot(grad, out))
 
     def _divide(self, grad: Tensor, second: Tensor, eps: float, least: float | None) -> Tensor:
         """Return grad / (sqrt(max(second, least)) + eps), in the scratch buffer."""
@@ -276,9 +281,10 @@ class PreconditionedNorm:
         return torch.div(grad, out.add_(eps), out=out)
 
     def _buffer(self, dtype: torch.dtype, size: int) -> Tensor:
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(BLOCK, dtype=dtype)
-        return self._scratch[dtype][:size]
+        if (dtype, size) not in self._buffers:  # kept, because taking a slice costs an operation
+            scratch = self._scratch.setdefault(dtype, torch.empty(BLOCK, dtype=dtype))
+            self._buffers[dtype, size] = scratch[:size]
+        return self._buffers[dtype, size]
 
 
 def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
@@ -286,7 +292,9 @@ def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
     if are_rows(tensor):
         rows = tensor.unbind()  # no copy
         return rows if tensor.size(1) <= BLOCK else [b for row in rows for b in row.split(BLOCK)]
-    return flatten(tensor).split(BLOCK)
+    # Short tensors come one after the other, and each operation costs as much as their arithmetic.
+    flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else flatten(tensor)
+    return (flat,) if flat.numel() <= BLOCK else flat.split(BLOCK)
 
 
 def _moment_names(optimizer: Optimizer) -> list[str]:

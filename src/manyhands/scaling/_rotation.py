@@ -28,6 +28,7 @@ from torch import Tensor
 from manyhands._core.flat import flatten
 from manyhands._core.sharded import DTensorShards, is_dtensor
 from manyhands.scaling._hooks import GradientSlice, Norms
+from manyhands.scaling._step_stats import Norm
 
 LONG = 131_072  # a tensor with at least this many elements is measured in part
 # Elements of a block. Longer blocks are read faster. No multiple of this number is a power of two,
@@ -111,13 +112,16 @@ class RotatingNorms:
         partly = step >= self.k and memory >= 2 * self.k
         self._turn = turn_of(step, self.k) if partly else None
 
-    def one(self, index: int, grad: Tensor) -> Tensor:
+    def is_plain(self, index: int) -> bool:
+        return index not in self._long and self._norms.is_plain(index)
+
+    def one(self, index: int, grad: Tensor) -> Norm:
         if self._turn is None or index not in self._long:
             return self._norms.one(index, grad)
         order = self._order[index]
         return self._part(index, 0, flatten(grad, order), partial(flatten, like=order))
 
-    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
         if self._turn is None:
             return self._norms.many(indices, grads)
         whole = {i: g for i, g in zip(indices, grads, strict=True) if i not in self._long}
@@ -125,14 +129,14 @@ class RotatingNorms:
         pairs = zip(indices, grads, strict=True)
         return [next(norms) if i in whole else self.one(i, grad) for i, grad in pairs]
 
-    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
+    def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
         if self._turn is None:
             return self._norms.slices(slices)
         return [self._slice(*gradient_slice) for gradient_slice in slices]
 
     def _slice(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor], start: int
-    ) -> Tensor:
+    ) -> Norm:
         if index in self._long:
             return self._part(index, start, grad.reshape(-1), take_slice)
         (norm,) = self._norms.slices([(index, grad, take_slice, start)])
@@ -140,7 +144,7 @@ class RotatingNorms:
 
     def _part(
         self, index: int, start: int, flat: Tensor, take_slice: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    ) -> Norm:
         """Return the norm of the elements that have their turn in a range of a long tensor.
 
         `flat` has the range's elements, and begins at element `start` of the flat tensor.
@@ -157,11 +161,12 @@ class RotatingNorms:
             take = partial(_take_blocks, offset - start, rows, size, width * self.k)
             parts.append((index, take(flat), partial(_compose, take, take_slice), start + offset))
         norms = self._norms.slices(parts)
-        if len(norms) == 1:
-            return norms[0] * self._root
+        if flat.device.type == "cpu":
+            return math.hypot(*norms) * self._root
         if not norms:
             return torch.zeros((), device=flat.device)
-        return torch.linalg.vector_norm(torch.stack(norms)) * self._root
+        stacked = torch.stack([torch.as_tensor(norm) for norm in norms])
+        return torch.linalg.vector_norm(stacked) * self._root
 
 
 def _compose(
