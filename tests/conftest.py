@@ -45,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # that cannot run backward(). So only the tests that ask for a GPU see one.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # The first backward counts the devices, and a FakeTensorMode (planning) makes a CUDA build
+        # of torch count one that is not there, and start a thread for it.
+        torch.zeros((), requires_grad=True).backward()
     if "coverage" in sys.modules:  # make test COVERAGE=1
         from helpers.measured_forks import MeasuredForks
 

@@ -1,8 +1,8 @@
 """However a script ends, it ends at once, with its own exit code, and says nothing of ours.
 
 The scripts clean up nothing: the model and the optimizer are alive when Python shuts down.
-`ending_script.py` starts each of them as new processes, twice here, and fifty times in the
-exhaustive tests.
+`ending_script.py` starts each of them as new processes: once, twice in the long tests, and fifty
+times in the exhaustive ones.
 """
 
 import json
@@ -43,9 +43,13 @@ def check(part, way, times):
                 assert said == ""
 
 
-@pytest.mark.parametrize(
-    "way", ["return", *(pytest.param(w, marks=pytest.mark.long) for w in ("destroy", "exception"))]
-)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_script_that_returns_ends_with_0(part):
+    check(part, "return", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["return", "destroy", "exception"])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_script_ends_with_its_own_exit_code(part, way):
     check(part, way, 2)

@@ -4,15 +4,13 @@ import importlib.util
 import os
 import signal
 import time
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from torch.optim import SGD
 
 import manyhands as mh
 from helpers.crew_workers import Log, fork
+from helpers.lighthouse import Lighthouse
 from manyhands.blocks.averaging import _chunks
 from manyhands.blocks.crew import _torchft
 from test_crew_faults import BlockWorkers, train
@@ -21,44 +19,6 @@ needs_torchft = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="torchft is not installed"
 )
 BEAT = 1.0  # seconds without a heartbeat, until the lighthouse takes a worker for dead
-
-
-class Lighthouse:
-    """In a process of its own."""
-
-    def __init__(self, least):
-        self.least = least
-
-    def __enter__(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchft's own
-            import torchft.coordination  # noqa: F401 - the forks have it
-        SGD([torch.nn.Parameter(torch.ones(1))])  # and what this imports
-        read, write = os.pipe()
-
-        def host():
-            from torchft.coordination import LighthouseServer
-
-            server = LighthouseServer(
-                bind="127.0.0.1:0",
-                min_replicas=self.least,
-                join_timeout_ms=10_000,
-                quorum_tick_ms=20,
-                heartbeat_timeout_ms=int(1000 * BEAT),
-            )
-            port = server.address().rpartition(":")[2]
-            os.write(write, f"http://127.0.0.1:{port}".encode())
-            time.sleep(1000)
-
-        self.pid = fork(host, Path(os.devnull))
-        os.close(write)
-        self.address = os.read(read, 100).decode()
-        os.close(read)
-        return self
-
-    def __exit__(self, *_):
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
 
 
 class TorchftWorkers(BlockWorkers):
@@ -102,7 +62,7 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def lighthouse():
-    with Lighthouse(2) as lighthouse:
+    with Lighthouse(2, BEAT) as lighthouse:
         yield lighthouse
 
 
