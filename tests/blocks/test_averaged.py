@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.blocks._codec import CODECS
+from manyhands._core.codec import CODECS
 
 
 def warnings_of(fn):

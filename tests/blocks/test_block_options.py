@@ -72,6 +72,7 @@ NUMBERS = {
     "inner_lr": lambda v: mh.SlowMo(inner(), inner_lr=v),
     "seconds": lambda v: mh.Seconds(v),
     "cosine": lambda v: mh.ByDrift(v),
+    "mixing": lambda v: mh.LocalSGD(inner(), overlap=1, mixing=v),
     "stall": lambda v: mh.Crew(stall=v),
     "patience": lambda v: mh.Crew(stall=0.1, patience=v),
 }
@@ -106,7 +107,7 @@ def test_counts(name):
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name):
     for value in NOT_NUMBERS:
-        if value is not None or name not in ("inner_lr", "stall", "patience"):
+        if value is not None or name not in ("inner_lr", "mixing", "stall", "patience"):
             with pytest.raises(
                 ValueError, match=f"^{name} must be a finite number (above|at least) 0"
             ):

@@ -16,7 +16,7 @@ import manyhands as mh
 from helpers.blocks_plain import train
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core import shared_memory as _host
-from manyhands.blocks._codec import CODECS
+from manyhands._core.codec import CODECS
 
 LR = 0.1
 OUTER = {

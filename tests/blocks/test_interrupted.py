@@ -143,7 +143,10 @@ CHEAP = [
     {"method": "DiLoCo", "overlap": 1, "shared_memory": False, "buffers": "broadcast"},
     {"method": "SlowMo", "overlap": 3, "codec": "int4", "state": "reset", "every": "ByDrift"},
     {"method": "LocalSGD", "overlap": 1, "codec": "bfloat16", "anchor_on_host": True},
+    {"method": "DiLoCo", "overlap": 3, "codec": "topk", "fragments": 2},
+    {"method": "DiLoCo", "overlap": 2, "mixing": 0.5, "fragments": 2},
     {"method": "LocalSGD", "warmup": 3, "local_warmup": True, "state": "average"},
+    {"method": "DiLoCo", "overlap": 2, "state": {"exp_avg": 2, "exp_avg_sq": 3}, "fragments": 2},
     {"method": "SlowMo", "warmup": 3, "buffers": "keep", "overlap": 2, "every": "Seconds"},
 ]
 

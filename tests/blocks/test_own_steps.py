@@ -135,10 +135,10 @@ def test_steps_of_ones_own_equal_the_plain_loop(name, more):
             torch.testing.assert_close(results[rank][case][0], plain[rank], rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("name", OUTER)
-def test_training_goes_on_while_a_mean_of_unequal_workers_is_in_flight(name):
+@pytest.mark.parametrize(("name", "mixing"), [*((name, None) for name in OUTER), ("DiLoCo", 0.5)])
+def test_training_goes_on_while_a_mean_of_unequal_workers_is_in_flight(name, mixing):
     def blocks():
-        run = Run(name, overlap=1, shared_memory=False)
+        run = Run(name, overlap=1, mixing=mixing, shared_memory=False)
         while run.optimizer.rounds < 5:
             run.step()
         run.optimizer._sync.merge_pending()
@@ -147,7 +147,7 @@ def test_training_goes_on_while_a_mean_of_unequal_workers_is_in_flight(name):
     results = run_ranks(3, blocks)
     rounds = list(zip(*(blocks for _, blocks in results), strict=True))
     assert rounds[1:] == [(8, 4, 2)] * 4 + [(1, 1, 1)]
-    plain = train_own(start(), gradient, rounds, LR, name, OUTER[name], overlap=1)
+    plain = train_own(start(), gradient, rounds, LR, name, OUTER[name], overlap=1, mixing=mixing)
     for rank in range(3):
         # (the oracle merges its last block)
         torch.testing.assert_close(results[rank][0][:-1], plain[rank][:-1], rtol=1e-11, atol=1e-11)

@@ -149,7 +149,7 @@ def test_the_exit_code_says_that_nothing_fits(manyhands):
         (["planned_here:tokens", "--rule", "Ada"], "rule must be one of"),
         (["planned_here:tokens", "--speed", "1TFLOPS"], "give input as well"),
         (["planned_here:ready", "--speed", "1TB", "--input", "2x4"], 'such as "30TFLOP/s"'),
-        (["planned_here:tokens", "--input", "8x16"], "forward pass could not be run"),
+        (["planned_here:ready", "--input", "8x3"], "forward pass could not be run"),
     ],
 )
 def test_a_mistake_is_said_and_exit_code_2(manyhands, arguments, message):

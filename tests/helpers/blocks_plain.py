@@ -23,7 +23,20 @@ def outer_step(name, options, anchor, mean_difference, memory):
     raise AssertionError(name)
 
 
-def train(start, gradient, workers, steps, lr, name, options, *, every, overlap=0, fragments=1):
+def train(
+    start,
+    gradient,
+    workers,
+    steps,
+    lr,
+    name,
+    options,
+    *,
+    every,
+    overlap=0,
+    fragments=1,
+    mixing=None,
+):
     """Return each worker's vector after every step of plain gradient descent."""
     xs = [start.clone() for _ in range(workers)]
     anchor, memory = start.clone(), torch.zeros_like(start)
@@ -35,7 +48,7 @@ def train(start, gradient, workers, steps, lr, name, options, *, every, overlap=
     for step in range(1, steps + 1):
         xs = [x - lr * gradient(x, rank, step) for rank, x in enumerate(xs)]
         while in_flight and in_flight[0][0] <= step:
-            merge(in_flight.pop(0), xs, anchor, memory, name, options)
+            merge(in_flight.pop(0), xs, anchor, memory, name, options, mixing)
         for f, where in enumerate(fragment_slices):
             if every * (f + 1) // fragments == (step - 1) % every + 1:
                 differences = [anchor[where] - x[where] for x in xs]
@@ -46,17 +59,20 @@ def train(start, gradient, workers, steps, lr, name, options, *, every, overlap=
     return torch.stack(seen)
 
 
-def merge(arrived, xs, anchor, memory, name, options):
+def merge(arrived, xs, anchor, memory, name, options, mixing=None):
     _, where, differences = arrived
     mean = torch.stack(differences).mean(dim=0)
     before = anchor[where].clone()
     anchor[where], memory[where] = outer_step(name, options, before, mean, memory[where])
     for x, difference in zip(xs, differences, strict=True):
         sent = before - difference  # where the worker was then; it keeps its steps since
-        x[where] = anchor[where] + (x[where] - sent)
+        if mixing is None:
+            x[where] = anchor[where] + (x[where] - sent)
+        else:
+            x[where] = mixing * x[where] + (1 - mixing) * anchor[where]
 
 
-def train_own(start, gradient, rounds, lr, name, options, *, overlap=0, samples=None):
+def train_own(start, gradient, rounds, lr, name, options, *, overlap=0, samples=None, mixing=None):
     """Return each worker's vector after every step, where each takes steps of its own in a block.
 
     `rounds` are the workers' numbers of steps in each block. The mean of a sync round is weighted
@@ -77,7 +93,10 @@ def train_own(start, gradient, rounds, lr, name, options, *, overlap=0, samples=
                 xs[rank] = xs[rank] - lr * gradient(xs[rank], rank, taken[rank])
                 weight += 1.0 if samples is None else samples(rank, taken[rank])
                 if moved is not None and number == overlap:
-                    xs[rank] = xs[rank] + moved[rank]
+                    if mixing is None:
+                        xs[rank] = xs[rank] + moved[rank]
+                    else:
+                        xs[rank] = mixing * xs[rank] + (1 - mixing) * anchor
                 seen[rank].append(xs[rank].clone())
             weights.append(weight)
         differences = [anchor - x for x in xs]

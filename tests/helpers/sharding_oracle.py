@@ -77,7 +77,7 @@ def make_batches(steps, passes, workers, size=2, dtype=torch.float64):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(steps, passes, workers, size, 5, generator=generator, dtype=torch.float64)
     y = torch.randn(steps, passes, workers, size, 3, generator=generator, dtype=torch.float64)
-    return x.to(dtype), y.to(dtype) + x[..., :3] * 2
+    return x.to(dtype), (y + x[..., :3] * 2).to(dtype)
 
 
 def loss_of(model, x, y):

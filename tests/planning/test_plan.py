@@ -23,16 +23,11 @@ from helpers.pages import ROOT, blocks, run_page
 from helpers.ranks import run_ranks
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands.planning import _costs, _line, _model, _table
-from manyhands.planning._costs import (
-    ModelSizes,
-    OptimizerParams,
-    ParamSize,
-    WrapParams,
-    costs,
-    ddp_buckets,
-)
+from manyhands.planning import _bucket_costs, _line, _model, _table
+from manyhands.planning._bucket_costs import ddp_buckets
+from manyhands.planning._costs import costs
 from manyhands.planning._model import OptimizerStateSizes, forward_costs, wrap_params
+from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.planning._table import format_bytes, parse_bytes
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._slice_optimizer import ELEMENTWISE
@@ -118,14 +113,16 @@ class Collectives(TorchDispatchMode):
     def __enter__(self):
         self.count, self.sent = 0, 0.0
         self.patch = pytest.MonkeyPatch()
-        exchange = RankGroup.reduce_scatter_slices
+        for name in ("reduce_scatter_slices", "all_to_all"):
+            self.patch.setattr(RankGroup, name, self.counted(getattr(RankGroup, name)))
+        return super().__enter__()
 
-        def counted(*args):
+    def counted(self, exchange):
+        def exchange_and_count(*args):
             self.count += 1
             return exchange(*args)
 
-        self.patch.setattr(RankGroup, "reduce_scatter_slices", counted)
-        return super().__enter__()
+        return exchange_and_count
 
     def __exit__(self, *error):
         self.patch.undo()
@@ -305,9 +302,11 @@ def settled(held):
 
 
 @pytest.mark.parametrize("build", [Sharded, even])
+@pytest.mark.parametrize("optimizer", [("adamw", {"fused": True}), ("adafactor", {})])
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, build):
-    row = mh.plan(build, "adamw", workers, backend="gloo", fused=True).rows[3]
+def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, optimizer, build):
+    kind, options = optimizer
+    row = mh.plan(build, kind, workers, backend="gloo", **options).rows[3]
     assert row.name == FULLY
     ranks = run_ranks(workers, fully_sharded, build, row.code)
     rest, after, most = (max(rank[i] for rank in ranks) for i in range(3))
@@ -546,7 +545,7 @@ def test_every_element_has_one_owner(weights, even, workers, bucket):
     else:
         segments = _layout.whole_layout(sizes, workers, bucket, [0] * workers)
     for piece in (piece for segment in segments for piece in segment.buckets):
-        here = sorted(_costs._owned_ranges(piece))
+        here = sorted(_bucket_costs._owned_ranges(piece))
         library = [(r, run.param, run.size) for r in range(workers) for run in piece.owned(r)]
         assert here == sorted(library)
 
@@ -560,7 +559,7 @@ def test_buckets_of_ddp_are_torchs(sizes, halves):
         for size, dtype in zip(sizes, dtypes, strict=True)
     ]
     indices, _ = dist._compute_bucket_assignment_by_size(
-        tensors[::-1], list(_costs.DDP_BUCKETS), [False] * len(sizes)
+        tensors[::-1], list(_bucket_costs.DDP_BUCKETS), [False] * len(sizes)
     )
     assert ddp_buckets([_model._param_size(tensor.requires_grad_()) for tensor in tensors]) == len(
         indices
@@ -856,7 +855,7 @@ def test_fully_sharded_is_chosen_where_only_it_fits():
 @pytest.mark.parametrize(
     ("build", "optimizer", "said"),
     [
-        (deep, "adafactor", "Adafactor needs whole tensors"),
+        (deep, "adafactor", None),
         (Model, "adamw", "scale is a scalar"),
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double()), "sgd", None),
         (mixed, "sgd", "in one wrap are torch.float32 and torch.float64"),

@@ -176,6 +176,21 @@ def test_auto_takes_the_cheapest_level_that_fits():
     assert "on this rank" in here and "on another rank" in there
 
 
+def test_auto_shards_the_parameters_of_an_optimizer_of_whole_tensors():
+    def build():
+        return nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
+
+    def chosen(memory):
+        model, optimizers = mh.shard(model := build(), muon_and_adamw(model), memory=memory)
+        return [type(one).__name__ for one in (model, *optimizers)]
+
+    plan = mh.plan(model := build(), muon_and_adamw(model), workers=4, backend="gloo")
+    *others, fully = [row.total for row in plan.rows]
+    assert fully < min(others)
+    expected = ["FullyShardedDataParallel", "WholeTensorOptimizer", "AdamW"]
+    assert run_ranks(4, chosen, fully) == [expected] * 4
+
+
 def other_rate(model):
     return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
 
@@ -381,6 +396,21 @@ def test_mistakes(changed, error, says):
     optimizer = optimizer(model) if callable(optimizer) else optimizer
     with pytest.raises(error, match=says):
         mh.shard(model, optimizer, call["level"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_is_sharded_once_at_a_time(level):
+    def twice():
+        model = new_model()
+        sharded, _ = mh.shard(model, sgd(model), level)
+        # At level 3 the model that was given has wraps inside.
+        with pytest.raises((RuntimeError, TypeError), match=r"would be sent twice|already"):
+            mh.shard(model, sgd(model), level)
+        if level < 3:
+            del sharded
+            mh.shard(model, sgd(model), level)
+
+    run_ranks(2, twice)
 
 
 @pytest.mark.quick

@@ -2,6 +2,8 @@
 
 ranks.py          the ranks of a process group: identity, numbers and text between them
 slices.py         reduce_scatter and all_gather of the slices of a bucket
+codec.py          flat values as few bytes, and back
+encoded_slices.py  a reduce_scatter of codes, and the residuals of the senders
 groups.py         process groups of our own, ended with their last user
 shared_memory.py  the same collectives between ranks of one host, through shared memory
 agreement.py      do all ranks have the same facts? If not, every rank raises

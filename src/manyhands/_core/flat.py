@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -193,6 +194,7 @@ def norm_of_rows(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
 
 
+@cache  # torch's answer costs an operation
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which values of this type are summed."""
     return torch.promote_types(dtype, torch.float32)

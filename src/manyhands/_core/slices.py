@@ -79,12 +79,8 @@ def reduce_scatter_slices(
     """
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
     summed_as_sent = bucket.dtype == accumulation_dtype(bucket.dtype)
+    check_backend(ranks, bucket.device)
     if ranks.on_gloo(bucket.device):
-        if bucket.device.type != "cpu":
-            raise RuntimeError(
-                f"gloo cannot exchange slices of tensors on {bucket.device}. Start the process "
-                'group with "nccl" (or "cpu:gloo,cuda:nccl").'
-            )
         return _send_by_pairs(ranks, bucket, cuts, into if summed_as_sent else None)
     sizes = [b - a for a, b in pairwise(cuts)]
     if summed_as_sent and len(set(sizes)) > 1:
@@ -105,6 +101,15 @@ def reduce_scatter_slices(
         rows, bucket, [own.numel()] * ranks.size, sizes, group=ranks.group, async_op=True
     )
     return PendingReduceScatter(None, list(rows.view(ranks.size, own.numel())), [work], bucket)
+
+
+def check_backend(ranks: RankIdentity, device: torch.device) -> None:
+    """Raise a RuntimeError if gloo would have to send tensors from a device that it cannot read."""
+    if device.type != "cpu" and ranks.on_gloo(device):
+        raise RuntimeError(
+            f"gloo cannot exchange slices of tensors on {device}. Start the process group with "
+            '"nccl" (or "cpu:gloo,cuda:nccl").'
+        )
 
 
 def _send_by_pairs(

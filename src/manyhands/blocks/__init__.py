@@ -10,7 +10,6 @@ _block_state.py  where a worker is in that life, as one value
 _samples.py      which samples of the data a worker has, and what its steps weigh in the mean
 _schedule.py     after which step a fragment is sent, how long the next block is; the drift
 _anchor.py       the anchor, and the differences from it
-_codec.py        differences in 16, 8 or 4 bits
 averaging/       one sync round: from differences to their mean
 crew/            elastic membership: workers that come and go
 _outer.py        outer steps, which move the anchor by the mean

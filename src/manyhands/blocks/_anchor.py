@@ -4,15 +4,18 @@ Tensors held, and when (n: elements of the trained parameters, in float32 unless
 
     anchor      n                   always
     memories    n for each          the outer step's own (a momentum), always
-    residual    n                   with a codec that rounds: what has not been sent yet
+    residual    n                   with a codec that rounds or leaves out: what is not sent yet
     held        n / fragments       with overlap, while in flight: the differences as sent,
     arrived     n / fragments       and their mean
     stage       n / fragments       in a crew without overlap, during a sync round: the mean
 
 In a process group without overlap, the outer step is taken chunk by chunk as means arrive, and
 nothing is held. A crew may undo a sync round, so nothing changes there until all workers have
-agreed that the round took place. With overlap the parameters train on meanwhile; they are then
-moved by as much as the anchor has moved from where they were.
+agreed that the round took place. With overlap the parameters train on meanwhile, and follow the
+anchor when the mean is merged:
+
+    by default            param += (new anchor - old anchor) + held      all steps are kept
+    with a mixing of α    param = α param + (1 - α) new anchor           Douillard et al., 2025
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from manyhands._core.codec import Codec
 from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, read_range
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands.blocks._checks import fingerprint
-from manyhands.blocks._codec import Codec
+from manyhands.blocks._checks import fingerprint, real
 from manyhands.blocks._outer import Outer
 from manyhands.blocks.averaging._payload import LARGEST, RoundResult
 
@@ -74,6 +77,21 @@ class OuterState:
             memory.zero_()
 
 
+def check_mixing(mixing: object, overlap: int) -> float | None:
+    """Return the share of a worker's own parameters in a merge, or raise; None: all steps stay."""
+    if mixing is None:
+        return None
+    why = "With 1, a worker would never take anything from the others."
+    share = real("mixing", mixing, least=0, below=1, why=why)
+    if overlap == 0:
+        raise ValueError(
+            f"mixing={mixing!r} needs an overlap of at least 1, got overlap=0: it is about the "
+            "steps that a worker takes while a mean is in flight. Give overlap=, or leave mixing "
+            "out."
+        )
+    return share
+
+
 def even_range(length: int, index: int, count: int) -> tuple[int, int]:
     """Return begin and end of one of `count` equal ranges of `length` elements."""
     return length * index // count, length * (index + 1) // count
@@ -85,13 +103,19 @@ class AnchorDifference:
     first_only = False
 
     def __init__(
-        self, bucket: AnchorBucket, start: int, stop: int, codec: Codec, outer: Outer
+        self,
+        bucket: AnchorBucket,
+        start: int,
+        stop: int,
+        codec: Codec,
+        outer: Outer,
+        mixing: float | None,
     ) -> None:
         self.bucket, self.start, self.length = bucket, start, stop - start
         self.dtype, self.device, self.codec = bucket.anchor.dtype, bucket.device, codec
         self.residual = None if bucket.residual is None else bucket.residual[start:stop]
         self.params = bucket.vector
-        self.outer = outer
+        self.outer, self.mixing = outer, mixing
         self.param_dtype = local_shard(bucket.params[0]).real.dtype
 
     @property
@@ -178,8 +202,8 @@ class OverlappedDifference(AnchorDifference):
     def merge(self, result: RoundResult, included: bool) -> None:
         """Take the outer step, and keep the steps that were taken since the difference was sent.
 
-        param += (new anchor - old anchor) + held, where old anchor - held is what was sent. A
-        worker that was left out of the mean takes the new anchor as it is.
+        param += (new anchor - old anchor) + held, where old anchor - held is what was sent; or mix
+        parameters and anchor. A worker that was left out of the mean takes the new anchor as it is.
         """
         params, anchors = self.bucket.vector, self.bucket.anchor[self.start :]
         keep = included and bool(result.included)
@@ -187,12 +211,26 @@ class OverlappedDifference(AnchorDifference):
             held = self.held[start : start + LARGEST]
             before = anchors[start : start + held.numel()].clone()  # the step is in place
             anchor = self.step_anchor(start, self.arrived[start : start + LARGEST], result)
-            if keep:
+            if keep and self.mixing is not None:
+                self.mix(params, self.first + start, anchor, self.mixing)
+            elif keep:
                 now, then = self.round_like_params(anchor), self.round_like_params(before)
                 moved = torch.sub(now, then, out=before).to(self.device)
                 params.add(self.first + start, moved.add_(held))
             else:
                 params.write(self.first + start, anchor)
+
+    def mix(self, params: FlatTensors, first: int, anchor: Tensor, mixing: float) -> None:
+        """Set the parameters from `first` on to mixing * param + (1 - mixing) * anchor."""
+        anchor = self.round_like_params(anchor).to(self.device)
+        mixed = torch.empty_like(anchor)
+        params.read(first, mixed)
+        mixed.lerp_(anchor, 1 - mixing)
+        for param, (begin, end) in zip(self.bucket.params, params.spans, strict=True):
+            if not param.requires_grad:  # it rests from now on, at the same place on all workers
+                frozen = slice(max(begin - first, 0), max(end - first, 0))
+                mixed[frozen] = anchor[frozen]
+        params.write(first, mixed)
 
 
 def memory_order(params: Sequence[Tensor]) -> float:
@@ -219,6 +257,7 @@ class Anchor:
     on_host: bool
     # Ranks with the same parameters: each owns a slice of the anchor, as shards do.
     inner: RankGroup = field(default_factory=RankGroup)
+    mixing: float | None = None  # of a worker's own parameters in a merge; None: all steps stay
     buckets: list[AnchorBucket] = field(default_factory=list)
 
     def extend(self, params: Sequence[Tensor]) -> None:
@@ -309,19 +348,20 @@ class Anchor:
         lengths = [(len(bucket.vector), *bucket.span) for bucket in self.buckets]
         return [self.inner.size, self.inner.rank, *lengths]
 
-    def reset_frozen_memories(self) -> None:
-        """Zero the memories of parameters that were frozen.
+    def reset_frozen(self) -> None:
+        """Zero the memories and residuals of parameters that were frozen.
 
         Such a parameter is averaged once more, and then rests, whatever the outer momentum was.
         """
-        if not self.outer.memories or all(param.requires_grad for param in self.params):
+        if all(param.requires_grad for param in self.params):
             return
         for bucket in self.buckets:
+            kept = [*bucket.memories, *([] if bucket.residual is None else [bucket.residual])]
             begin, end = bucket.span
             for param, (first, last) in zip(bucket.params, bucket.vector.spans, strict=True):
                 if not param.requires_grad and first < end and begin < last:
-                    for memory in bucket.memories:
-                        memory[max(first - begin, 0) : last - begin].zero_()
+                    for tensor in kept:
+                        tensor[max(first - begin, 0) : last - begin].zero_()
 
     def differences(self, fragment: int) -> list[AnchorDifference]:
         """Return the payloads of a fragment, one for each bucket."""
@@ -331,6 +371,7 @@ class Anchor:
                 *even_range(bucket.anchor.numel(), fragment, self.fragments),
                 self.codec,
                 self.outer,
+                self.mixing,
             )
             for bucket in self.buckets
         ]

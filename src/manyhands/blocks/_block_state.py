@@ -5,6 +5,7 @@
                   along their mean, and stay equal
     steps         steps taken; a joiner continues from the others' number
     rounds        sync rounds that took place
+    blocks        of these rounds, those with the last fragment: they ended a block
     has_anchor    this worker holds the common state. Not so in a local warm-up, nor until the round
                   that ends a warm-up has taken place
     diverged      parameters may differ from the anchor
@@ -86,6 +87,7 @@ class BlockState:
     own: int = 0
     work: Work = NO_WORK
     dropped: int = 0
+    blocks: int = 0
 
     def __post_init__(self) -> None:
         assert min(self.work) >= 0, f"more work was merged than was done: {self}"
@@ -159,6 +161,7 @@ class BlockState:
             own=self.own + 1,
             work=self.work.plus(samples),
             dropped=self.dropped,
+            blocks=self.blocks,
         )
 
     def end_block(self, steps: int) -> BlockState:
@@ -191,15 +194,18 @@ class BlockState:
         assert not self.retry or self.retry == tuple(fragments), f"not what is repeated: {self}"
         return replace(self, in_flight=self.in_flight + 1, retry=())
 
-    def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
+    def commit(
+        self, *, complete: bool, overlaps: bool, ends_block: bool = False, work: Work = NO_WORK
+    ) -> BlockState:
         """Count the oldest round in flight: it took place, and is merged.
 
-        `complete`: all fragments were in it. `overlaps`: steps were taken while it was in flight.
-        `work`: the steps that this worker sent with it.
+        `complete`: all fragments were in it; `ends_block`: the last one was. `overlaps`: steps were
+        taken while it was in flight. `work`: the steps that this worker sent with it.
         """
         return replace(
             self,
             rounds=self.rounds + 1,
+            blocks=self.blocks + int(complete or ends_block),
             diverged=overlaps or not complete,
             just_joined=False,
             in_flight=self.in_flight - 1,
@@ -231,7 +237,15 @@ class BlockState:
         retry = tuple(due) if due and self.diverged else self.retry
         return replace(self, in_flight=0, retry=retry)
 
-    def join(self, steps: int, rounds: int, *, diverged: bool, retry: Sequence[int]) -> BlockState:
+    def join(
+        self,
+        steps: int,
+        rounds: int,
+        *,
+        blocks: int = 0,
+        diverged: bool,
+        retry: Sequence[int],
+    ) -> BlockState:
         """Take over another member's state.
 
         A joiner takes part in a round that is repeated, although it has nothing to contribute. If
@@ -240,7 +254,11 @@ class BlockState:
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
         state = replace(
-            self.give_up_steps(), diverged=diverged, just_joined=True, retry=tuple(retry)
+            self.give_up_steps(),
+            blocks=blocks,
+            diverged=diverged,
+            just_joined=True,
+            retry=tuple(retry),
         )
         return state._at(steps, rounds)
 
@@ -253,6 +271,7 @@ class BlockState:
         steps: int,
         rounds: int,
         *,
+        blocks: int = 0,
         diverged: bool = False,
         in_flight: int = 0,
         own: int = 0,
@@ -260,7 +279,7 @@ class BlockState:
         dropped: int = 0,
     ) -> BlockState:
         """Continue from saved counters, with as many rounds in flight as were saved."""
-        state = replace(self.forget_rounds(), own=own, work=work, dropped=dropped)
+        state = replace(self.forget_rounds(), blocks=blocks, own=own, work=work, dropped=dropped)
         return replace(state, diverged=diverged, in_flight=in_flight)._at(steps, rounds)
 
     def _at(self, steps: int, rounds: int) -> BlockState:

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
+from manyhands._core.codec import Codec, find_codec
 from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
@@ -51,7 +52,7 @@ from manyhands.blocks._outer import Outer
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 
 Names = Mapping[str, str]
-Value = bool | int | float | str | None  # of an option, as it is saved
+Value = bool | int | float | str | dict[str, int] | None  # of an option, as it is saved
 Options = Mapping[str, Value]
 
 
@@ -161,6 +162,17 @@ def check_groups(
             "Crew(inner_group=...)."
         )
     return inner_of_crew.size
+
+
+def check_codec(name: str, crew: object) -> Codec:
+    """Return the codec of this name, or raise if a crew cannot have it."""
+    codec = find_codec(name)
+    if codec.delays and crew is not None:
+        raise ValueError(
+            f"codec={name!r} is for a process group: what a worker has not sent yet is most of its "
+            "movement, and is lost when a crew's workers come and go. Use int8, int4 or fp4."
+        )
+    return codec
 
 
 def check_shared_memory(

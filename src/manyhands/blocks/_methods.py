@@ -35,8 +35,9 @@ class CommonOptions(TypedDict, total=False):
 
     codec: str
     overlap: int
+    mixing: float | None
     fragments: int
-    state: str
+    state: str | Mapping[str, int]
     buffers: str
     anchor_on_host: bool
     model: nn.Module | None
@@ -244,8 +245,8 @@ class BMUF(Blocks):
             state = options.setdefault("state", "average_moments")
             if state not in ("average_moments", "average"):
                 raise ValueError(
-                    f"average_sync=True averages Adam's moments, and state={state!r} does not: "
-                    "give only one of the two."
+                    f"average_sync=True averages Adam's moments at each sync round, and "
+                    f"state={state!r} does not: give only one of the two."
                 )
         for engine_name, name in (("every", "global_sync_iter"), ("warmup", "warmup_iterations")):
             if engine_name in options:

@@ -29,12 +29,13 @@ from manyhands._core.wrappers import (
     unscale,
 )
 from manyhands.blocks import _saving
-from manyhands.blocks._anchor import Anchor
+from manyhands.blocks._anchor import Anchor, check_mixing
 from manyhands.blocks._block_state import NO_VERSION, BlockState
 from manyhands.blocks._checks import (
     Value,
     check_agreement,
     check_choice,
+    check_codec,
     check_groups,
     check_not_averaged,
     check_optimizer,
@@ -46,14 +47,12 @@ from manyhands.blocks._checks import (
     split_overrides,
     whole,
 )
-from manyhands.blocks._codec import find_codec
 from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._samples import CursorRounds
 from manyhands.blocks._schedule import Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
+from manyhands.blocks.averaging._extras import Buffers, Extras, check_state_option
 from manyhands.blocks.averaging._payload import (
-    Buffers,
-    Extras,
     by_index,
     make_payloads,
     trainable_params,
@@ -62,7 +61,6 @@ from manyhands.blocks.averaging._round import FixedMembers
 from manyhands.blocks.crew._enrollment import Terms
 from manyhands.blocks.crew._membership import CrewBase, ElasticMembers
 
-STATES = ("keep", "average", "reset", "average_moments")
 BUFFERS = ("average", "broadcast", "keep")
 
 Closure = Callable[[], object]  # computes the gradients, and returns the loss
@@ -102,13 +100,18 @@ class Blocks(OptimizerWrapper):
         outer: the outer step, from the workers' mean to the next anchor. By default the mean is
             the next anchor.
         every: steps from one sync round to the next, or `Seconds`, or `ByDrift`.
-        codec: how differences are encoded: "float32", "bfloat16", "int8" or "int4". What rounding
-            cuts off is added to the next difference.
+        codec: how differences are encoded: "float32", "bfloat16", "int8", "int4", "fp4", "topk" or
+            "patch". What is not sent is added to the next difference.
         overlap: steps for which training goes on while a mean is in flight. 0 waits for it.
+        mixing: with overlap, the share α of a worker's own parameters when a mean is merged:
+            α * parameters + (1 - α) * new anchor. None keeps all steps that were taken while the
+            mean was in flight.
         fragments: parts of the model that are synchronized one after the other, evenly over a
             block.
         state: the inner optimizer's state at a sync round: "keep" it, "average" it over the
             workers, or "reset" it. "average_moments" averages Adam's moments only, as fairseq.
+            {"exp_avg": 3, "exp_avg_sq": 6} averages the tensors of these names at each third and
+            sixth sync round, and keeps others.
         buffers: "average" the model's buffers, "broadcast" worker 0's, or "keep" each worker's.
         warmup: steps at the beginning in which gradients are averaged, as in DDP.
         local_warmup: do not average gradients in these steps, and take worker 0's parameters
@@ -140,8 +143,9 @@ class Blocks(OptimizerWrapper):
         every: int | Every = 16,
         codec: str = "float32",
         overlap: int = 0,
+        mixing: float | None = None,
         fragments: int = 1,
-        state: str = "keep",
+        state: str | Mapping[str, int] = "keep",
         buffers: str = "average",
         warmup: int = 0,
         local_warmup: bool = False,
@@ -156,9 +160,9 @@ class Blocks(OptimizerWrapper):
         self._inner = check_optimizer(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
         check_outer(outer)
-        check_choice("state", state, STATES)
         check_choice("buffers", buffers, BUFFERS)
         overlap, fragments = whole("overlap", overlap), whole("fragments", fragments, 1)
+        state, mixing = check_state_option(state), check_mixing(mixing, overlap)
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
@@ -166,7 +170,8 @@ class Blocks(OptimizerWrapper):
         inner_of_crew = None if crew is None else crew.inner
         self._inner_ranks: RankGroup = inner_of_crew or inner
         ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
-        check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
+        encoding = check_codec(codec, crew)
+        check_schedule(interval, overlap, fragments, ranks_per_worker=ranks, delays=encoding.delays)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
         self._supports_amp = supports_amp(optimizer)
         self._options: dict[str, Value] = {
@@ -174,6 +179,7 @@ class Blocks(OptimizerWrapper):
             "every": repr(interval),
             "codec": codec,
             "overlap": overlap,
+            "mixing": mixing,
             "fragments": fragments,
             "state": state,
             "buffers": buffers,
@@ -184,7 +190,7 @@ class Blocks(OptimizerWrapper):
         self._sync = Sync(
             optimizer,
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
-            Anchor(outer, find_codec(codec), fragments, anchor_on_host, inner),
+            Anchor(outer, encoding, fragments, anchor_on_host, inner, mixing),
             interval,
             make_schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),

@@ -15,6 +15,7 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
+from manyhands._core.codec import find_codec
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import StatePart
 from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
@@ -153,7 +154,9 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
     for outer in unsaved:
         outer.begin()
-    sync.state = sync.state.load(saved["steps"], saved["rounds"], own=saved["steps"])
+    sync.state = sync.state.load(
+        saved["steps"], saved["rounds"], blocks=saved.get("blocks", 0), own=saved["steps"]
+    )
     if saved["alone"]:  # its steps were not in blocks
         sync.begin_block()
     sync.restart_clock()
@@ -239,6 +242,7 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     sync.state = sync.state.load(
         saved["steps"],
         saved["rounds"],
+        blocks=saved.get("blocks", 0),
         diverged=diverged,
         own=own,
         work=Work(*work),
@@ -270,10 +274,14 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
     """Restore residuals and clock if this rank saved them itself.
 
-    A residual belongs to the slices that a rank rounds, which depend on rank and size.
+    A residual belongs to the slices that a rank rounds, which depend on rank and size, and on
+    whether means are rounded.
     """
     workers = sync.members.workers
-    if list(saved["workers"]) != [workers.size, workers.rank]:
+    options = cast(Mapping[str, Mapping[str, str]], saved)["options"]
+    sparse = find_codec(options["codec"]).sparse
+    here = [workers.size, workers.rank, sync.anchor.codec.sparse]
+    if [*saved["workers"], sparse] != here:
         sync.anchor.reset_residuals()
         return
     for bucket, residual in zip(sync.anchor.buckets, saved["residual"], strict=True):

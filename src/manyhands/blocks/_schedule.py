@@ -346,8 +346,18 @@ def make_schedule(every: Every, fragments: int, overlap: int, warmup: int) -> Sc
     return Schedule(every.first, fragments, overlap, start)
 
 
-def check_schedule(every: Every, overlap: int, fragments: int, ranks_per_worker: int) -> None:
-    """Raise if blocks of this length cannot have this overlap or this number of fragments."""
+def check_schedule(
+    every: Every, overlap: int, fragments: int, *, ranks_per_worker: int, delays: bool
+) -> None:
+    """Raise if blocks of this length cannot have these options.
+
+    `delays`: most of what a worker has to send waits for later rounds.
+    """
+    if delays and isinstance(every, ByDrift):
+        raise ValueError(
+            f"every={every} measures the drift by what the workers send, and with this codec that "
+            "is too little. Give a number of steps, or Seconds(...)."
+        )
     if overlap >= every.least:
         raise ValueError(
             f"overlap must be less than the steps between two sync rounds ({every.least}), got "

@@ -38,12 +38,16 @@ from manyhands.blocks._checks import fingerprint, moved_identically, warn_identi
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Every, OwnSchedule, Schedule, Seconds
+from manyhands.blocks.averaging._extras import (
+    Extras,
+    InitialState,
+    drop_nonfinite_state,
+    state_tensors,
+)
 from manyhands.blocks.averaging._payload import (
     NOTHING_YET,
     ArrivedMean,
-    Extras,
     GradientPayloads,
-    InitialState,
     Note,
     Payload,
     RoundResult,
@@ -51,10 +55,8 @@ from manyhands.blocks.averaging._payload import (
     TensorPayload,
     are_finite,
     by_index,
-    drop_nonfinite_state,
     is_payload_finite,
     make_payloads,
-    state_tensors,
     trainable_params,
 )
 from manyhands.blocks.averaging._round import BackgroundSync, Membership, RoundRunner
@@ -80,7 +82,7 @@ class Pending:
 
     def merge(self, result: RoundResult, anchor: Anchor, extras: Extras) -> None:
         """Move anchor and parameters by the mean, and set buffers and state to their means."""
-        anchor.reset_frozen_memories()  # once more: parameters may have frozen since it was sent
+        anchor.reset_frozen()  # once more: parameters may have frozen since it was sent
         for difference in self.differences:
             difference.merge(result, self.note.included)
         # The buffers and the state that the model has now, which may be other tensors than those
@@ -263,7 +265,7 @@ class Sync:
 
     def _send(self, fragments: Sequence[int], merge_at: int) -> None:
         """Begin a sync round about these fragments."""
-        self.anchor.reset_frozen_memories()
+        self.anchor.reset_frozen()
         differences: Sequence[AnchorDifference] = [
             difference for f in fragments for difference in self.anchor.differences(f)
         ]
@@ -274,7 +276,7 @@ class Sync:
             differences = [StagedDifference(each) for each in differences]
         ends_block = self.schedule.fragments - 1 in fragments
         buffers = self.extras.buffer_payloads() if ends_block else []
-        state = self.extras.state_payloads() if ends_block else []
+        state = self.extras.state_payloads(self.state.blocks + 1) if ends_block else []
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
         note = self._write_note(finite, state, ends_block=ends_block).with_work(self.state.work)
         note = replace(note, weight=self.samples.weight(self.state.work, note.drawn))
@@ -346,7 +348,9 @@ class Sync:
             self.initial_state.restore()
         complete = len(pending.fragments) == self.schedule.fragments
         work = pending.note.work if pending.note.included else NO_WORK
-        self.state = self.state.commit(complete=complete, overlaps=pending.overlaps, work=work)
+        self.state = self.state.commit(
+            complete=complete, ends_block=ends_block, overlaps=pending.overlaps, work=work
+        )
         for later in self.pending:  # sent with this work too, which is merged now
             later.note = later.note.with_work(later.note.work.minus(work))
         self.regroup()
@@ -428,7 +432,7 @@ class Sync:
         self.state = self.state.drop_anchor()
         local_warmup = self.state.local_warmup
         tensors = [*trainable_params(self.optimizer), *self.extras.buffer_tensors()]
-        averaged = local_warmup and self.extras.state.startswith("average")
+        averaged = local_warmup and self.extras.averages_state
         first = make_payloads(by_index(tensors), first_only=True)
         result = self.average_now(first, self.extras.state_payloads() if averaged else [])
         if result is not None:

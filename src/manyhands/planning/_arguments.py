@@ -25,6 +25,7 @@ from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._outer import Average, BlockMomentum, SlowMomentum
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.sharding.fsdp._checks import NEED_WHOLE
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._slice_optimizer import choose_layout
 
@@ -45,6 +46,11 @@ class PlannedOptimizer:
         options = [{**self.arguments, **options} for options, _ in self.groups]
         options = options or [self.arguments]
         return choose_layout(self.kind, None, options) == "even"
+
+    @property
+    def wants_whole_tensors(self) -> bool:
+        """Whether FSDP's parameters are stepped by a `WholeTensorOptimizer`."""
+        return not self.elementwise or issubclass(self.kind, NEED_WHOLE)
 
 
 # -- the model and its optimizers ------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands._core.ranks import SENT_ALONE
 from manyhands.planning._arguments import PlannedOptimizer
-from manyhands.planning._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
+from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
 from manyhands.sharding.wrapping._policies import Policy, default_auto_wrap_policy, pick_modules
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
             for param in params:
                 sizes[id(param)] = _param_size(param, states, options, elementwise)
                 own.append(sizes[id(param)])
-        by_optimizer.append(OptimizerParams(tuple(own), elementwise))
+        by_optimizer.append(OptimizerParams(tuple(own), elementwise, one.wants_whole_tensors))
     others = []
     for param in model.parameters():
         if id(param) not in sizes:

@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 from manyhands.planning._arguments import (
     BlockMethod,
     OneOptimizer,
-    PlannedOptimizer,
     build_module,
     check_dtypes,
     find_method,
     find_rule,
     parse_optimizers,
 )
-from manyhands.planning._costs import Cost, ModelSizes, blocks_cost, costs
+from manyhands.planning._costs import blocks_cost, costs
 from manyhands.planning._line import (
     LinePlan,
     PassPlan,
@@ -39,6 +38,7 @@ from manyhands.planning._model import (
     wrap_params,
     wrap_size_of,
 )
+from manyhands.planning._sizes import Cost, ModelSizes
 from manyhands.planning._table import (
     Plan,
     Row,
@@ -50,7 +50,6 @@ from manyhands.planning._table import (
     parse_bytes,
     wrap_code,
 )
-from manyhands.sharding.fsdp._checks import NEED_WHOLE
 
 MOST_WORKERS = 2**13  # the search for a number of workers that would do ends here
 BACKENDS = ("nccl", "gloo")
@@ -138,7 +137,7 @@ def plan(
             line_plan = replace(line_plan, pass_seconds=compute.seconds)
     several = isinstance(optimizer, list | tuple)
     names, codes = names_and_code(optimizers, several, bucket_size, wrap_code(module, wrap_size))
-    obstacle, gloo = _fsdp_obstacle(optimizers, module, wrap_size), backend == "gloo"
+    obstacle, gloo = wrapping_obstacle(module, wrap_size), backend == "gloo"
     ways = Ways(sizes, names, codes, obstacle, forward, budget, bucket_size, gloo, replicas)
     rows = ways.rows(workers)
     enough = ways.enough_workers(workers, rows)
@@ -261,16 +260,6 @@ class Ways:
             else:
                 low = middle
         return high
-
-
-def _fsdp_obstacle(
-    optimizers: Sequence[PlannedOptimizer], model: nn.Module, wrap_size: int
-) -> str | None:
-    """Return the reason why FSDP cannot train this model on several workers, or None."""
-    for kind in dict.fromkeys(one.kind for one in optimizers):
-        if issubclass(kind, NEED_WHOLE):
-            return f"{kind.__name__} needs whole tensors, and WholeTensorOptimizer is not planned."
-    return wrapping_obstacle(model, wrap_size)
 
 
 def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:

@@ -13,6 +13,7 @@ changed.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections import Counter
@@ -21,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,6 @@ from manyhands.sharding._agreement import (
     facts_of_options,
     make_on_all_ranks,
 )
-from manyhands.sharding.fsdp._checks import NEED_WHOLE
 from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.wrapping._policies import Classes, Policy
@@ -61,6 +62,7 @@ CONTAINER_MEMORY = (
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
+_sharded_as = WeakKeyDictionary[nn.Module, "ref[nn.Module]"]()  # what `shard` made of a model
 MARGIN = 0.85  # of the free memory: the plan does not count workspaces and fragments
 
 
@@ -101,7 +103,7 @@ def shard(
         optimizer: the plain optimizer of the model's parameters, or a list of several. (A list is
             returned then.) Levels 1 to 3 make it anew, with its groups and options.
         level: 0, 1, 2 or 3; "auto" takes the way that `plan` finds the cheapest of those that fit
-            each rank's memory. (It plans level 3 for element-wise optimizers only.)
+            each rank's memory.
         memory: for "auto", like the next two: the memory of a rank, such as "24GiB". By default
             85 % of what is free on the model's device (on a CPU: of the host's, divided by its
             ranks).
@@ -144,6 +146,7 @@ def shard(
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
             )
+    _sharded_as[model] = ref(sharded)
     returned: Any = made[0] if isinstance(optimizer, Optimizer) else made
     return sharded, returned
 
@@ -164,6 +167,7 @@ def _check(model: object, optimizer: object, level: object) -> list[Optimizer]:
                 f"{where} is a {type(module).__name__} already. Give shard() the plain model: it "
                 "does the wrapping."
             )
+    _check_not_sharded(model)
     optimizers: list[Any] = [optimizer]
     if isinstance(optimizer, list | tuple):
         optimizers = list(optimizer)
@@ -181,6 +185,18 @@ def _check(model: object, optimizer: object, level: object) -> list[Optimizer]:
         if count > 1:
             raise ValueError(f"{names[param]} is in {count} optimizers. Give it to one of them.")
     return optimizers
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Raise if `shard` has made something of this model that is still in use."""
+    former = _sharded_as.get(model)
+    if former is not None and former() is not None:
+        gc.collect()  # what is in use no longer may be in a cycle
+    if former is not None and (sharded := former()) is not None:
+        raise RuntimeError(
+            f"the model is in a {type(sharded).__name__} that shard() has returned. Its gradients "
+            "would be sent twice. Use the model that shard() returned, or delete that one first."
+        )
 
 
 def _check_plain_optimizer(optimizer: object) -> None:
@@ -284,7 +300,6 @@ def _fully_sharded(
 ) -> tuple[nn.Module, list[Optimizer]]:
     """Wrap the model. Its parameters are others then, so the optimizers are made anew."""
     planned = [describe_optimizer(one) for one in optimizers]
-    whole = [not one.elementwise or issubclass(one.kind, NEED_WHOLE) for one in planned]
     names = list(model.named_parameters())
     options: dict[str, Any] = {} if process_group is None else {"process_group": process_group}
     with enable_wrap(policy or by_size(wrap_size_of(model)), **options):
@@ -294,9 +309,9 @@ def _fully_sharded(
     sharded = dict(wrapped.named_parameters())
     params: dict[Tensor, Tensor] = {param: sharded[name] for name, param in names}
     made: list[Optimizer] = []
-    for optimizer, one, in_whole in zip(optimizers, planned, whole, strict=True):
+    for optimizer, one in zip(optimizers, planned, strict=True):
         groups = _groups_with(optimizer, params)
-        if in_whole:
+        if one.wants_whole_tensors:
             made.append(WholeTensorOptimizer(groups, one.kind, process_group, **one.arguments))
         else:
             made.append(one.kind(groups, **one.arguments))

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from manyhands.planning._arguments import PlannedOptimizer
-from manyhands.planning._costs import ModelSizes
 from manyhands.planning._line import LinePlan, PassPlan, format_rate, format_seconds
 from manyhands.planning._model import pick_by_size
+from manyhands.planning._sizes import ModelSizes
 
 FSDP_NAME = "FullyShardedDataParallel"
 DDP_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)"
@@ -260,9 +260,13 @@ def _fsdp_code(optimizers: Sequence[PlannedOptimizer], several: bool, wrap_code:
     """Return FSDP's lines. Wrapping replaces the parameters, so optimizers are made anew."""
     if not optimizers[0].exists:
         one = optimizers[0]
-        return (
-            f"{wrap_code}\noptimizer = {_class_text(one)}(model.parameters(){_options_text(one)})"
-        )
+        kind, options = _class_text(one), _options_text(one)
+        if one.wants_whole_tensors:
+            kind, options = "mh.WholeTensorOptimizer", f", optim={kind}{options}"
+        return f"{wrap_code}\noptimizer = {kind}(model.parameters(){options})"
+    if any(one.wants_whole_tensors for one in optimizers):  # some as they are, some made anew
+        made = f"optimizer{'s' * several}"
+        return f"model, {made} = mh.shard(model, {made}, level=3)"
     again = (
         '[{**group, "params": [params[names[param]] for param in group["params"]]}\n'
         "     for group in one.param_groups]"

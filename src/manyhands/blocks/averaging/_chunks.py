@@ -1,13 +1,15 @@
 """A chunk: a range of a payload on its way to the other workers, and the mean on its way back.
 
-Three kinds of chunks do the same work:
+Five kinds of chunks do the same work:
 
     AllReduceChunk      values as they are: one all_reduce
     SharedMemoryChunk   values as they are, among workers that read each other's memory
     PairwiseChunk       encoded values: two messages between each pair of workers
+    SparseChunk         few of the values: one message between each pair of workers
+    PatchChunk          the values that are not 0: their number, and then they themselves
 
-With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload. A
-note travels with each chunk.
+With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload, and
+N-1 of it where few of the values are sent. A note travels with each chunk.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from manyhands._core.codec import encode_with_residual
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks._codec import encode_with_residual
 from manyhands.blocks.averaging._payload import LARGEST, NOTE, Note, Payload, RoundResult
 
 SMALLEST = 1 << 18  # elements; below that the latency of a message costs more than its bytes
+ALIGNED = 1 << 16  # elements: a multiple of each codec's group, so that no chunk cuts a group
 
 
 class Waitable(Protocol):
@@ -59,6 +62,7 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
     """
     spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
     sizes = [max(SMALLEST, min(LARGEST, payload.length // 16)) for payload in payloads]
+    sizes = [size // ALIGNED * ALIGNED for size in sizes]
     if workers.shared_memory is not None:
         _make_room(workers, list(zip(payloads, sizes, strict=True)))
     for payload, size in zip(payloads, sizes, strict=True):
@@ -69,6 +73,10 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
                 yield SharedMemoryChunk(payload, start, stop, workers)
             elif summable and workers.has_backend(payload.device):
                 yield AllReduceChunk(payload, start, stop, workers, spare)
+            elif payload.codec.varies:
+                yield PatchChunk(payload, start, stop, workers)
+            elif payload.codec.sparse:
+                yield SparseChunk(payload, start, stop, workers)
             else:
                 yield PairwiseChunk(payload, start, stop, workers)
 
@@ -255,10 +263,67 @@ class SharedMemoryChunk:
 
 VALUES_TAG, MEAN_TAG = 28_101, 28_102  # far from the tags that users choose
 MESSAGE_HEAD = 8 * NOTE  # bytes of the note, in float64
-ALIGNED = 256  # elements: a multiple of each codec's group, so that no slice cuts a group
+ALIGNED_SLICE = 256  # elements: a multiple of the group of each codec that is sent in pairs
 
 
-class PairwiseChunk:
+class _EncodedChunk:
+    """What the chunks whose values are encoded have in common: messages between pairs of workers.
+
+    A message is
+
+        [ note: NOTE float64 | encoded values | padding to 8 bytes ]
+    """
+
+    measured = False
+
+    def __init__(self, payload: Payload, start: int, workers: RankGroup) -> None:
+        self.payload, self.start, self.workers = payload, start, workers
+        self._works: list[Waitable] = []
+        self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
+        self._incoming: list[Tensor] = []
+        self._notes: list[list[float]] = []
+
+    def receive_notes(self) -> list[list[float]]:
+        self._wait()
+        for rank, message in enumerate(self._incoming):
+            if rank != self.workers.rank:
+                self._notes[rank] = _read_note(message)
+        return self._notes
+
+    def _message_bytes(self, elements: int) -> int:
+        size = MESSAGE_HEAD + self.payload.codec.size(elements, self.payload.dtype)
+        return -(-size // 8) * 8  # view(float64) needs a multiple of 8
+
+    def _new_message(self, elements: int) -> Tensor:
+        size = self._message_bytes(elements)
+        return torch.empty(size, dtype=torch.uint8, device=self.payload.device)
+
+    def _decode(self, rank: int, elements: int) -> Tensor:
+        """Return the values of the message that came from `rank`."""
+        codec, dtype = self.payload.codec, self.payload.dtype
+        size = codec.size(elements, dtype)
+        data = self._incoming[rank][MESSAGE_HEAD : MESSAGE_HEAD + size].to(self.payload.device)
+        return codec.decode(data, elements, dtype)
+
+    def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
+        if self.workers.size > 1:
+            self._outgoing = [_to_sendable(message, self.workers) for message in messages]
+            self._incoming, self._works = self.workers.all_to_all(self._outgoing, sizes, tag)
+
+    def _send_to_all(self, message: Tensor, sizes: list[int], tag: int) -> None:
+        """Send the others this message, and receive one of `sizes[rank]` bytes from each."""
+        rank = self.workers.rank
+        messages = [message] * self.workers.size
+        messages[rank] = message[:0]  # nothing to ourselves
+        self._exchange(messages, [*sizes[:rank], 0, *sizes[rank + 1 :]], tag)
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._outgoing = [], []
+
+
+class PairwiseChunk(_EncodedChunk):
     """A chunk that is encoded: two messages between each pair of workers.
 
     The chunk is cut into one slice per worker, its owner:
@@ -269,32 +334,19 @@ class PairwiseChunk:
     So 2 (N-1)/N of the encoded payload leaves each worker, as in a ring all_reduce. A ring itself
     adds up on the way, and would have to decode and encode again at every hop.
 
-    A message is
-
-        [ note: NOTE float64 | the slice, encoded | padding to 8 bytes ]
-
     With a codec that leaves values as they are, values are read right into their message, and the
     mean of the own slice is computed in the own message.
     """
 
-    measured = False
     has_mean = False
 
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
-        self.payload, self.start, self.workers = payload, start, workers
+        super().__init__(payload, start, workers)
         step = -(-(stop - start) // workers.size)
-        step = -(-step // ALIGNED) * ALIGNED
+        step = -(-step // ALIGNED_SLICE) * ALIGNED_SLICE
         self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
         self._lengths = [b - a for a, b in pairwise(self.cuts)]
         self._sizes = [self._message_bytes(length) for length in self._lengths]
-        self._works: list[Waitable] = []
-        self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
-        self._incoming: list[Tensor] = []
-        self._notes: list[list[float]] = []
-
-    def _message_bytes(self, elements: int) -> int:
-        size = MESSAGE_HEAD + self.payload.codec.size(elements, self.payload.dtype)
-        return -(-size // 8) * 8  # view(float64) needs a multiple of 8
 
     def _residual(self, rank: int) -> Tensor | None:
         """Return the residual of a slice.
@@ -312,7 +364,7 @@ class PairwiseChunk:
         payload, rank, size = self.payload, self.workers.rank, self.workers.size
         messages, square = [], 0.0
         for owner, length in enumerate(self._lengths):
-            message = torch.empty(self._sizes[owner], dtype=torch.uint8, device=payload.device)
+            message = self._new_message(length)
             values = self._values_in(message, length)
             payload.read(self.start + self.cuts[owner], values)
             if not note.included:
@@ -335,13 +387,6 @@ class PairwiseChunk:
         sizes[rank] = 0
         self._exchange(messages, sizes, VALUES_TAG)
 
-    def receive_notes(self) -> list[list[float]]:
-        self._wait()
-        for rank, message in enumerate(self._incoming):
-            if rank != self.workers.rank:
-                self._notes[rank] = _read_note(message)
-        return self._notes
-
     def send_mean(self, result: RoundResult) -> None:
         """Send the mean of the own slice to all others."""
         self._average(result)
@@ -354,11 +399,7 @@ class PairwiseChunk:
         square = square_of(self._own) if self.measured else 0.0
         _write_note([square], self._message)
         self._notes = [[square]] * size
-        messages = [self._message] * size
-        messages[rank] = self._message[:0]
-        sizes = list(self._sizes)
-        sizes[rank] = 0
-        self._exchange(messages, sizes, MEAN_TAG)
+        self._send_to_all(self._message, self._sizes, MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
         self._wait()
@@ -390,22 +431,94 @@ class PairwiseChunk:
             return torch.empty(elements, dtype=dtype, device=self.payload.device)
         return message[MESSAGE_HEAD : MESSAGE_HEAD + elements * dtype.itemsize].view(dtype)
 
+
+class SparseChunk(_EncodedChunk):
+    """A chunk of which each worker sends few of the values: all workers get all that is sent.
+
+    Workers send different places, so that their mean has up to N times as many values. It would
+    cost as much to send as all that it comes from, so each worker computes it.
+
+    The squared lengths are those of what is sent. Of the values themselves they would say that
+    the workers' mean is far behind each of them.
+    """
+
+    has_mean = True
+
+    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
+        super().__init__(payload, start, workers)
+        self.length = stop - start
+
+    def send_values(self, note: Note) -> None:
+        payload, start = self.payload, self.start
+        values = torch.empty(self.length, dtype=payload.dtype, device=payload.device)
+        payload.read(start, values)
+        residual = payload.residual
+        if not note.included:
+            values.zero_()  # codecs take finite numbers only, and these are not added
+            residual = None
+        if residual is not None:
+            residual = residual[start : start + self.length]
+        data, self._own = encode_with_residual(payload.codec, values, residual)
+        own_note = [*note.numbers(), square_of(self._own) if self.measured else 0.0]
+        self._notes = [own_note] * self.workers.size
+        message = self._first_message(data)
+        _write_note(own_note, message)
+        self._send_to_all(message, [len(message)] * self.workers.size, VALUES_TAG)
+
+    def _first_message(self, data: Tensor) -> Tensor:
+        """Return what all others receive, with room for a note."""
+        message = self._new_message(self.length)
+        _write_data(data, message)
+        return message
+
+    def send_mean(self, result: RoundResult) -> None:
+        """Do nothing: each worker has all that the mean is computed from."""
+
+    def write_mean(self, result: RoundResult) -> float:
+        mean = torch.zeros_like(self._own)
+        weights = result.weights(result.included)
+        for rank, weight in zip(result.included, weights, strict=True):
+            own = rank == self.workers.rank
+            mean.add_(self._own if own else self._decode(rank, self.length), alpha=weight)
+        if len(weights) > 1:
+            mean.div_(sum(weights))
+        if self.length:
+            self.payload.write(self.start, mean, result)
+        return square_of(mean) if self.measured else 0.0
+
+
+class PatchChunk(SparseChunk):
+    """A chunk of which each worker sends as many values as have changed.
+
+    The others have to know how many bytes they will receive, so these come first, with the note:
+
+        values    [ note: NOTE float64 | bytes: int64 ]
+        mean      the encoded values themselves
+    """
+
+    has_mean = False
+
+    def _first_message(self, data: Tensor) -> Tensor:
+        self._data = data
+        message = torch.empty(MESSAGE_HEAD + 8, dtype=torch.uint8, device=data.device)
+        message[MESSAGE_HEAD:].view(torch.int64).fill_(data.numel())
+        return message
+
+    def send_mean(self, result: RoundResult) -> None:
+        """Send the values to all others, who know their size now."""
+        sizes = [
+            int(message[MESSAGE_HEAD:].view(torch.int64)) if rank != self.workers.rank else 0
+            for rank, message in enumerate(self._incoming)
+        ]
+        self._send_to_all(self._data, sizes, MEAN_TAG)
+
+    def write_mean(self, result: RoundResult) -> float:
+        self._wait()
+        return super().write_mean(result)
+
     def _decode(self, rank: int, elements: int) -> Tensor:
-        """Return the values of the message that came from `rank`."""
-        codec, dtype = self.payload.codec, self.payload.dtype
-        size = codec.size(elements, dtype)
-        data = self._incoming[rank][MESSAGE_HEAD : MESSAGE_HEAD + size].to(self.payload.device)
-        return codec.decode(data, elements, dtype)
-
-    def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
-        if self.workers.size > 1:
-            self._outgoing = [_to_sendable(message, self.workers) for message in messages]
-            self._incoming, self._works = self.workers.all_to_all(self._outgoing, sizes, tag)
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works, self._outgoing = [], []
+        data = self._incoming[rank].to(self.payload.device)
+        return self.payload.codec.decode(data, elements, self.payload.dtype)
 
 
 def _to_sendable(data: Tensor, workers: RankGroup) -> Tensor:

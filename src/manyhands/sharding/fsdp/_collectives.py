@@ -9,6 +9,10 @@ gloo's reduce_scatter moves twice the bytes that are needed, and its collectives
 The engine assumes that the mean is complete when the call returns. In most cases it only makes
 views of it, so the mean may arrive later. If the engine has to convert the mean, or to add it to
 existing gradients, the call waits. With NCCL the engine's own collectives are used, on its streams.
+
+With a codec gradients travel as codes (`_core/encoded_slices.py`), on any backend, and each wrap
+has its residuals. They start at zero when parameters freeze or thaw. A parameter without a gradient
+sends its residual all the same.
 """
 
 from __future__ import annotations
@@ -16,17 +20,23 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.backward import BackwardPasses, current_task
+from manyhands._core.codec import Codec
+from manyhands._core.encoded_slices import EncodedSlices, PendingEncodedReduceScatter
 from manyhands._core.ranks import RankGroup
 from manyhands._core.shared_memory import SharedMemoryReduceScatter
 from manyhands._core.slices import PendingReduceScatter
 
 IN_FLIGHT = 1  # wraps whose gradients are sent while the next wrap's are computed
+
+
+Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter | PendingEncodedReduceScatter
 
 
 class _Allocator:
@@ -76,23 +86,33 @@ class ReduceQueue:
         self.ranks = ranks
         self._end = end
         # For each: what is in flight, the tensor for this rank's slice of the mean, the divisor.
-        self._in_flight: deque[
-            tuple[PendingReduceScatter | SharedMemoryReduceScatter, Tensor, float]
-        ] = deque()
+        self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
         proxy = weakref.proxy(self)  # the passes are ours: a strong reference would be a cycle
         # At the end of a pass the engine comes first. We come next (`early`), before a scaling
         # rule measures the mean.
         self._passes = BackwardPasses(begin, lambda: proxy._end_pass(), early=True)
 
-    def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
+    def send(
+        self,
+        total: Tensor,
+        grads: Tensor,
+        divisor: float,
+        *,
+        wait: bool,
+        encoded: EncodedSlices | None = None,
+    ) -> None:
         """Begin to fill `total` with this rank's slice of the sum of `grads`, over `divisor`.
 
         `total` has 1/N of the elements of `grads`. The memory of `grads` is freed afterwards.
         """
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
-        # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
-        into = total if total.dtype == grads.dtype else None
-        pending = self.ranks.reduce_scatter_slices(grads, cuts, into)
+        pending: Pending
+        if encoded is not None:
+            pending = encoded.reduce_scatter(self.ranks, grads, cuts)
+        else:
+            # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
+            into = total if total.dtype == grads.dtype else None
+            pending = self.ranks.reduce_scatter_slices(grads, cuts, into)
         self._in_flight.append((pending, total, divisor))
         if wait:
             self._complete_all()
@@ -150,8 +170,11 @@ class ReduceScatter(_Allocator):
         divide: Callable[[], tuple[float, float] | None],
         on_gloo: bool,
         overlap: bool,
+        codec: Codec | None = None,
     ) -> None:
         self._overlap = overlap
+        self._encoded = EncodedSlices(codec) if codec is not None else None
+        self._trained: list[bool] = []  # when the residuals were made
         self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
         self._queue = queue
         self._params = params
@@ -191,12 +214,30 @@ class ReduceScatter(_Allocator):
             # The engine's own division would read the mean at once.
             wait = not self._overlap or op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
             divisor = after if we_divide else 1.0
-            self._queue.send(output_tensor, input_tensor, divisor, wait=wait)
+            self._queue.send(
+                output_tensor, input_tensor, divisor, wait=wait, encoded=self._encoder()
+            )
+        elif (encoded := self._encoder()) is not None:
+            size = output_tensor.numel()
+            pending = encoded.reduce_scatter(
+                ranks, input_tensor, [size * rank for rank in range(ranks.size + 1)]
+            )
+            mean = pending.mean(after if we_divide else 1.0, output_tensor.dtype)
+            output_tensor.copy_(mean)
         elif divide is None:
             ranks.reduce_scatter(output_tensor, input_tensor, op)
         else:
             ranks.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
             output_tensor.div_(after)
+
+    def _encoder(self) -> EncodedSlices | None:
+        """Return what encodes this wrap's gradients, with residuals for those trained now."""
+        if self._encoded is not None:
+            trained = [param.requires_grad for param in self._params()]
+            if trained != self._trained:
+                self._encoded.clear()
+                self._trained = trained
+        return self._encoded
 
     def _used_at_once(self, total: Tensor) -> bool:
         """Return whether the engine converts the mean, adds it up, or passes it to a hook."""

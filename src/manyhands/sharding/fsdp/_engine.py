@@ -4,10 +4,11 @@ The engine has few public switches, so some methods here read or set its private
 them says for which versions of torch. They are kept in this file, so that a new torch means
 changes in one place.
 
-The engine casts input tensors and puts a node of autograd on each, and a hook on each output
-tensor. It looks into the containers that it knows, and rebuilds some of them as others: a
-`defaultdict` fails, a `UserDict` is not looked into, a `ModelOutput` of transformers loses what is
-not a field. So the engine gets a list of the tensors, and our hooks rebuild the containers:
+The engine puts a node of autograd on each input tensor, and a hook on each output tensor. It looks
+into the containers that it knows, and rebuilds some of them as others: a `defaultdict` fails, a
+`UserDict` is not looked into, a `ModelOutput` of transformers loses what is not a field. So the
+engine gets a list of the tensors, and our hooks rebuild the containers. Our hooks cast the inputs,
+too, because until torch 2.12 the engine does not cast those of a recomputation:
 
     call ── _flatten_inputs ── the engine's hook ── _nest_inputs ── the module's hooks and forward
          ── _flatten_output ── the engine's hook ── _nest_output ── result
@@ -18,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands._core.backward import current_task
+from manyhands._core.codec import Codec
+from manyhands._core.encoded_slices import find_gradient_codec
 from manyhands._core.ranks import RankGroup
-from manyhands._core.trees import tensors_in, tree_map_tensors
+from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
 from manyhands.sharding.fsdp._checks import check_same_model, guard_optimizers
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._options import FSDPOptions, Precision
@@ -106,6 +110,7 @@ class Engine:
         reshard_after_forward: bool | None,
         offload: bool,
         overlap: bool,
+        codec: Codec | None,
         ignored: set[nn.Parameter],
     ) -> None:
         from torch.distributed.fsdp import (
@@ -125,14 +130,17 @@ class Engine:
             module,
             mesh=_find_mesh(ranks, device),
             reshard_after_forward=reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(precision.compute, precision.reduce),
+            mp_policy=MixedPrecisionPolicy(
+                precision.compute, precision.reduce, cast_forward_inputs=False
+            ),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
             ignored_params=ignored or None,
         )
-        module.register_forward_pre_hook(eager(_flatten_inputs), prepend=True, with_kwargs=True)
+        flatten_inputs = eager(partial(_flatten_inputs, dtype=precision.compute))
+        module.register_forward_pre_hook(flatten_inputs, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
         module.register_forward_hook(eager(_nest_output))
-        self.overlap = overlap
+        self.overlap, self.codec = overlap, codec
         if not overlap:
             # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
             # which is gathered already, switches that off.
@@ -183,6 +191,7 @@ class Engine:
             divide=lambda: dereference(reference).divide,
             on_gloo=self.on_gloo,
             overlap=self.overlap,
+            codec=self.codec,
         )
         self.module.set_custom_reduce_scatter(reduce_scatter)
         places = self.places
@@ -252,9 +261,15 @@ class Engine:
         return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
 
     def recover(self) -> None:
-        """Start afresh after an error in a forward or backward. Call it on a root."""
+        """Start afresh after an error in a forward or backward. Call it on a root.
+
+        After an error in a backward, call `clear_unaveraged` on all wraps first.
+        """
         if hasattr(self.module, "reset_iter_state"):  # from torch 2.13 on
             self.module.reset_iter_state()
+        elif self.in_backward:
+            # The engine ends the pass. It sends nothing, because no gradients are left.
+            self.module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def shard_wrap(
@@ -295,6 +310,7 @@ def shard_wrap(
         reshard_after_forward=None if root_keeps else options.reshard_after_forward,
         offload=offload,
         overlap=options.overlap,
+        codec=find_gradient_codec(options.codec),
         ignored={param for each in private for param in each.parameters(recurse=False)},
     )
     guard_optimizers(plain, engine.params)
@@ -372,11 +388,12 @@ class _Nest:
 
 
 def _flatten_inputs(
-    _: nn.Module, args: object, kwargs: object
+    _: nn.Module, args: object, kwargs: object, *, dtype: torch.dtype | None
 ) -> tuple[tuple[list[Tensor], _Nest], dict[str, object]]:
-    """Before the engine's hook: replace the inputs by a list of tensors and a nest."""
+    """Before the engine's hook: replace the inputs by a list of tensors, cast, and a nest."""
     tensors = tensors_in((args, kwargs))
-    return (tensors, _Nest((args, kwargs), tensors)), {}
+    cast = tensors if dtype is None else as_type(dtype, tensors)
+    return (cast, _Nest((args, kwargs), tensors)), {}
 
 
 def _nest_inputs(_: nn.Module, args: tuple[Sequence[Tensor], _Nest], kwargs: object) -> Any:

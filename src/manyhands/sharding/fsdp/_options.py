@@ -4,7 +4,8 @@
 signature and the "Args" of its docstring from there (`takes_options`), and `resolve` replaces
 defaults such as None by the values in effect.
 
-The options are those documented by fairscale, and two of ours: `sync_module_states` and `overlap`.
+The options are those documented by fairscale, and three of ours: `sync_module_states`, `overlap`
+and `codec`.
 Four options say *how* fairscale did its work. They change no result, so they are kept as attributes
 and have no effect here:
 
@@ -37,6 +38,7 @@ W = TypeVar("W", bound=nn.Module)
 NOT_COMPARED = {
     *("process_group", "process_group_reduce_scatter", "no_broadcast_optim_state"),
     *("verbose", "cpu_offload", "allow_reset_parameters"),
+    "codec",  # is compared, but is no attribute of the wrap
 }
 
 
@@ -75,6 +77,10 @@ class FSDPOptions:
         sync_module_states: start from rank 0's parameters and buffers.
         overlap: gather the next wrap's parameters, and send the previous wrap's gradients, while
             one wrap computes. False needs about two wraps' memory less, and is slower.
+        codec: send gradients as codes: "int8", "int4" or "fp4" (signs and powers of two). They are
+            summed in float32. What rounding leaves out is added to the next gradient, and takes
+            (N - 1)/N of the full gradients' size in float32 on each rank. It is not saved.
+            Parameters travel as they are.
     """
 
     process_group: GroupLike | None = None
@@ -101,6 +107,7 @@ class FSDPOptions:
     allow_reset_parameters: bool = False
     sync_module_states: bool = field(default=True, kw_only=True)
     overlap: bool = field(default=True, kw_only=True)
+    codec: str | None = field(default=None, kw_only=True)
 
     def precision(self) -> Precision:
         """Return the types to compute, reduce and keep buffers in, or raise a ValueError."""

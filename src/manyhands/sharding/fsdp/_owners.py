@@ -7,7 +7,7 @@ message between each pair of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,15 +149,19 @@ class Owners:
         ]
 
 
-def _buckets(tensors: Sequence[OwnedTensor]) -> Iterator[slice]:
-    """Yield ranges of consecutive tensors of one type, of about `BUCKET` elements."""
-    start, total = 0, 0
-    for number, tensor in enumerate(tensors):
-        size = tensor.param.numel()
-        other = tensor.param.dtype != tensors[start].param.dtype
-        if number > start and (other or total + size > BUCKET):
-            yield slice(start, number)
+def _buckets(tensors: Sequence[OwnedTensor]) -> list[slice]:
+    return bucket_ranges([(tensor.param.dtype, tensor.param.numel()) for tensor in tensors])
+
+
+def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
+    """Return ranges of consecutive tensors of one kind, of about `BUCKET` elements.
+
+    A tensor is given as its kind and its elements.
+    """
+    ranges, start, total = [], 0, 0
+    for number, (kind, size) in enumerate(tensors):
+        if number > start and (kind != tensors[start][0] or total + size > BUCKET):
+            ranges.append(slice(start, number))
             start, total = number, 0
         total += size
-    if tensors:
-        yield slice(start, len(tensors))
+    return [*ranges, slice(start, len(tensors))] if tensors else []

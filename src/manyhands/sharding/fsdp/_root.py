@@ -195,9 +195,9 @@ class RootState:
         # The engine still expects the end of a backward, so that backward raised an error.
         if self._engines[0].in_backward:
             self.used.forget()
-            self.recover()
             for engine in self._engines:
                 engine.clear_unaveraged()
+            self.recover()
         # Parameters kept for a backward that never ran may be older than the last step.
         self.reshard()
 

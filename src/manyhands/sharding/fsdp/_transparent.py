@@ -49,6 +49,7 @@ class Wrap(ModuleWrapper):
     _ranks: RankGroup
     _places: Places  # of its own parameters, without those of wraps inside
     _engine: Engine | None  # None on one rank
+    _codec: str | None
     _is_root: bool | None  # None until a forward has decided
     _holds_full: bool  # while summon_full_params is open
     _in_local_state = False  # while local_state_dict or load_local_state_dict run
@@ -107,7 +108,7 @@ class Wrap(ModuleWrapper):
                 wrap._engine.reshard()
 
     def _compared_options(self) -> Mapping[str, object]:
-        return {name: getattr(self, name) for name in COMPARED}
+        return {**{name: getattr(self, name) for name in COMPARED}, "codec": self._codec}
 
     def __getattr__(self, name: str) -> Any:
         """Return the wrapped module's attribute."""

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.backward import current_task
+from manyhands._core.encoded_slices import find_gradient_codec
 from manyhands._core.sharded import local_shard
 from manyhands._core.trees import as_type
 from manyhands.sharding._clip import clip_slices
@@ -102,9 +103,11 @@ class FullyShardedDataParallel(Wrap):
         moved = options.move_params_to_cpu or options.cpu_offload
         offload = check_offload(device, moved, options.move_grads_to_cpu)
         options.check_divide_factor()
+        find_gradient_codec(options.codec)  # raises if there is none of this name
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
         in_effect = options.resolve(precision, device)
         self._show(in_effect)
+        self._codec = options.codec
         self._divide: tuple[float, float] | None = None  # None: by the world size, after the sum
         if options.gradient_predivide_factor is not None:
             before = options.gradient_predivide_factor
@@ -141,8 +144,9 @@ class FullyShardedDataParallel(Wrap):
     def _show(self, options: FSDPOptions) -> None:
         """Show the options in attributes of the same names."""
         for name, value in vars(options).items():
-            # These two are properties, which follow `_divide` and `move_params_to_cpu`.
-            if name not in ("gradient_predivide_factor", "cpu_offload"):
+            # The first two are properties, which follow `_divide` and `move_params_to_cpu`. The
+            # third would hide a module's own `codec`, as models of speech have one.
+            if name not in ("gradient_predivide_factor", "cpu_offload", "codec"):
                 setattr(self, name, value)
 
     # -- training ------------------------------------------------------------------------------

@@ -9,19 +9,26 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 
-from manyhands._core.agreement import Describer, agree
-from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside
+from manyhands._core.agreement import agree
+from manyhands._core.codec import Codec
+from manyhands._core.modules import ModuleWrapper
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.wrappers import find_layer, wrapped_attribute
-from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_groups
+from manyhands._core.wrappers import wrapped_attribute
+from manyhands.sharding._agreement import ADVICE, Facts, GroupLike
+from manyhands.sharding.zero._checks import (
+    check_gradient_codec,
+    check_optimizers,
+    check_overlap,
+    check_size,
+    facts_of_model,
+    find_oss,
+)
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
-from manyhands.sharding.zero._oss import OSS
 from manyhands.sharding.zero._reducer import Reducer
 
 
@@ -53,6 +60,9 @@ class ShardedDataParallel(ModuleWrapper):
         reduce_fp16: send gradients as float16.
         warn_on_trainable_params_changed: warn when parameters were frozen or unfrozen.
         reduce_dtype: send gradients in this type, such as bfloat16. They are summed in float32.
+        codec: send gradients as codes: "int8", "int4" or "fp4" (signs and powers of two). They are
+            summed in float32. What rounding leaves out is added to the next gradient, and takes
+            (N - 1)/N of the gradients' size in float32 on each worker. It is not saved.
         overlap_gather: let `step` return while the new parameters are still on their way; each
             module waits for its own in the next forward. Between `step` and the end of that
             forward, parameters read elsewhere (but in `state_dict`) may be old ones.
@@ -74,14 +84,15 @@ class ShardedDataParallel(ModuleWrapper):
         warn_on_trainable_params_changed: bool = True,
         *,
         reduce_dtype: torch.dtype | None = None,
+        codec: str | None = None,
         overlap_gather: bool = False,
         sharded_optimizer: Optimizer | Sequence[Optimizer] = (),
     ) -> None:
         super().__init__()
         optimizer = optimizer or sharded_optimizer
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._optimizers = [_find_oss(one) for one in given]
-        _check_optimizers(module, self._optimizers, process_group)
+        self._optimizers = [find_oss(one) for one in given]
+        check_optimizers(module, self._optimizers, process_group)
         self.module = module
         self.process_group = process_group or self._optimizers[0].group
         self.broadcast_buffers = broadcast_buffers
@@ -93,36 +104,34 @@ class ShardedDataParallel(ModuleWrapper):
         # A larger module loads us under `module.`, which our state dict's names do not have.
         self.register_load_state_dict_pre_hook(_put_prefix)
         wire = torch.float16 if reduce_fp16 else reduce_dtype
-        if overlap_gather and self._workers.shared_memory is not None:
-            raise ValueError(
-                "overlap_gather=True has nothing to overlap with shared_memory=True: nothing "
-                "travels. Leave one of them out."
-            )
-        _check_size(reduce_buffer_size)
+        check_overlap(overlap_gather, self._workers)
+        encoding = check_gradient_codec(codec, wire, self._workers)
+        check_size(reduce_buffer_size)
         if self._workers.size == 1:
             return
         # Before any other collective: ranks whose models differ would mix data up, or hang.
         facts: Facts = {
             "values of reduce_dtype": str(wire),
+            "values of codec": codec if encoding else None,
             "values of reduce_buffer_size": reduce_buffer_size,
             "values of broadcast_buffers": broadcast_buffers,
             "values of sync_models_at_startup": sync_models_at_startup,
         }
         with_buffers = broadcast_buffers or sync_models_at_startup
-        facts.update(_facts_of_model(module, self._optimizers, with_buffers))
+        facts.update(facts_of_model(module, self._optimizers, with_buffers))
         agree(self._workers, facts, ADVICE)
         if reduce_buffer_size is not None:
             for one in self._optimizers:
                 one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
-        self._reducer = self._make_reducer(wire)
+        self._reducer = self._make_reducer(wire, encoding)
         for one in self._optimizers:
             one._overlap = overlap_gather
         if overlap_gather:
             self._wait_in_forward()
 
-    def _make_reducer(self, wire: torch.dtype | None) -> Reducer:
+    def _make_reducer(self, wire: torch.dtype | None, codec: Codec | None) -> Reducer:
         """Return what averages the gradients, known to the optimizers."""
         reducer = Reducer(
             [one._shards for one in self._optimizers],
@@ -130,6 +139,7 @@ class ShardedDataParallel(ModuleWrapper):
             self._synchronised(),
             wire,
             self._finish(),
+            codec,
         )
         for one in self._optimizers:
             # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
@@ -288,82 +298,6 @@ class ShardedDataParallel(ModuleWrapper):
         """Wait until the parameters of the last step have arrived."""
         for one in self._optimizers:
             one.wait()
-
-
-def _find_oss(optimizer: Optimizer) -> OSS:
-    """Return the OSS inside scaling rules and proxies; raise a TypeError if there is none."""
-    inner = find_layer(optimizer, OSS)
-    if inner is None:
-        raise TypeError(
-            f"ShardedDataParallel needs the model's manyhands.OSS, got {type(optimizer).__name__}: "
-            "it sends each gradient to the worker that keeps the parameter up to date. Write "
-            "OSS(model.parameters(), optim=..., ...)."
-        )
-    return inner
-
-
-def _check_optimizers(
-    module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None
-) -> None:
-    if not optimizers:
-        raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
-    check_not_averaged_inside(module)
-    for one in optimizers:
-        if isinstance(one.optim, SparseAdam) and one._workers.size > 1:
-            raise TypeError(
-                "SparseAdam takes sparse gradients only, and sharded gradients are dense. Use Adam "
-                "or Adagrad, or keep SparseAdam in an OSS under DistributedDataParallel."
-            )
-        if one._reducer is not None:
-            raise RuntimeError(
-                "this OSS belongs to another ShardedDataParallel already. Give each module an "
-                "optimizer of its own."
-            )
-        given = optimizers[0].group if group is None else group
-        if (given or dist.group.WORLD) is not (one.group or dist.group.WORLD):
-            raise ValueError(
-                "the process group is not the optimizer's (or not that of each of them). Make "
-                "all with the same one: OSS(..., group=group)."
-            )
-    held = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
-    named = dict(module.named_parameters())
-    left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
-    if left_out:
-        raise ValueError(
-            f"{len(left_out)} parameter(s) of the module are in no optimizer: "
-            f"{', '.join(left_out[:4])}{', ...' if len(left_out) > 4 else ''}. Make the OSS from "
-            "module.parameters(), or freeze them with requires_grad_(False)."
-        )
-    if foreign := len(held - {id(p) for p in named.values()}):
-        raise ValueError(
-            f"the optimizer holds {foreign} parameter(s) that are not in the module, and whose "
-            "gradients nobody would average. Make the OSS from module.parameters()."
-        )
-
-
-def _facts_of_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: bool) -> Facts:
-    """Return what ranks must have in common: the model, and its order in the optimizers."""
-    describer = Describer()
-    names = {id(param): name for name, param in module.named_parameters()}
-    buffers = dict(module.named_buffers()) if with_buffers else {}
-    facts: Facts = {
-        "parameters in the module": [
-            describer.describe(p, name, frozen=True) for name, p in module.named_parameters()
-        ],
-        "buffers in the module": [describer.describe(b, name) for name, b in buffers.items()],
-    }
-    for number, one in enumerate(optimizers):
-        for title, value in facts_of_groups(one.param_groups, names).items():
-            facts[f"{title} of optimizer {number}"] = value
-    return facts
-
-
-def _check_size(elements: int | None) -> None:
-    if elements is not None and elements < 0:
-        raise ValueError(
-            f"reduce_buffer_size must not be negative, got {elements}. It is the number of "
-            "elements that travel together; 0 sends each parameter alone."
-        )
 
 
 def _inside_ddp(module: nn.Module) -> bool:

@@ -28,85 +28,25 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
+from manyhands._core.codec import Codec
 from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.shared_memory import SharedMemoryReduceScatter
-from manyhands._core.slices import PendingReduceScatter
 from manyhands.sharding._agreement import check_same_frozen
-from manyhands.sharding.zero._flat_params import FlatBucket, Shards
+from manyhands.sharding.zero._flat_params import Shards
+from manyhands.sharding.zero._gradient_buckets import GradientBucket, SendBuffers
 from manyhands.sharding.zero._layout import ParamRange
 
 IN_FLIGHT = 1  # buckets under way while the next one fills: more cost memory and saved no time
-
-
-class _GradientBucket:
-    """One bucket of gradients, filled and sent once in each pass."""
-
-    def __init__(
-        self, index: int, shards: Shards, flat: FlatBucket, params: dict[int, int]
-    ) -> None:
-        self.index, self.flat = index, flat
-        self.ranges = [
-            (params[id(shards.params[place.param])], place) for place in flat.layout.ranges
-        ]
-        self.owned = [
-            (params[id(shards.params[place.param])], place)
-            for place in flat.layout.owned(shards.workers.rank)
-        ]
-        self.needed = sum(shards.params[place.param].requires_grad for place in flat.layout.ranges)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the pass that was."""
-        self.waiting = self.needed  # gradients that have not arrived
-        self.filling: Tensor | None = None
-        self.copied = False  # whether `filling` is a buffer of ours, and not a view of a gradient
-        self.pending: PendingReduceScatter | SharedMemoryReduceScatter | None = None
-        self.mean: Tensor | None = None
-
-    def fill(
-        self, place: ParamRange, grad: Tensor | None, dtype: torch.dtype, buffers: _SendBuffers
-    ) -> None:
-        """Copy a range of a flat gradient into the bucket; or zeros, if `grad` is None."""
-        layout, data = self.flat.layout, self.flat.data
-        self.waiting -= 1
-        if grad is not None and place.size == layout.size:
-            # The bucket lies inside this gradient: no copy.
-            self.filling = grad[place.start : place.stop].to(dtype)
-            return
-        self.copied = True
-        if self.filling is None:
-            self.filling = buffers.take(layout.size, dtype, data.device)
-        target = self.filling[place.offset : place.offset + place.size]
-        if grad is None:
-            target.zero_()
-        else:
-            target.copy_(grad[place.start : place.stop])
-
-
-class _SendBuffers:
-    """Memory for buckets to be sent. The last one is kept, because new memory costs page faults."""
-
-    def __init__(self) -> None:
-        self._kept: Tensor | None = None
-
-    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        kept, self._kept = self._kept, None
-        if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
-            return kept
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def give_back(self, buffer: Tensor) -> None:
-        self._kept = buffer
 
 
 class Reducer:
     """Averages the gradients of some optimizers' parameters during backward.
 
     At the beginning of each pass `synchronised()` says whether it will be averaged. `wire` is the
-    type in which gradients travel, by default their own. `after_pass` is called at the end of each
-    averaged pass, also on ranks that took part without a backward of their own.
+    type in which gradients travel, by default their own; `codec` encodes them. `after_pass` is
+    called at the end of each averaged pass, also on ranks that took part without a backward of
+    their own.
     """
 
     def __init__(
@@ -116,11 +56,12 @@ class Reducer:
         synchronised: Callable[[], bool],
         wire: torch.dtype | None,
         after_pass: Callable[[], None] = lambda: None,
+        codec: Codec | None = None,
     ) -> None:
         self.workers = workers
         self._all_shards = list(shards)
         self._synchronised = synchronised
-        self._wire = wire
+        self._wire, self._codec = wire, codec
         self._after_pass = after_pass
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _detach_hooks, self._hooks)
@@ -128,8 +69,8 @@ class Reducer:
         # `early`: gradients are averaged before a scaling rule measures their mean.
         self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
         self._order: list[int] | None = None
-        self._in_flight: deque[_GradientBucket] = deque()
-        self._buffers = _SendBuffers()
+        self._in_flight: deque[GradientBucket] = deque()
+        self._buffers = SendBuffers()
         self._one_at_a_time = threading.Lock()
         self._averaged: set[Shards] = set()  # since their last step
         self.cover()
@@ -140,8 +81,10 @@ class Reducer:
         self.params = [p for shards in self._all_shards for p in shards.params]
         numbers = {id(param): number for number, param in enumerate(self.params)}
         flats = [(s, flat) for s in self._all_shards for flat in s.buckets if s.active(flat)]
-        self._buckets = [_GradientBucket(i, *pair, numbers) for i, pair in enumerate(flats)]
-        self._places: list[list[tuple[_GradientBucket, ParamRange]]] = [[] for _ in self.params]
+        self._buckets = [
+            GradientBucket(i, *pair, numbers, self._codec) for i, pair in enumerate(flats)
+        ]
+        self._places: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
         for bucket in self._buckets:
             for number, place in bucket.ranges:
                 self._places[number].append((bucket, place))
@@ -236,28 +179,22 @@ class Reducer:
         while self._next < len(self._buckets) and not self._turn(self._next).waiting:
             self._launch(self._turn(self._next))
 
-    def _turn(self, turn: int) -> _GradientBucket:
+    def _turn(self, turn: int) -> GradientBucket:
         """Return the bucket whose turn it is; in the first pass the order is that of the layout."""
         return self._buckets[turn if self._order is None else self._order[turn]]
 
-    def _launch(self, bucket: _GradientBucket) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
         """Begin to send a bucket."""
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_oldest()
-        assert bucket.filling is not None
-        bucket.pending = self.workers.reduce_scatter_slices(bucket.filling, bucket.flat.layout.cuts)
-        bucket.filling = None
+        bucket.send(self.workers)
         self._in_flight.append(bucket)
         self._next += 1
 
     def _finish_oldest(self) -> None:
         """Wait for the bucket that was sent first, and compute the mean of our slice."""
         bucket = self._in_flight.popleft()
-        assert bucket.pending is not None
-        bucket.mean = bucket.pending.mean(self.workers.size, bucket.flat.data.dtype)
-        if bucket.copied:  # or else it is a view of a gradient, and not ours to keep
-            self._buffers.give_back(bucket.pending.sent)
-        bucket.pending = None
+        bucket.finish(self.workers, self._buffers)
 
     # -- the end of a pass ---------------------------------------------------------------------
 
