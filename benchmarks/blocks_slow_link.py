@@ -3,9 +3,11 @@
     python benchmarks/blocks_slow_link.py              ten minutes; writes the page
     python benchmarks/blocks_slow_link.py --only int4  whose names contain it; into the page
     python benchmarks/blocks_slow_link.py --bytes      only the bytes at H = 100; into the page
+    python benchmarks/blocks_slow_link.py --lines      a quarter of an hour: what overlap leaves of
+                                                       three lines, one with losses; into the page
     python benchmarks/blocks_slow_link.py --quick      a smoke test: a small model, writes nothing
 
-The hosts are two network namespaces on this machine, joined at 50 Mbit/s with a round trip of 20 ms
+The hosts are network namespaces on this machine, joined at 50 Mbit/s with a round trip of 20 ms
 (`slow_link/`), which needs Linux, root and /dev/net/tun. Each has one rank of 10 M parameters that
 sleeps for 300 ms where it would compute. `blocks/contenders.py` lists what is compared.
 """
@@ -17,9 +19,10 @@ import json
 import os
 import platform
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -29,7 +32,7 @@ import peers
 peers.this_checkout()
 
 import torch  # noqa: E402
-from blocks.contenders import BYTES, DDP, DDP_HALVES, SLOW, Contender  # noqa: E402
+from blocks.contenders import ALONE, BYTES, DDP, DDP_HALVES, HIDDEN, SLOW, Contender  # noqa: E402
 from blocks.model import QUICK, SIZE, parameters  # noqa: E402
 from blocks.stepping import stepping  # noqa: E402
 from sharding.models import Size  # noqa: E402
@@ -42,6 +45,12 @@ from slow_link.wire import Terms  # noqa: E402
 from blocks import slow_page  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "blocks-slow-link.json"
+LINES = {  # hosts, and what the line of each promises
+    "2 hosts, 50 Mbit/s": (2, Terms()),
+    "4 hosts, 50 Mbit/s": (4, Terms()),
+    "2 hosts, 100 Mbit/s, 5 % of the packets lost": (2, Terms(rate=100e6, loss=0.05)),
+}
+ROUNDS = 3  # in each, every contender trains for two blocks
 STEPWISE = (DDP.name, DDP_HALVES.name)  # they send in every step: a few steps are enough
 
 
@@ -84,6 +93,7 @@ def main() -> None:
         "--only", action="append", metavar="NAME", help="only with this in the name"
     )
     parser.add_argument("--bytes", action="store_true", help="no slow line: only bytes at H = 100")
+    parser.add_argument("--lines", action="store_true", help="only the comparison of lines")
     parser.add_argument("--draw", action="store_true", help="write the page of the last run again")
     args = parser.parse_args()
     if args.draw:
@@ -92,13 +102,18 @@ def main() -> None:
     # Ranks are forked; what torch imports late is imported here, once.
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
-    result = _begun(keep=args.bytes or args.only is not None)
-    if not args.bytes:
-        try:
+    result = _begun(keep=args.bytes or args.lines or args.only is not None)
+    try:
+        if not args.bytes and not args.lines:
             over_slow_line(QUICK_LINE if args.quick else SLOW_LINE, args.only, result)
-        except NoSlowLink as error:
-            raise SystemExit(f"There is no slow link here: {error}") from error
-    if args.bytes or args.only is None:
+        if args.lines or (args.only is None and not args.bytes):
+            result["lines"] = over_lines(
+                QUICK_LINE if args.quick else SLOW_LINE, 1 if args.quick else ROUNDS
+            )
+            result["lines_load"] = round(os.getloadavg()[0], 1)
+    except NoSlowLink as error:
+        raise SystemExit(f"There is no slow link here: {error}") from error
+    if args.bytes or (args.only is None and not args.lines):
         counted_bytes(QUICK_BLOCKS if args.quick else LONG_BLOCKS, args.only, result)
     if not args.quick:
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
@@ -142,6 +157,35 @@ def _over(link: Link, contender: Contender, setting: Setting) -> dict[str, Any]:
         row = _summary(team.ask(setting.order(contender)))
     after = link.carried()
     return {**row, "dropped": after["dropped"] - before["dropped"]}
+
+
+def over_lines(setting: Setting, rounds: int) -> dict[str, Any]:
+    """What overlap leaves of each line: contenders take turns, so that all see the same machine."""
+    found: dict[str, Any] = {}
+    for name, (hosts, terms) in LINES.items():
+        with slow_link(terms, hosts) as link, ExitStack() as stack:
+            found[name] = {"link": probe(link), "rows": {}}
+            teams = {
+                contender: stack.enter_context(
+                    Team(hosts, stepping(contender, setting.size, setting.every), link.enter)
+                )
+                for contender in HIDDEN
+            }
+            times: dict[str, list[float]] = {contender.name: [] for contender in HIDDEN}
+            for _ in range(rounds):
+                for contender, team in teams.items():
+                    row = _summary(team.ask(setting.order(contender)))
+                    times[contender.name].append(row["ms"])
+                    found[name]["rows"][contender.name] = row
+        for contender in HIDDEN:
+            row = found[name]["rows"][contender.name]
+            row["rounds"] = [
+                ms / alone
+                for ms, alone in zip(times[contender.name], times[ALONE.name], strict=True)
+            ]
+            row["ms"] = median(times[contender.name])
+            print(f"{name}, {contender.name}: {row['ms']:.0f} ms, {row['rounds']}", flush=True)
+    return found
 
 
 def counted_bytes(setting: Setting, only: list[str] | None, result: dict[str, Any]) -> None:

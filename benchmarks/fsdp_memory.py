@@ -15,7 +15,6 @@ import json
 import os
 import platform
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,14 @@ import peers
 WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 import torch  # noqa: E402
-from sharding.contenders import DDP, OPTIONS, Contender, Trained  # noqa: E402
-from sharding.fsdp_contenders import BARE, FSDP, FSDP_CONTENDERS, FSDP_LEAN  # noqa: E402
+from sharding.contenders import DDP, OPTIONS, Contender, Trained, import_early  # noqa: E402
+from sharding.fsdp_contenders import (  # noqa: E402
+    BARE,
+    FSDP,
+    FSDP_CONTENDERS,
+    FSDP_LEAN,
+    ZERO3,
+)
 from sharding.team import Team  # noqa: E402
 
 import manyhands as mh  # noqa: E402
@@ -39,6 +44,7 @@ RANKS = (1, 2, 4)
 BYTES = ("parameters", "between_steps", "after_backward", "most", "resident")
 PLANNED = "manyhands FSDP, as planned"
 COMPARED = (DDP, BARE, FSDP, FSDP_LEAN)
+ZERO = tuple(one.name for one in ZERO3 if "overlap" not in one.name)
 Row = dict[str, Any]
 
 
@@ -52,9 +58,7 @@ def main() -> None:
     if args.draw:
         write(json.loads(RESULTS.read_text()))
         return
-    # Ranks are forked; what torch imports late is imported here, once.
-    import_module("torch.distributed.fsdp")
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+    import_early()
     torch.set_num_threads(1)
     size = replace(models.SIZES["tiny" if args.quick else "25M"], batch=1, context=8)
     result: dict[str, Any] = {
@@ -82,8 +86,10 @@ def measured(size: models.Size) -> list[Row]:
     for ranks in RANKS:
         plan = mh.plan(lambda: models.decoder(size), "adamw", ranks, backend="gloo", fused=True)
         planned = Contender(PLANNED, lambda model, code=plan.rows[3].code: pasted(model, code))
-        known = [FSDP_CONTENDERS[name] for name in COMPARED]
+        known = [FSDP_CONTENDERS[name] for name in COMPARED + (ZERO if ranks > 1 else ())]
         for contender in (*known, planned):
+            if not contender.present:
+                continue
             with Team(ranks, memory.work(contender, size)) as team:
                 seen = team.ask({})
             row = {"name": contender.name, "ranks": ranks}
@@ -115,11 +121,11 @@ def table(result: dict[str, Any]) -> str:
         "| most in a step | over the formula, in groups | resident |",
         "|--:|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    unit = result["rows"][0]["parameters"]  # what DeepSpeed has sharded looks empty
     for row in result["rows"]:
-        unit = row["parameters"]
         between, after = held(row["ranks"], row["name"])
         over = (row["most"] - after * unit) / result["unit"]
-        groups = "" if row["name"] in (DDP, PLANNED) else f"{over:.2f}"
+        groups = "" if row["name"] in (DDP, PLANNED, *ZERO) else f"{over:.2f}"
         lines.append(
             f"| {row['ranks']} | {row['name']} | {row['between_steps'] / unit:.3f} | {between:.3f} "
             f"| {row['after_backward'] / unit:.3f} | {after:.3f} | {row['most'] / unit:.3f} "
@@ -194,12 +200,14 @@ def verdict(result: dict[str, Any]) -> str:
 
 PAGE = """# What each worker holds with sharded parameters
 
-Bytes of parameters, gradients and optimizer state on a rank, beside DDP and torch's `fully_shard`:
-a decoder transformer of {size} parameters (float32) with `AdamW(fused=True)`, whose embedding,
-blocks and logits are wrapped each by itself, and what is left with the whole model. With
+Bytes of parameters, gradients and optimizer state on a rank, beside DDP, torch's `fully_shard`
+and DeepSpeed's ZeRO-3: a decoder transformer of {size} parameters (float32) with
+`AdamW(fused=True)`, whose embedding, blocks and logits are wrapped each by itself, and what is
+left with the whole model. With
 {versions}; gloo.
 
 ```bash
+python benchmarks/peers.py            # once: an environment with the peers
 python benchmarks/fsdp_memory.py
 ```
 
@@ -214,6 +222,9 @@ A step has eight tokens, so that activations are next to nothing. "Between steps
 `zero_grad()`, "after backward" before `step()`, "most in a step" the highest of all moments.
 "Resident" is what the operating system says the process has grown by at most: it includes gloo's
 memory, and memory that was freed and not given back.
+
+DeepSpeed's default bucket is 500 million elements: 2 GB of addresses, of which so small a model
+touches few. Small buckets are 2 million.
 
 The formula is (parameters 1 + gradients 1 + AdamW's state 2) / N; between steps there are no
 gradients. While a backward pass runs, this is there on top, in sizes of a group (and the shares of

@@ -17,7 +17,6 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import peers
 WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 import torch  # noqa: E402
-from sharding.contenders import CONTROL, DDP  # noqa: E402
+from sharding.contenders import CONTROL, DDP, import_early  # noqa: E402
 from sharding.fsdp_contenders import (  # noqa: E402
     BARE,
     BARE_KEPT,
@@ -48,14 +47,17 @@ RESULTS = ROOT / "benchmarks" / "results" / "fsdp-speed.json"
 FASTER, BYTES = 1.3, 1.5  # the aims: tokens a second over fully_shard's, bytes over DDP's
 
 ALL = tuple(FSDP_CONTENDERS)
+ZERO = tuple(name for name in ALL if FSDP_CONTENDERS[name].needs == "deepspeed")
+REST = tuple(name for name in ALL if name not in ZERO)
 # As many as there is memory for at once.
+BESIDE_ZERO = (DDP, FSDP, FSDP_KEPT, *ZERO)
 RESHARDED = (DDP, CONTROL, BARE, FSDP, FSDP_LEAN, FAIRSCALE)
 KEPT = (DDP, CONTROL, BARE_KEPT, FSDP_KEPT, FAIRSCALE_KEPT)
 WORKLOADS = (
-    Workload("10M", 2, rounds=14, steps=2, groups=(ALL,)),
-    Workload("10M", 4, rounds=8, steps=2, groups=(ALL,)),
-    Workload("25M", 2, rounds=10, steps=1, groups=(ALL,)),
-    Workload("25M", 4, rounds=6, steps=1, groups=(RESHARDED, KEPT)),
+    Workload("10M", 2, rounds=14, steps=2, groups=(REST,)),
+    Workload("10M", 4, rounds=8, steps=2, groups=(REST,)),
+    Workload("25M", 2, rounds=10, steps=1, groups=(REST, BESIDE_ZERO)),
+    Workload("25M", 4, rounds=6, steps=1, groups=(RESHARDED, KEPT, BESIDE_ZERO)),
     Workload("100M", 2, rounds=5, steps=1, groups=(RESHARDED, KEPT), one_ddp=True),
     Workload(
         "100M",
@@ -66,6 +68,7 @@ WORKLOADS = (
         one_ddp=True,
     ),
 )
+RIVALS = {**RIVAL, **dict.fromkeys((DDP, BARE, FAIRSCALE, *ZERO), FSDP)}
 QUICK = (Workload("tiny", 2, rounds=2, steps=1, groups=(ALL,)),)
 
 
@@ -83,9 +86,7 @@ def main() -> None:
     if args.draw:
         write(json.loads(RESULTS.read_text()))
         return
-    # Ranks are forked; what torch imports late is imported here, once.
-    import_module("torch.distributed.fsdp")
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+    import_early()
     result: dict[str, Any] = {
         "machine": f"{os.cpu_count()} {platform.machine()} cores, {platform.system()}",
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
@@ -98,7 +99,7 @@ def main() -> None:
             continue
         load = round(os.getloadavg()[0], 1)
         rounds = max(2, round(workload.rounds * args.rounds))
-        rows = measured(workload, FSDP_CONTENDERS, {"fused": True}, rounds, RIVAL)
+        rows = measured(workload, FSDP_CONTENDERS, {"fused": True}, rounds, RIVALS)
         print(f"\n{workload.title}\n{table(rows)}", flush=True)
         if not args.quick:
             measurement = {"load": load, "rows": [asdict(row) for row in rows]}
@@ -121,7 +122,7 @@ def table(rows: list[Row]) -> str:
             *(["1", ""] if own else _cells(row.cpu)),
             f"{row.wall_ms:,.0f}",
             *(["1", ""] if own else _cells(row.wall)),
-            *_cells(row.rival),
+            *_cells(row.rival if row.name in RIVAL else None),
             f"{row.sent / 1e6:.1f}",
             f"{row.sent / unit:.2f}",
             str(row.collectives),
@@ -197,13 +198,13 @@ def _ours(workloads: dict[str, list[Row]]) -> Iterator[tuple[str, str, Row, int]
 PAGE = """# How fast a step with sharded parameters is
 
 A step of `FullyShardedDataParallel` (FSDP) beside torch's `fully_shard`, on which it is built,
-fairscale's FSDP, DDP, and `OSS` with `ShardedDataParallel`: `AdamW(fused=True)` on a decoder
-transformer. Measured on {machine}, with {versions}; ranks talk through gloo on one machine and have
-one thread each. The load average at which each table's run began stands above it; the tables before
-it have their share in that.
+fairscale's FSDP, DeepSpeed's ZeRO-3, DDP, and `OSS` with `ShardedDataParallel`:
+`AdamW(fused=True)` on a decoder transformer. Measured on {machine}, with {versions}; ranks talk
+through gloo on one machine and have one thread each. The load average at which each table's run
+began stands above it; the tables before it have their share in that.
 
 ```bash
-python benchmarks/peers.py            # once: an environment with fairscale 0.4.13
+python benchmarks/peers.py            # once: an environment with the peers
 python benchmarks/fsdp_speed.py
 ```
 
@@ -227,6 +228,8 @@ contender are compared with DDP's.
   `reshard_after_forward=False`): FSDP is for models that do not fit otherwise. With few tokens in a
   step it is slower than DDP; the larger the model, the more it gains by computing 1 / N of AdamW.
   Where parameters fit and the state does not, `OSS` with `ShardedDataParallel` is the cheaper way.
+- DeepSpeed has the same `AdamW`, as it comes (it overlaps) and with buckets of 2 million elements,
+  and with `overlap_comm` off. It gathers each layer's parameters by hooks of its own.
 - fairscale 0.4.13 asks for CUDA. Here what it does with streams is left out, as the library's tests
   do to compare numbers (`tests/fairscale_on_cpu.py`): it sends while nothing else runs.
 """

@@ -1,6 +1,6 @@
-"""Make the environment in which the benchmarks run beside fairscale and adaptdl.
+"""Make the environment in which the benchmarks run beside what people install instead.
 
-    python benchmarks/peers.py        makes .peers/ (once; a minute or two)
+python benchmarks/peers.py        makes .peers/ (once; a few minutes; DeepSpeed needs a compiler)
 
 The peers want other versions than the library's own environment has, hence one of its own. The
 benchmarks find it by themselves. manyhands itself is not installed in it: it is put on the path.
@@ -17,16 +17,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".peers"
 PYTHON = FOLDER / "bin" / "python"
-READY = FOLDER / "ready"
+READY = FOLDER / "ready-2"  # the number grows with PINS: an older environment is made anew
 PINS = (
     "torch==2.13.0",
     "numpy==2.4.6",
     "fairscale==0.4.13",
     "adaptdl==0.2.11",
+    "deepspeed==0.19.8",
+    "accelerate==1.15.0",
+    "torchft==0.2.0",
+    "hivemind==1.1.12",
     "requests==2.34.2",  # adaptdl imports it
     "setuptools==80.10.2",  # adaptdl imports pkg_resources, which setuptools 81 dropped
     "matplotlib==3.11.2",  # for the figures
 )
+COMPILE = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load()"
 HOW = "python benchmarks/peers.py"
 
 
@@ -35,9 +40,13 @@ def make() -> None:
     print(f"Making {FOLDER.name}/ with {', '.join(PINS)} ...", flush=True)
     venv.create(FOLDER, with_pip=True, clear=True)
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    # fairscale is a source package: it is built with the setuptools and torch installed before.
-    subprocess.run([*pip, *PINS[:2], *PINS[4:6], "wheel"], check=True)
+    # fairscale and DeepSpeed are source packages, built with what is installed before.
+    first = [pin for pin in PINS if pin.startswith(("torch==", "numpy", "requests", "setuptools"))]
+    subprocess.run([*pip, *first, "wheel"], check=True)
     subprocess.run([*pip, "--no-build-isolation", *PINS], check=True)
+    # DeepSpeed compiles this at its first start. Ranks that start together would wait for a lock.
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    subprocess.run([PYTHON, "-c", COMPILE], check=True, env=environment, stdout=subprocess.DEVNULL)
     READY.touch()
     print(f"{FOLDER.name}/ is ready.")
 
@@ -59,7 +68,7 @@ def run_again_beside_peers() -> bool:
     if Path(sys.prefix).resolve() == FOLDER.resolve():
         return True
     if not READY.exists():
-        print(f"fairscale and adaptdl are left out. To have them in the comparison: {HOW}\n")
+        print(f"What others offer is left out. To have it in the comparison: {HOW}\n")
         return False
     sys.stdout.flush()
     os.execv(PYTHON, [str(PYTHON), *sys.argv])

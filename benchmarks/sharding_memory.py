@@ -27,7 +27,7 @@ import peers
 WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 import torch  # noqa: E402
-from sharding.contenders import CONTENDERS, CONTROL, OURS, SHARED  # noqa: E402
+from sharding.contenders import CONTENDERS, CONTROL, OURS, SHARED, import_early  # noqa: E402
 from sharding.team import Team  # noqa: E402
 
 from sharding import memory, memory_page, models  # noqa: E402
@@ -47,8 +47,7 @@ def main() -> None:
     if args.draw:
         memory_page.write(json.loads(RESULTS.read_text()))
         return
-    # Ranks are forked; what torch imports late is imported here, once.
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+    import_early()
     torch.set_num_threads(1)
     size = replace(models.SIZES["tiny" if args.quick else "25M"], batch=1, context=8)
     result: dict[str, Any] = {
@@ -71,6 +70,8 @@ def measured(size: models.Size) -> list[dict[str, Any]]:
     for ranks in RANKS:
         for contender in CONTENDERS.values():
             if contender.name in (CONTROL, SHARED) or not contender.present:
+                continue
+            if contender.needs == "deepspeed" and (ranks == 1 or "overlap" in contender.name):
                 continue
             with Team(ranks, memory.work(contender, size)) as team:
                 seen = team.ask({})

@@ -7,6 +7,7 @@ values may be from the others, over how far the parameters have moved.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from blocks import ours
+from blocks import installed, ours
 from blocks.recurrence import PerTensor
 
 BLOCK: dict[str, Any] = {"lr": 1.0, "momentum": 0.875}  # fairseq's
@@ -39,6 +40,12 @@ class Contender:
     about: float = EXACT
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     ours: bool = False
+    needs: str | None = None  # the peer that must be installed
+    elsewhere: bool = False  # it works in other processes: its bytes and memory are not seen
+
+    @property
+    def present(self) -> bool:
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 
 class Every:
@@ -134,6 +141,21 @@ BMUF, BMUF_HALF = _bmuf("float32"), _bmuf("bfloat16")
 LOCAL_SGD_SHARED = _ours("LocalSGD, as it comes", AVERAGE, ours.local_sgd(shared_memory=None))
 BMUF_SHARED = _ours("BMUF, as it comes", MOMENTUM, ours.bmuf(**BLOCK, shared_memory=None))
 DILOCO_PLAIN = diloco("float32")
+HIVEMIND = "hivemind averager"
+INSTALLED = tuple(
+    Contender(name, formula, make, needs=name.split()[0], elsewhere=name == HIVEMIND)
+    for name, formula, make in (
+        ("torchft LocalSGD", AVERAGE, installed.torchft_local_sgd),
+        ("torchft DiLoCo", NESTEROV, installed.torchft_diloco(**DILOCO)),
+        (
+            "torchft DiLoCo, one bucket",
+            NESTEROV,
+            installed.torchft_diloco(**DILOCO, use_bucketization=True),
+        ),
+        ("accelerate LocalSGD", AVERAGE, installed.AccelerateLocalSGD),
+        (HIVEMIND, AVERAGE, installed.HivemindAverage),
+    )
+)
 SYNCS = {
     contender.name: contender
     for contender in (
@@ -150,7 +172,14 @@ SYNCS = {
         BMUF_HALF,
         _bmuf("int8"),
         _bmuf("int4"),
+        *INSTALLED,
     )
+}
+
+RIVALS = {  # what of ours does the same, through sockets as well
+    PER_TENSOR.name: BMUF.name,
+    PERIODIC.name: LOCAL_SGD.name,
+    **{c.name: (DILOCO_PLAIN if c.formula == NESTEROV else LOCAL_SGD).name for c in INSTALLED},
 }
 
 ALONE = Contender("no communication", "", nothing)
@@ -181,5 +210,6 @@ SLOW = {
         ALONE_AGAIN,
     )
 }
+HIDDEN = (ALONE, *OVERLAPPED, ALONE_AGAIN)  # whose communication is to cost no time
 INT4 = diloco("int4")
 BYTES = {contender.name: contender for contender in (DDP, DDP_HALVES, BMUF, INT4)}

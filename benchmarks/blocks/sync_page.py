@@ -41,10 +41,14 @@ class Row:
     kept: float  # between synchronisations, besides parameters and gradients, in models
     most: float  # more during one, counted by tensors
     resident: float  # the same, counted by pages of the process
+    elsewhere: bool = False  # it works in other processes, whose bytes and memory are not seen
+    rival: Ratio | None = None  # wall of what of ours does the same, over its own
+    rival_cpu: Ratio | None = None  # the same of CPU time
 
 
 def restored(stored: dict[str, Any]) -> Row:
-    ratios = {key: Ratio(**stored[key]) for key in ("speed", "cpu_speed", "beside_torch")}
+    kinds = ("speed", "cpu_speed", "beside_torch", "rival", "rival_cpu")
+    ratios = {key: Ratio(**stored[key]) for key in kinds if stored.get(key)}
     return Row(**{**stored, **ratios})
 
 
@@ -63,11 +67,17 @@ def table(rows: list[Row]) -> str:
             f"{row.speed.low:.2f}–{row.speed.high:.2f}",
             f"{row.cpu_ms:,.0f}",
             f"{row.cpu_speed.value:.2f}",
-            f"{row.sent / 1e6:.1f}",
-            str(row.collectives),
-            f"{row.kept:.2f}",
-            f"{row.most:.2f}",
-            f"{row.resident:.2f}",
+            *(
+                ["?"] * 5
+                if row.elsewhere
+                else [
+                    f"{row.sent / 1e6:.1f}",
+                    str(row.collectives),
+                    f"{row.kept:.2f}",
+                    f"{row.most:.2f}",
+                    f"{row.resident:.2f}",
+                ]
+            ),
             f"{row.apart:.0e}" if row.apart else "0",
         ]
         lines.append(f"| {row.name} | {row.formula} | " + " | ".join(cells) + " |")
@@ -131,6 +141,7 @@ began and ended: a load average of {load[0]} and {load[1]} (the second includes 
 processes).
 
 ```bash
+python benchmarks/peers.py            # once: an environment with the peers
 python benchmarks/blocks_sync.py
 ```
 
@@ -151,6 +162,14 @@ python benchmarks/blocks_sync.py
   out tensor by tensor. "From the formula" is how far it ends from that, over how far the parameters
   have moved: in float32 what rounding leaves, with a codec what the codec leaves. All ranks end at
   the same bits.
+- torchft 0.2.0: every rank is a replica group of its own, with its manager; rank 0 has the
+  lighthouse. A quorum comes before each synchronisation, which is what lets workers come and go
+  (a crew, here). Its int8 exchange needs a GPU. With several buckets what came back was not the
+  mean (0.87 of the way off), so it is measured with one. accelerate 1.15.0 has a barrier and one
+  all-reduce for each tensor. hivemind 1.1.12 averages in processes of its own, through libp2p;
+  its search for a group, two seconds before each round, is not counted. Its CPU time is that of
+  all its processes; its bytes and memory are not seen, and its ranks' parameters differ in the
+  last bits.
 - Bytes are what a rank's sockets have sent, collectives those that it starts, a message between two
   ranks counted as one. In shared memory a collective of one number goes with each of 16 parts, and
   one more at the end.

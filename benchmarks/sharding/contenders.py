@@ -7,17 +7,23 @@ step: fairscale's buckets are right only where they are set to zero, and not to 
 from __future__ import annotations
 
 import importlib.util
+import io
+import os
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import manyhands as mh
+from sharding.team import tell_ranks
 
 DDP = "DDP"
 CONTROL = "DDP again (A/A)"
@@ -34,6 +40,7 @@ class Trained:
     optimizer: Any
     clear: Callable[[], object]
     state: Callable[[], dict[str, Any]] | None = None  # where parameters are not tensors of theirs
+    backward: Callable[[Tensor], object] = Tensor.backward
 
     def finish(self) -> None:
         """Wait for what the last step has left under way."""
@@ -111,6 +118,74 @@ def none(optimizer: Any) -> Callable[[], object]:
     return clear
 
 
+def deepspeed_zero(stage: int, **options: Any) -> Callable[[nn.Module], Trained]:
+    """DeepSpeed's engine at a stage, with the same AdamW; `options` are of "zero_optimization"."""
+
+    def make(model: nn.Module) -> Trained:
+        import deepspeed
+
+        warnings.simplefilter("ignore")  # of deprecated collectives, in each step
+        tell_ranks()
+        optimizer = AdamW(model.parameters(), fused=True, **OPTIONS)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, **options},
+            "zero_allow_untested_optimizer": True,
+        }
+        with redirect_stdout(io.StringIO()):
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, dist_init_required=False
+            )
+
+        def state() -> dict[str, Any]:
+            whole = {}
+            for name, param in engine.module.named_parameters():
+                with deepspeed.zero.GatheredParameters(param, enabled=stage == 3):
+                    whole[name] = param.detach().clone()
+            return whole
+
+        # The engine clears gradients by itself, and wants to be asked for backward and step.
+        return Trained(engine, _Engine(engine, optimizer), lambda: None, state, engine.backward)
+
+    return make
+
+
+def import_early() -> None:
+    """Import, before ranks are forked, what would be counted as a contender's own."""
+    import_module("torch.distributed.fsdp")
+    AdamW([nn.Parameter(torch.zeros(1))], fused=True)
+    if importlib.util.find_spec("deepspeed"):
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            import_module("deepspeed").logger.setLevel("ERROR")
+
+
+class _Engine:
+    """DeepSpeed's engine in an optimizer's place."""
+
+    def __init__(self, engine: Any, optimizer: AdamW) -> None:
+        self.step, self.param_groups = engine.step, optimizer.param_groups
+
+
+SMALL = 2_000_000  # elements of a bucket; DeepSpeed's default is 500 million, the whole model here
+
+
+def zeros(stage: int) -> tuple[Contender, ...]:
+    """As it comes, and with settings that could be faster. Only stage 3 overlaps by itself."""
+    small = {"reduce_bucket_size": SMALL, "allgather_bucket_size": SMALL}
+    overlap = stage < 3
+    settings: dict[str, dict[str, Any]] = {
+        "": {},
+        ", small buckets": small,
+        f", small buckets, overlap_comm={overlap}": {**small, "overlap_comm": overlap},
+    }
+    return tuple(
+        Contender(f"DeepSpeed ZeRO-{stage}{more}", deepspeed_zero(stage, **given), "deepspeed")
+        for more, given in settings.items()
+    )
+
+
 OURS = "manyhands OSS + ShardedDataParallel"
 OVERLAP = "manyhands, overlap_gather=True"
 SHARED = "manyhands, shared_memory=True"
@@ -127,5 +202,7 @@ CONTENDERS = {
         Contender("torch ZeroRedundancyOptimizer + DDP", zero_redundancy),
         Contender("fairscale, buffer 0", fairscale(reduce_buffer_size=0), "fairscale"),
         Contender("fairscale, default buffer", fairscale(), "fairscale"),
+        *zeros(1),
+        *zeros(2),
     )
 }

@@ -1,7 +1,7 @@
-"""The contenders with sharded parameters: DDP, torch's `fully_shard`, ours, fairscale's.
+"""The contenders with sharded parameters: DDP, `fully_shard`, ours, fairscale's, DeepSpeed's.
 
 Each is wrapped alike: the embedding, every block and the logits by themselves, and the rest with
-the whole model.
+the whole model. (DeepSpeed gathers each layer's parameters by hooks of its own.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import manyhands as mh
-from sharding.contenders import CONTROL, DDP, OPTIONS, Contender, Trained, ddp, sharded
+from sharding.contenders import CONTROL, DDP, OPTIONS, Contender, Trained, ddp, sharded, zeros
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -73,6 +73,7 @@ SDP = "manyhands OSS + ShardedDataParallel"
 FSDP_LEAN = "manyhands FSDP, overlap=False"
 FAIRSCALE = "fairscale FSDP"
 FAIRSCALE_KEPT = "fairscale FSDP, reshard_after_forward=False"
+ZERO3 = zeros(3)
 FSDP_CONTENDERS = {
     contender.name: contender
     for contender in (
@@ -86,6 +87,7 @@ FSDP_CONTENDERS = {
         Contender(SDP, sharded()),
         Contender(FAIRSCALE, theirs(), "fairscale"),
         Contender(FAIRSCALE_KEPT, theirs(reshard_after_forward=False), "fairscale"),
+        *ZERO3,
     )
 }
 RIVAL = {FSDP: BARE, FSDP_KEPT: BARE_KEPT, FSDP_LEAN: BARE}  # the same with torch alone

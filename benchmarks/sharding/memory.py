@@ -83,20 +83,20 @@ def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
         trained = contender.make(model)
         trained.choose("fused")
         for number in range(WARM_UP):
-            trained.model(batches[number]).backward()
+            trained.backward(trained.model(batches[number]))
             trained.optimizer.step()
             trained.clear()
             trained.finish()
         held.most = 0
         with traffic.collectives() as collectives:
-            trained.model(batches[WARM_UP]).backward()
+            trained.backward(trained.model(batches[WARM_UP]))
             after_backward = held.now()
             trained.optimizer.step()
             trained.finish()
         trained.clear()
         between_steps, most = held.now(), held.most
     Path("/proc/self/clear_refs").write_text("5")  # the most of resident memory counts from here
-    trained.model(batches[WARM_UP]).backward()
+    trained.backward(trained.model(batches[WARM_UP]))
     trained.optimizer.step()
     trained.finish()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -33,11 +33,13 @@ class Row:
     wall: Ratio
     sent: int  # bytes, by a rank in a step
     collectives: int
-    rival: Ratio | None = None  # wall of the contender it is to beat, over its own
+    rival: Ratio | None = None  # wall of the contender it is compared with, over its own
+    rival_cpu: Ratio | None = None  # the same of CPU time
 
 
 def restored(stored: dict[str, Any]) -> Row:
-    ratios = {key: Ratio(**stored[key]) for key in ("cpu", "wall", "rival") if stored.get(key)}
+    kinds = ("cpu", "wall", "rival", "rival_cpu")
+    ratios = {key: Ratio(**stored[key]) for key in kinds if stored.get(key)}
     return Row(**{**stored, **ratios})
 
 
@@ -69,7 +71,7 @@ def measured(
     rounds: int,
     rivals: Mapping[str, str] | None = None,
 ) -> list[Row]:
-    """All contenders of a workload as rows, DDP's first; `rivals` says who is to beat whom."""
+    """All contenders of a workload as rows, DDP's first; `rivals`: who is compared with whom."""
     rows: list[Row] = []
     for group in workload.groups:
         present = {name: contenders[name] for name in group if contenders[name].present}
@@ -116,10 +118,17 @@ def _group(
             ratio(times[DDP, choice]["wall"], seen["wall"]),
             round(median(seen["sent"])),
             collectives[name],
-            ratio(times[rivals[name], choice]["wall"], seen["wall"]) if name in rivals else None,
+            *(_rival(kind, rivals.get(name), name, choice, times) for kind in ("wall", "cpu")),
         )
         for (name, choice), seen in times.items()
     ]
+
+
+def _rival(kind: str, rival: str | None, name: str, choice: str, times: Times) -> Ratio | None:
+    """A rival's time over the contender's, if it was in memory beside it."""
+    if rival is None or (rival, choice) not in times:
+        return None
+    return ratio(times[rival, choice][kind], times[name, choice][kind])
 
 
 def _times(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -72,6 +73,13 @@ class Team:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
+
+
+def tell_ranks() -> None:
+    """Say what torchrun would have said: some look for it though they find a process group."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update(told, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
 
 def _live(

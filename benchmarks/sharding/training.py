@@ -28,7 +28,7 @@ class Training:
 
     def step(self) -> None:
         loss = self.trained.model(self.batches[self.done % len(self.batches)])
-        loss.backward()
+        self.trained.backward(loss)
         self.trained.optimizer.step()
         self.trained.clear()
         self.done += 1

@@ -1,6 +1,6 @@
-"""Two hosts: network namespaces without names, each with a TUN interface.
+"""Hosts: network namespaces without names, each with a TUN interface.
 
-A process that enters a host sees one network, that of the host, and on it the other host's address.
+A process that enters a host sees one network, that of the host, and on it the others' addresses.
 What it sends there comes out of a file descriptor of ours (`packets`), and what is written to that
 arrives: a program stands where the cable would be.
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 INTERFACE = "tun0"
 DEVICE = "/dev/net/tun"
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NETWORK = "10.77.0."
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of sched.h
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
 # Of if_tun.h and sockios.h: name the interface; set its address, netmask, MTU and flags.
@@ -40,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NoSlowLink(RuntimeError):
-    """This machine does not let us make two hosts."""
+    """This machine does not let us make hosts."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,12 @@ class Host:
 
 
 @contextmanager
-def two_hosts(mtu: int) -> Iterator[tuple[Host, Host]]:
-    """Make both; to be called where this process has a single thread that matters."""
+def make_hosts(count: int, mtu: int) -> Iterator[list[Host]]:
+    """Make some hosts; to be called where this process has a single thread that matters."""
     with ExitStack() as stack:
         home = os.open("/proc/self/ns/net", os.O_RDONLY)
         stack.callback(os.close, home)
-        first, second = (_host(address, mtu, home, stack) for address in ADDRESSES)
-        yield first, second
+        yield [_host(f"{NETWORK}{1 + number}", mtu, home, stack) for number in range(count)]
 
 
 def _host(address: str, mtu: int, home: int, stack: ExitStack) -> Host:
@@ -91,7 +90,7 @@ def _interface(address: str, mtu: int) -> int:
         packets = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK)
     except OSError as error:
         raise NoSlowLink(
-            f"{DEVICE} cannot be opened ({error.strerror}). The slow link stands behind two TUN "
+            f"{DEVICE} cannot be opened ({error.strerror}). The slow link stands behind TUN "
             "interfaces: load the module (modprobe tun), or give the container the device "
             f"(docker run --cap-add NET_ADMIN --device {DEVICE})."
         ) from error

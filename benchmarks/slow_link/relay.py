@@ -1,32 +1,34 @@
-"""The slow line: a process that takes packets from one host and gives them to the other, later."""
+"""The slow line: a process that takes packets from each host and gives them to another, later."""
 
 from __future__ import annotations
 
 import ctypes
+import heapq
 import multiprocessing
 import os
 import select
 import signal
+import socket
 import time
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
-from slow_link.hosts import DIE_WITH_PARENT, Host, two_hosts
-from slow_link.wire import Terms, Wire
+from slow_link.hosts import DIE_WITH_PARENT, Host, make_hosts
+from slow_link.wire import Switch, Terms
 
-PACKETS, BYTES, DROPPED = range(3)  # what is counted in each direction
+PACKETS, BYTES, DROPPED = range(3)  # what is counted
+TARGET = slice(16, 20)  # where an IPv4 packet names the host that it is for
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two hosts with a line between them, which `carried` tells about."""
+    """Hosts with a line each, which `carried` tells about."""
 
-    hosts: tuple[Host, Host]
+    hosts: list[Host]
     terms: Terms
     relay: Any
     counters: Any
@@ -36,24 +38,22 @@ class Link:
         self.hosts[rank].enter()
 
     def carried(self) -> dict[str, float]:
-        """So far, in both directions; and the relay's CPU seconds."""
-        counts = list(self.counters)
+        """So far, of all hosts; and the relay's CPU seconds."""
         return {
-            "packets": counts[PACKETS] + counts[3 + PACKETS],
-            "bytes": counts[BYTES] + counts[3 + BYTES],
-            "dropped": counts[DROPPED] + counts[3 + DROPPED],
+            "packets": self.counters[PACKETS],
+            "bytes": self.counters[BYTES],
+            "dropped": self.counters[DROPPED],
             "cpu": _cpu_seconds(self.relay.pid),
         }
 
 
 @contextmanager
-def slow_link(terms: Terms) -> Iterator[Link]:
-    """A line on these terms, for as long as the block is left."""
+def slow_link(terms: Terms, count: int = 2) -> Iterator[Link]:
+    """Hosts with lines on these terms, for as long as the block is left."""
     context = multiprocessing.get_context("fork")
-    counters = RawArray(ctypes.c_longlong, 6)
-    with two_hosts(terms.mtu) as hosts:
-        ends = (hosts[0].packets, hosts[1].packets)
-        relay = context.Process(target=_carry, args=(ends, terms, counters), daemon=True)
+    counters = RawArray(ctypes.c_longlong, 3)
+    with make_hosts(count, terms.mtu) as hosts:
+        relay = context.Process(target=_carry, args=(hosts, terms, counters), daemon=True)
         relay.start()
         try:
             yield Link(hosts, terms, relay, counters)
@@ -62,41 +62,40 @@ def slow_link(terms: Terms) -> Iterator[Link]:
             relay.join()
 
 
-def _carry(ends: tuple[int, int], terms: Terms, counters: Any) -> None:
+def _carry(hosts: list[Host], terms: Terms, counters: Any) -> None:
     """Until killed."""
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees to the end
-    wires = Wire(terms), Wire(terms)
-    waiting: tuple[deque[tuple[float, bytes]], ...] = (deque(), deque())
+    switch = Switch(terms, len(hosts))
+    ends = [host.packets for host in hosts]
+    numbers = {socket.inet_aton(host.address): number for number, host in enumerate(hosts)}
+    waiting: list[tuple[float, int, int, bytes]] = []  # a heap: arrival, order, target, packet
+    order = 0
     while True:
-        due = [queue[0][0] for queue in waiting if queue]
-        patience = max(0.0, min(due) - time.monotonic()) if due else None
+        patience = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         readable, _, _ = select.select(ends, [], [], patience)
         now = time.monotonic()
-        for side, end in enumerate(ends):
-            if end in readable:
-                _take(end, wires[side], waiting[side], now, counters, 3 * side)
-            queue = waiting[side]
-            while queue and queue[0][0] <= now:
-                os.write(ends[1 - side], queue.popleft()[1])
+        for source, end in enumerate(ends):
+            for packet in _packets(end) if end in readable else ():
+                target = numbers.get(packet[TARGET])
+                if target is None:
+                    continue  # to nobody: a multicast of the system's
+                arrival = switch.arrival(now, len(packet), source, target)
+                counters[PACKETS if arrival is not None else DROPPED] += 1
+                if arrival is not None:
+                    counters[BYTES] += len(packet)
+                    heapq.heappush(waiting, (arrival, order, target, packet))
+                    order += 1
+        while waiting and waiting[0][0] <= now:
+            _, _, target, packet = heapq.heappop(waiting)
+            os.write(ends[target], packet)
 
 
-def _take(
-    end: int, wire: Wire, queue: deque[tuple[float, bytes]], now: float, counters: Any, at: int
-) -> None:
+def _packets(end: int) -> Iterator[bytes]:
     """Whatever a host has sent meanwhile."""
-    while True:
-        try:
-            packet = os.read(end, 65_536)
-        except BlockingIOError:
-            return
-        arrival = wire.arrival(now, len(packet))
-        if arrival is None:
-            counters[at + DROPPED] += 1
-            continue
-        counters[at + PACKETS] += 1
-        counters[at + BYTES] += len(packet)
-        queue.append((arrival, packet))
+    with suppress(BlockingIOError):
+        while True:
+            yield os.read(end, 65_536)
 
 
 def _cpu_seconds(process: int) -> float:

@@ -1,0 +1,78 @@
+"""What a codec of blocks costs: CPU time, and bytes beside DDP's.
+
+    python benchmarks/blocks_codecs.py    # prints a table
+
+10 M parameters are encoded and decoded in pieces as long as those of a sync round, in one process
+with one thread. The codecs take turns in an order drawn anew in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+import peers
+
+peers.this_checkout()
+
+import torch  # noqa: E402
+
+from manyhands._core.codec import CODECS, Codec  # noqa: E402
+
+ELEMENTS, PIECE = 10_000_000, 1 << 18
+EVERY, WORKERS = 32, (2, 4, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--only", choices=list(CODECS), action="append")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = options.only or list(CODECS)
+    values = 0.01 * torch.randn(ELEMENTS)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for number in range(options.rounds + 1):
+        for name in random.sample(names, len(names)):
+            seconds = timed(CODECS[name], values)
+            if number:  # the first is not counted
+                times[name].append(seconds)
+    beside = " | ".join(f"{n} workers" for n in WORKERS)
+    print(f"| codec | encode ms, median (least) | decode | both | bytes a parameter | {beside} |")
+    print("|---|--:|--:|--:|--:|" + "--:|" * len(WORKERS))
+    for name, found in times.items():
+        encode, decode = zip(*found, strict=True)
+        both = [a + b for a, b in found]
+        size = CODECS[name].size(ELEMENTS, torch.float32) / ELEMENTS
+        cells = [name, *map(shown, (encode, decode, both)), f"{size:.4f}"]
+        cells += [f"{less_than_ddp(CODECS[name], size, n):,.0f}" for n in WORKERS]
+        print("| " + " | ".join(cells) + " |")
+
+
+def timed(codec: Codec, values: torch.Tensor) -> tuple[float, float]:
+    """CPU seconds to encode all pieces, and to decode them."""
+    encode = decode = 0.0
+    for piece in values.split(PIECE):
+        begin = time.process_time()
+        data = codec.encode(piece)
+        middle = time.process_time()
+        codec.decode(data, len(piece), piece.dtype)
+        encode, decode = encode + middle - begin, decode + time.process_time() - middle
+    return encode, decode
+
+
+def shown(seconds: tuple[float, ...] | list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.1f} ({1e3 * min(seconds):.1f})"
+
+
+def less_than_ddp(codec: Codec, size: float, workers: int) -> float:
+    """How many times fewer bytes a worker sends than DDP does in as many steps."""
+    twice = 2 * (workers - 1) / workers  # a sum, and its way back
+    sent = (workers - 1) * size if codec.sparse else twice * size
+    return twice * 4 * EVERY / sent
+
+
+if __name__ == "__main__":
+    main()
