@@ -98,6 +98,9 @@ def test_inputs_by_name_types_rules_and_blocks_are_taken(manyhands):
     half = words(manyhands(*model, *ids, "--dtype", "bfloat16"))
     cast = words(manyhands(*model, *ids, "--autocast", "bfloat16"))
     assert len({plain, half, cast}) == 3
+    codes = manyhands(*model, "--codec", "int8")
+    assert codes.exit_code == 0
+    assert "residuals" in words(codes) and "residuals" not in plain
     more = manyhands(
         *model, *ids, "--rule", "adamscale", "--blocks", "diloco", "--speed", "1GFLOPS"
     )

@@ -67,13 +67,13 @@ OPTIMIZERS = {
 INPUT = (4, 3, 8, 8)
 
 
-def wrapped(way, model, kind, options):
+def wrapped(way, model, kind, options, codec=None):
     if way == "DDP":
         optimizer = kind(model.parameters(), **options)
     else:
         optimizer = mh.OSS(model.parameters(), optim=kind, bucket_size=2**18, **options)
     if way == "OSS + ShardedDataParallel":
-        return mh.ShardedDataParallel(model, optimizer), optimizer
+        return mh.ShardedDataParallel(model, optimizer, codec=codec), optimizer
     return DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
 
 
@@ -88,10 +88,10 @@ def parts(grads):
         yield from grad.parts() if isinstance(grad, ShardedGradient) else [grad]
 
 
-def trained(way, kind, options, steps=3):  # in its second DDP agrees on its buckets
+def trained(way, kind, options, codec=None, steps=3):  # in its second DDP agrees on its buckets
     """What this rank holds of parameters, gradients and state, and the last step's collectives."""
     model = Model()
-    module, optimizer = wrapped(way, model, kind, options)
+    module, optimizer = wrapped(way, model, kind, options, codec)
     for _ in range(steps):
         with Collectives() as seen:
             optimizer.zero_grad()
@@ -156,6 +156,18 @@ def test_the_plan_is_what_training_holds_and_sends_to_the_byte(name, workers):
         assert row.sent == pytest.approx(sum(sent for _, (_, sent) in ranks) / workers, abs=1), way
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_codec_sends_the_bytes_that_are_planned(name):
+    kind, options = OPTIMIZERS[name]
+    options_of_plan = {"backend": "gloo", "bucket_size": 2**18, **options}
+    row = mh.plan(Model, kind, 2, codec="int8", **options_of_plan).rows[2]
+    ranks = run_ranks(2, trained, WAYS[2], kind, options, "int8")
+    assert {row.collectives} == {count for _, (count, _) in ranks}
+    assert row.sent == pytest.approx(sum(sent for _, (_, sent) in ranks) / 2, abs=1)
+    plain = mh.plan(Model, kind, 2, **options_of_plan).rows[2]
+    assert row.sent < 0.64 * plain.sent
+
+
 class Memory(TorchDispatchMode):
     """The most bytes that new tensors have taken at once."""
 
@@ -192,25 +204,38 @@ def broad():
     return nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 512), nn.Linear(512, 64))
 
 
-def most_in_backward(build, kind):
+def most_in_backward(build, kind, codec=None):
+    """Bytes of residuals, and the most that a backward pass takes on top."""
     model = build()
     optimizer = mh.OSS(model.parameters(), optim=kind, bucket_size=2**16)
-    module = mh.ShardedDataParallel(model, optimizer)
+    module = mh.ShardedDataParallel(model, optimizer, codec=codec)
     for _ in range(2):
         optimizer.zero_grad()
         loss = module(torch.randn(2, model[0].in_features)).sum()
         with Memory() as memory:
             loss.backward()
         optimizer.step()
-    return memory.most
+    encoded = [bucket.encoded for bucket in module._reducer._buckets]
+    residuals = [] if codec is None else [r for one in encoded for r in one._residuals.values()]
+    return held(residuals), memory.most
 
 
 @pytest.mark.parametrize("build", [deep, broad])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
 def test_what_is_in_flight_is_the_most_that_backward_takes(build, kind):
     row = mh.plan(build, kind, 2, backend="gloo", bucket_size=2**16).rows[2]
-    measured = max(run_ranks(2, most_in_backward, build, kind))
+    measured = max(most for _, most in run_ranks(2, most_in_backward, build, kind))
     assert row.gradients + row.in_flight == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("build", [deep, broad])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
+def test_what_a_codec_keeps_and_has_in_flight_is_planned(build, kind):
+    row = mh.plan(build, kind, 2, backend="gloo", bucket_size=2**16, codec="int8").rows[2]
+    ranks = run_ranks(2, most_in_backward, build, kind, "int8")
+    assert row.residuals in [residuals for residuals, _ in ranks]
+    most = max(residuals + most for residuals, most in ranks)
+    assert row.gradients + row.in_flight + row.residuals == pytest.approx(most, rel=0.1)
 
 
 class Sharded(nn.Module):
@@ -302,7 +327,10 @@ def settled(held):
 
 
 @pytest.mark.parametrize("build", [Sharded, even])
-@pytest.mark.parametrize("optimizer", [("adamw", {"fused": True}), ("adafactor", {})])
+@pytest.mark.parametrize(
+    "optimizer",
+    [("adamw", {"fused": True}), ("adafactor", {}), ("adamw", {"fused": True, "codec": "int8"})],
+)
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, optimizer, build):
     kind, options = optimizer
@@ -310,8 +338,9 @@ def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, optimiz
     assert row.name == FULLY
     ranks = run_ranks(workers, fully_sharded, build, row.code)
     rest, after, most = (max(rank[i] for rank in ranks) for i in range(3))
-    assert row.parameters + row.optimizer == pytest.approx(rest, rel=0.01)
-    assert row.parameters + row.gradients + row.optimizer == pytest.approx(after, rel=0.05)
+    between = row.parameters + row.optimizer + row.residuals
+    assert between == pytest.approx(rest, rel=0.01)
+    assert between + row.gradients == pytest.approx(after, rel=0.05)
     assert row.total == pytest.approx(most, rel=0.05)
     assert {row.collectives} == {rank[3] for rank in ranks}
     assert row.sent == pytest.approx(sum(rank[4] for rank in ranks) / workers, rel=0.01)
@@ -931,7 +960,7 @@ def test_the_lines_to_paste_run():
     codes = [
         (row.code, optimizer is several)
         for optimizer in ("sgd", torch.optim.AdamW(model.parameters()), several)
-        for row in mh.plan(model, optimizer, 2, bucket_size=10_000).rows[:3]
+        for row in mh.plan(model, optimizer, 2, bucket_size=10_000, codec="int8").rows[:3]
     ]
     one, other = run_ranks(2, lambda: [pasted(*code) for code in codes])
     assert len(codes) == 9

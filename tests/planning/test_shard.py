@@ -176,6 +176,36 @@ def test_auto_takes_the_cheapest_level_that_fits():
     assert "on this rank" in here and "on another rank" in there
 
 
+@pytest.mark.parametrize("level", [2, 3, "auto"])
+def test_gradients_travel_as_codes_at_the_levels_that_shard_them(level):
+    def losses_with(codec):
+        model = new_model()
+        model, optimizer = mh.shard(model, sgd(model), level, memory="1GiB", codec=codec)
+        kind = mh.FullyShardedDataParallel if level == 3 else mh.ShardedDataParallel
+        assert codec is None or type(model) is kind
+        return train(model, [optimizer], range(8), dist.get_rank(), 2)
+
+    for exact, encoded in run_ranks(2, lambda: (losses_with(None), losses_with("int8"))):
+        assert encoded != exact
+        assert encoded == pytest.approx(exact, rel=1e-2)
+
+
+def test_auto_with_a_codec_compares_the_levels_that_shard_gradients():
+    def sharded(memory):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        return type(mh.shard(model, optimizer, memory=memory, codec="int4")[0]).__name__
+
+    build = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    plan = mh.plan(build, "adamw", workers=2, backend="gloo", codec="int4")
+    _, _, buckets, fully = [row.total for row in plan.rows]
+    assert fully < buckets
+    assert run_ranks(2, sharded, buckets) == 2 * ["ShardedDataParallel"]
+    assert run_ranks(2, sharded, buckets - 1) == 2 * ["FullyShardedDataParallel"]
+    for said in raises_on_ranks(2, MemoryError, sharded, fully - 1, match="on this rank"):
+        assert "OSS + ShardedDataParallel" in said and "OSS + DDP" not in said
+
+
 def test_auto_shards_the_parameters_of_an_optimizer_of_whole_tensors():
     def build():
         return nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
@@ -373,6 +403,8 @@ MISTAKES = [
     ({"optimizer": scheduled}, ValueError, "a scheduler or a step hook is on this SGD"),
     ({"optimizer": lambda _: sgd(new_model())}, ValueError, "that are not in the model"),
     ({"optimizer": lambda m: [sgd(m), adamw(m)]}, ValueError, "0.weight is in 2 optimizers"),
+    ({"level": 1, "codec": "int8"}, ValueError, "level 1 shards none. Use level 2 or 3"),
+    ({"codec": "topk"}, ValueError, "codec must be one of int8, int4, fp4"),
     ({"optimizer": Forgetful}, ValueError, r"does not keep its argument\(s\) factor among its def"),
     (
         {"model": lambda: nn.LazyLinear(3), "optimizer": lambda m: torch.optim.SGD(m.parameters())},
@@ -395,7 +427,7 @@ def test_mistakes(changed, error, says):
     model = model() if callable(model) else model
     optimizer = optimizer(model) if callable(optimizer) else optimizer
     with pytest.raises(error, match=says):
-        mh.shard(model, optimizer, call["level"])
+        mh.shard(model, optimizer, call["level"], codec=call.get("codec"))
 
 
 @pytest.mark.parametrize("level", LEVELS)

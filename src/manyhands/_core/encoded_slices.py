@@ -87,8 +87,8 @@ class EncodedSlices:
             for owner, (start, stop) in enumerate(pairwise(cuts))
         ]
         own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
-        codec = _codec_for(self._codec, own)
-        arriving = _message_size(codec, own) if own.numel() else 0
+        codec = _codec_for(self._codec, own.numel(), accumulation_dtype(own.dtype))
+        arriving = message_size(codec, own.numel(), accumulation_dtype(own.dtype))
         sizes = [0 if rank == ranks.rank else arriving for rank in range(ranks.size)]
         incoming, works = ranks.all_to_all(outgoing, sizes, TAG)
         rows = [row for row in incoming if row.numel()]
@@ -96,9 +96,10 @@ class EncodedSlices:
 
     def _encode(self, owner: int, gradient: Tensor, absent: Sequence[tuple[int, int]]) -> Tensor:
         """Return the message of one slice, and keep in the residual what it leaves out."""
-        codec = _codec_for(self._codec, gradient)
+        dtype = accumulation_dtype(gradient.dtype)
+        codec = _codec_for(self._codec, gradient.numel(), dtype)
         if not codec.rounds:
-            return _message(codec, gradient.to(accumulation_dtype(gradient.dtype)))[0]
+            return _message(codec, gradient.to(dtype))[0]
         residual = self._residual(owner, gradient)
         kept = [(residual[start:stop], residual[start:stop].clone()) for start, stop in absent]
         for part, _ in kept:
@@ -145,16 +146,24 @@ class PendingEncodedReduceScatter:
         return total.div_(divisor).to(dtype)
 
 
-def _codec_for(codec: Codec, values: Tensor) -> Codec:
-    """Return the codec, or the plain one if it makes values no smaller; on all ranks the same."""
-    plain, dtype = CODECS["float32"], accumulation_dtype(values.dtype)
-    smaller = codec.size(values.numel(), dtype) < plain.size(values.numel(), dtype)
-    return codec if smaller else plain
-
-
-def _message_size(codec: Codec, values: Tensor) -> int:
-    size = codec.size(values.numel(), accumulation_dtype(values.dtype))
+def message_size(codec: Codec, elements: int, dtype: torch.dtype) -> int:
+    """Return the bytes in which a slice travels. `dtype` is that of its sum."""
+    if not elements:
+        return 0
+    size = _codec_for(codec, elements, dtype).size(elements, dtype)
     return HEADER + -(-size // HEADER) * HEADER
+
+
+def residual_size(codec: Codec, elements: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a sender of a slice keeps from one pass to the next."""
+    return elements * dtype.itemsize if _codec_for(codec, elements, dtype).rounds else 0
+
+
+def _codec_for(codec: Codec, elements: int, dtype: torch.dtype) -> Codec:
+    """Return the codec, or the plain one if it makes values no smaller; on all ranks the same."""
+    plain = CODECS["float32"]
+    smaller = codec.size(elements, dtype) < plain.size(elements, dtype)
+    return codec if smaller else plain
 
 
 def _message(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +171,8 @@ def _message(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor]:
     # Zero times infinity is NaN, as is zero times NaN.
     header = torch.stack(torch.aminmax(values)).mul_(0.0).to(torch.float32)
     message = torch.cat([header.view(torch.uint8), codec.encode(values)])
-    return F.pad(message, (0, _message_size(codec, values) - message.numel())), header
+    size = message_size(codec, values.numel(), values.dtype)
+    return F.pad(message, (0, size - message.numel())), header
 
 
 def _decode(codec: Codec, message: Tensor, like: Tensor) -> Tensor:

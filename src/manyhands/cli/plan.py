@@ -54,6 +54,10 @@ BlocksName = Annotated[
     str | None, typer.Option(metavar="NAME", help="A method of blocks, such as DiLoCo.")
 ]
 Backend = Annotated[str, typer.Option(metavar="nccl|gloo", help="Communication backend.")]
+CodecName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A codec of sharded gradients: int8, int4 or fp4."),
+]
 LineRate = Annotated[
     str | None,
     typer.Option(
@@ -87,6 +91,7 @@ def plan(
     rule: RuleName = None,
     blocks: BlocksName = None,
     backend: Backend = "nccl",
+    codec: CodecName = None,
     line: LineRate = None,
     pass_seconds: PassSeconds = None,
     speed: Speed = None,
@@ -109,6 +114,7 @@ def plan(
             memory=memory,
             input=inputs,
             backend=backend,
+            codec=codec,
             line=line,
             pass_seconds=pass_seconds,
             speed=speed,

@@ -2,8 +2,8 @@
 
 The numbers come from the layout that the library uses (`sharding/zero/_layout.py`), with its
 padding and its uneven slices. `in_flight` is the gradient that autograd has just made and, if
-gradients are sharded, the bucket that is being filled, the buckets that are being reduced, and the
-slices that have arrived for them.
+gradients are sharded, the bucket that is being filled, the buckets that are being reduced, and what
+has arrived for them: slices, or with a codec messages (and those that are being sent).
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from manyhands._core.codec import Codec
 from manyhands.planning._sizes import (
     MIB,
     Cost,
     ModelSizes,
     OptimizerParams,
     ParamSize,
+    SliceBytes,
     sent_per_worker,
+    summed_in,
 )
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._reducer import IN_FLIGHT
@@ -28,13 +31,22 @@ DDP_BUCKETS = (1 * MIB, 25 * MIB)  # the size of torch's first bucket, and of al
 
 
 @dataclass
+class _Exchange:
+    """Bytes of a bucket on its way. Lists have a number for each rank, or one for all ranks."""
+
+    travelling: list[int]  # what a rank holds meanwhile, besides the bucket
+    summing: list[int]  # what the sum takes on top
+    sent: int  # all slices, as they travel
+    residuals: list[int]  # what a rank keeps of what the codec has left out
+
+
+@dataclass
 class _PlannedBucket:
-    """A bucket of gradients, with the bytes of each rank's slice, or one number for all ranks."""
+    """A bucket of gradients."""
 
     size: int
-    slices: list[int]
-    received: int  # how many slices a rank's receive buffer has room for
-    summing: int  # how many more slices of memory the sum takes
+    slices: list[int]  # bytes of gradients that each rank owns, or one number for all ranks
+    exchange: _Exchange
     gradients: dict[int, int]  # bytes of each gradient that lies in the bucket, by id of ParamSize
     is_view: bool  # the bucket is a range of one gradient, so nothing is copied into it
 
@@ -52,6 +64,10 @@ class ParamBuckets:
     @property
     def bucket_bytes(self) -> int:
         return sum(bucket.size for bucket in self.buckets)
+
+    @property
+    def gradient_bytes_sent(self) -> int:
+        return sum(bucket.exchange.sent for bucket in self.buckets)
 
 
 def ddp_cost(sizes: ModelSizes, workers: int) -> Cost:
@@ -99,20 +115,26 @@ def sharded_ddp_cost(sizes: ModelSizes, layout: ParamBuckets, workers: int) -> C
     # thousand workers would take minutes otherwise.
     all_alike = all(optimizer.elementwise for optimizer in sizes.optimizers)
     held, most = _simulate_backward(layout.buckets, 1 if all_alike else workers)
+    residuals = [0] * len(held)
+    for bucket in layout.buckets:
+        _add_by_rank(residuals, bucket.exchange.residuals)
     if len(held) == 1:
-        held, most = held * workers, most * workers
-    worst = max(range(workers), key=lambda rank: held[rank] + layout.state[rank])
+        held, most, residuals = held * workers, most * workers, residuals * workers
+    kept = [a + b for a, b in zip(layout.state, residuals, strict=True)]
+    worst = max(range(workers), key=lambda rank: held[rank] + kept[rank])
     # The peak may be another rank's than the one that holds most after backward.
-    peak = max(map(sum, zip(most, layout.state, strict=True)))
+    peak = max(map(sum, zip(most, kept, strict=True)))
+    sent = layout.gradient_bytes_sent + layout.bucket_bytes
     used_flags = sum(len(optimizer.params) for optimizer in sizes.optimizers)  # one byte each
     return Cost(
         parameters=layout.parameters,
         gradients=held[worst],
         optimizer=layout.state[worst] + layout.state_on_every_rank,
-        in_flight=peak - held[worst] - layout.state[worst],
-        sent=sent_per_worker(2 * layout.bucket_bytes + 2 * used_flags + sizes.buffers, workers),
+        in_flight=peak - held[worst] - kept[worst],
+        sent=sent_per_worker(sent + 2 * used_flags + sizes.buffers, workers),
         # The one is the all-reduce of the flags that say which parameters were used.
         collectives=len(layout.buckets) + layout.parameter_messages + 1 + sizes.buffer_messages,
+        residuals=residuals[worst],
     )
 
 
@@ -133,27 +155,29 @@ def _simulate_backward(
         arriving = [s for one in newest for i, s in one.gradients.items() if i not in viewed]
         on_every_rank = copied + sum(viewed.values()) + max(arriving, default=0)
         if place > IN_FLIGHT:
-            _add_slices(held, buckets[place - IN_FLIGHT - 1].slices)
+            _add_by_rank(held, buckets[place - IN_FLIGHT - 1].slices)
         now = held.copy()
         for one in reducing:
-            # Only the oldest bucket is being summed; the others still receive.
-            times = one.received + (one.summing if one is reducing[0] else 0)
-            _add_slices(now, one.slices, times)
+            _add_by_rank(now, one.exchange.travelling)
+        if reducing:  # Only the oldest bucket is being summed; the others still receive.
+            _add_by_rank(now, reducing[0].exchange.summing)
         most = [max(old, size + on_every_rank) for old, size in zip(most, now, strict=True)]
     for one in buckets[-IN_FLIGHT:]:
-        _add_slices(held, one.slices)
+        _add_by_rank(held, one.slices)
     return held, [max(pair) for pair in zip(held, most, strict=True)]
 
 
-def _add_slices(sizes: list[int], slices: Sequence[int], times: int = 1) -> None:
+def _add_by_rank(sizes: list[int], more: Sequence[int]) -> None:
     for rank in range(len(sizes)):
-        sizes[rank] += times * slices[rank % len(slices)]  # one number stands for all ranks
+        sizes[rank] += more[rank % len(more)]  # one number stands for all ranks
 
 
 # -- the library's own layout ------------------------------------------------------------------
 
 
-def lay_out(sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: bool) -> ParamBuckets:
+def lay_out(
+    sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: bool, codec: Codec | None = None
+) -> ParamBuckets:
     """Put all parameters into buckets, as `OSS` does (see `_flat_params.py`)."""
     layout = ParamBuckets([0] * workers)
     frozen = [param for one in sizes.optimizers for param in one.params if not param.trained]
@@ -173,7 +197,7 @@ def lay_out(sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: bool
                 buffers = _layout.whole_layout(indices, workers, largest, [0] * workers)
             for buffer in buffers:
                 for bucket in buffer.buckets:
-                    _add_bucket(layout, optimizer, bucket, itemsize, gloo)
+                    _add_bucket(layout, optimizer, bucket, itemsize, gloo, codec)
     return layout
 
 
@@ -183,28 +207,26 @@ def _add_bucket(
     bucket: _layout.BucketLayout,
     itemsize: int,
     gloo: bool,
+    codec: Codec | None,
 ) -> None:
     workers = len(layout.state)
     size = bucket.size * itemsize
     is_view = bucket.ranges[0].size == bucket.size
     if optimizer.elementwise:
-        slices = [bucket.cuts[1] * itemsize]  # equal slices: one number for all ranks
+        slices = [bucket.cuts[1]]  # equal slices: one number for all ranks
         layout.parameter_messages += workers if gloo else 1  # N broadcasts, or one all-gather
     else:
-        slices = [(b - a) * itemsize for a, b in pairwise(bucket.cuts)]
+        slices = [b - a for a, b in pairwise(bucket.cuts)]
         layout.parameter_messages += sum(length > 0 for length in slices)
-    # `RankGroup.reduce_scatter_slices` receives the other ranks' slices one by one (gloo), calls
-    # NCCL's reduce-scatter for even slices, or an all-to-all for uneven ones.
-    full_precision = itemsize >= 4  # half precision is summed in float32, in memory of its own
-    if gloo:
-        received = workers - 1
-    else:
-        received = 1 if optimizer.elementwise and full_precision else workers
-    summing = 3 if not full_precision else 1 if received == workers else 0
     params = [optimizer.params[each.param] for each in bucket.ranges]
     gradients = {id(param): param.bytes for param in params}
     layout.parameters += size
-    layout.buckets.append(_PlannedBucket(size, slices, received, summing, gradients, is_view))
+    if codec is None:
+        exchange = _plain_exchange(slices, workers, itemsize, gloo, even=optimizer.elementwise)
+    else:
+        exchange = _encoded_exchange(slices, workers, itemsize, codec)
+    sizes = [elements * itemsize for elements in slices]
+    layout.buckets.append(_PlannedBucket(size, sizes, exchange, gradients, is_view))
     if optimizer.elementwise and is_view:
         # A huge parameter has many such buckets; counting them rank by rank would be slow.
         param = optimizer.params[bucket.ranges[0].param]
@@ -212,6 +234,43 @@ def _add_bucket(
         return
     for rank, index, elements in _owned_ranges(bucket):
         layout.state[rank] += optimizer.params[index].state_bytes(elements)
+
+
+def _plain_exchange(
+    slices: Sequence[int], workers: int, itemsize: int, gloo: bool, even: bool
+) -> _Exchange:
+    """Count what `RankGroup.reduce_scatter_slices` does with slices of so many elements.
+
+    It receives the other ranks' slices one by one (gloo), calls NCCL's reduce-scatter for even
+    slices, or an all-to-all for uneven ones.
+    """
+    full_precision = itemsize >= 4  # half precision is summed in float32, in memory of its own
+    received = workers - 1 if gloo else 1 if even and full_precision else workers
+    summing = 3 if not full_precision else 1 if received == workers else 0
+    return _Exchange(
+        travelling=[received * itemsize * elements for elements in slices],
+        summing=[summing * itemsize * elements for elements in slices],
+        sent=sum(slices) * itemsize * (workers // len(slices)),
+        residuals=[0],
+    )
+
+
+def _encoded_exchange(
+    slices: Sequence[int], workers: int, itemsize: int, codec: Codec
+) -> _Exchange:
+    """Count what `EncodedSlices` does: each slice becomes a message for its owner."""
+    wide, alike = summed_in(itemsize).itemsize, workers // len(slices)
+    made = [SliceBytes.of(elements, itemsize, codec) for elements in slices]
+    sent = alike * sum(one.message for one in made)
+    left = alike * sum(one.residual for one in made)
+    narrowed = itemsize if itemsize < wide else 0
+    return _Exchange(
+        travelling=[sent - one.message + (workers - 1) * one.message for one in made],
+        # the sum, a message's values, and the mean in the gradients' type
+        summing=[(2 * wide + narrowed) * elements for elements in slices],
+        sent=sent,
+        residuals=[left - one.residual for one in made],
+    )
 
 
 def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:

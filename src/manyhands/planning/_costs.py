@@ -15,6 +15,9 @@ its uneven shards, for the worker that holds most. `sent` is the mean over the w
 
 `in_flight` is the most that a worker holds on top of its gradients while they are made and sent.
 
+With a codec, sharded gradients travel as messages of fewer bytes, and a worker keeps a residual of
+(N-1)/N of them in float32.
+
 Two things may come on top. `AdamScale` reads the second moments of all parameters: where they are
 sharded, every worker holds a replica of them, in one tensor of the trained parameters' size (two
 with RMSprop's `centered`), and gathers it after each step. In blocks (`blocks_cost`) nothing is
@@ -27,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from manyhands._core.codec import Codec
 from manyhands.blocks.averaging._chunks import SMALLEST
 from manyhands.blocks.averaging._payload import LARGEST
 from manyhands.blocks.averaging._round import IN_FLIGHT as CHUNKS_IN_FLIGHT
@@ -39,20 +43,26 @@ CHUNKS_HELD = CHUNKS_IN_FLIGHT + 1  # of a sync round at once: those in flight, 
 
 
 def costs(
-    sizes: ModelSizes, workers: int, bucket_size: int | None, gloo: bool, replicas: int = 0
+    sizes: ModelSizes,
+    workers: int,
+    bucket_size: int | None,
+    gloo: bool,
+    replicas: int = 0,
+    codec: Codec | None = None,
 ) -> tuple[Cost, ...]:
     """Return the costs of the four ways, in the order of the table above.
 
-    `replicas` is how many of the sharded state's entries every worker needs whole.
+    `replicas` is how many of the sharded state's entries every worker needs whole. `codec` encodes
+    the gradients that are sharded.
     """
     if workers == 1:  # nothing is sharded or sent, and no bucket is made
         alone = Cost(sizes.parameter_bytes, sizes.gradient_bytes, sizes.state_bytes, 0, 0, 0)
         return alone, alone, alone, alone
-    layout = lay_out(sizes, workers, bucket_size, gloo)
+    layout = lay_out(sizes, workers, bucket_size, gloo, codec)
     ddp = ddp_cost(sizes, workers)
     oss = oss_cost(ddp, layout, workers)
     sharded = sharded_ddp_cost(sizes, layout, workers)
-    fsdp = fsdp_cost(sizes, workers, gloo)
+    fsdp = fsdp_cost(sizes, workers, gloo, codec)
     if not replicas:
         return ddp, oss, sharded, fsdp
     # The counts of all parameters come by an all-reduce, the moments bucket by bucket.

@@ -13,7 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyhands.planning._sizes import Cost, ModelSizes, ParamSize, WrapParams, sent_per_worker
+from manyhands._core.codec import Codec
+from manyhands.planning._sizes import (
+    Cost,
+    ModelSizes,
+    ParamSize,
+    SliceBytes,
+    WrapParams,
+    sent_per_worker,
+    summed_in,
+)
 from manyhands.sharding.fsdp._owners import BUCKET, bucket_ranges
 from manyhands.sharding.zero._layout import deal_out
 
@@ -25,10 +34,12 @@ class _WrapBytes:
     gathered: int  # its whole parameters
     gradients: int  # its whole gradients, as autograd makes them
     reduced: int  # its gradients in the memory of the reduce-scatter
-    received: int  # slices that arrive for this rank and are not summed in place
+    received: int  # what arrives for this rank and is not summed in place; a codec's messages
+    sent: int  # its gradients as they travel
+    residual: int  # what a rank keeps of what the codec has left out
 
 
-def fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
+def fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, codec: Codec | None = None) -> Cost:
     state = sum(
         param.state_bytes(param.shard_elements(workers))
         for optimizer in sizes.optimizers
@@ -36,9 +47,10 @@ def fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
         for param in optimizer.trained
     )
     owned = [_owned_whole(one.params, workers) for one in sizes.optimizers if one.owned_whole]
-    wraps = [_wrap_bytes(wrap, workers, gloo) for wrap in sizes.wraps]
+    wraps = [_wrap_bytes(wrap, workers, gloo, codec) for wrap in sizes.wraps]
     gathered = sum(wrap.gathered for wrap in wraps)
     reduced = sum(wrap.reduced for wrap in wraps)
+    sent = sum(wrap.sent for wrap in wraps)
     # The outermost wrap stays gathered from forward to backward; all others are gathered twice.
     stays = sum(
         b.gathered for b, wrap in zip(wraps, sizes.wraps, strict=True) if wrap.outer is None
@@ -51,12 +63,13 @@ def fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
         gradients=reduced // workers,
         optimizer=state + sum(one.held for one in owned),
         in_flight=max(0, most - reduced // workers, *(one.in_flight for one in owned)),
-        sent=sent_per_worker(2 * gathered - stays + reduced + 2 * used_flags, workers)
+        sent=sent_per_worker(2 * gathered - stays + sent + 2 * used_flags, workers)
         + sum(one.sent for one in owned),
         collectives=all_gathers * (workers if gloo else 1)  # on gloo N broadcasts
         + sum(wrap.reduced > 0 for wrap in wraps)
         + 1  # the flags
         + sum(one.messages for one in owned),
+        residuals=sum(wrap.residual for wrap in wraps),
     )
 
 
@@ -94,15 +107,26 @@ def _owned_whole(params: Sequence[ParamSize], workers: int) -> _OwnedWhole:
     )
 
 
-def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _WrapBytes:
+def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool, codec: Codec | None) -> _WrapBytes:
     trained = [param for param in wrap.params if param.trained]
-    reduced = sum(workers * param.shard_elements(workers) * param.itemsize for param in trained)
-    in_place = all(param.itemsize >= 4 for param in trained)  # half precision is summed in float32
+    elements = sum(param.shard_elements(workers) for param in trained)
+    itemsize = max((param.itemsize for param in trained), default=0)
+    slice = SliceBytes.of(elements, itemsize, codec)
+    if codec is not None:  # messages that leave and arrive, their sum and the newest one's values
+        wide = summed_in(itemsize).itemsize
+        received = 2 * (workers - 1) * slice.message + 2 * wide * elements
+    elif gloo:
+        in_place = itemsize >= 4  # half precision is summed in float32
+        received = (workers - 1 - in_place) * itemsize * elements
+    else:
+        received = 0
     return _WrapBytes(
         gathered=sum(workers * p.shard_elements(workers) * p.itemsize for p in wrap.params),
         gradients=sum(param.bytes for param in trained),
-        reduced=reduced,
-        received=reduced // workers * (workers - 1 - in_place) if gloo else 0,
+        reduced=workers * itemsize * elements,
+        received=received,
+        sent=workers * slice.message,
+        residual=(workers - 1) * slice.residual,
     )
 
 

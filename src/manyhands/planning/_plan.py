@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._core.codec import Codec
+from manyhands._core.encoded_slices import find_gradient_codec
 from manyhands.planning._arguments import (
     BlockMethod,
     OneOptimizer,
@@ -64,6 +66,7 @@ def plan(
     input: Tensor | Sequence[object] | Mapping[str, object] | None = None,
     backend: str = "nccl",
     bucket_size: int | None = None,
+    codec: str | None = None,
     line: float | str | None = None,
     pass_seconds: float | None = None,
     speed: float | str | None = None,
@@ -101,6 +104,8 @@ def plan(
             arguments, or a dict of them. Only shapes matter, so meta tensors will do.
         backend: "nccl" or "gloo"; it decides the number of collectives and the buckets in flight.
         bucket_size: elements that travel together, as for `OSS`.
+        codec: the codec of sharded gradients: "int8", "int4" or "fp4", as for `ShardedDataParallel`
+            and `FullyShardedDataParallel`.
         line: the rate of each worker's line to the others, in bits a second or as a text such as
             "50Mbit" or "10Gbit/s". Then the plan says what a step takes on it, and whether to
             train at the small batch, with `Ramp`, or in blocks.
@@ -121,6 +126,8 @@ def plan(
     line_plan = _parse_line(line, pass_seconds)
     _check_speed(speed, input, pass_seconds)
     check_dtypes(dtype=dtype, autocast=autocast)
+    encoding = find_gradient_codec(codec)
+    codec = None if encoding is None else codec
     module = build_module(model, dtype)
     optimizers = parse_optimizers(optimizer, options, module)
     rule_name = find_rule(rule, optimizer)
@@ -136,9 +143,12 @@ def plan(
         if line_plan is not None:
             line_plan = replace(line_plan, pass_seconds=compute.seconds)
     several = isinstance(optimizer, list | tuple)
-    names, codes = names_and_code(optimizers, several, bucket_size, wrap_code(module, wrap_size))
+    wraps = wrap_code(module, wrap_size, codec)
+    names, codes = names_and_code(optimizers, several, bucket_size, codec, wraps)
     obstacle, gloo = wrapping_obstacle(module, wrap_size), backend == "gloo"
-    ways = Ways(sizes, names, codes, obstacle, forward, budget, bucket_size, gloo, replicas)
+    ways = Ways(
+        sizes, names, codes, obstacle, forward, budget, bucket_size, gloo, replicas, encoding
+    )
     rows = ways.rows(workers)
     enough = ways.enough_workers(workers, rows)
     if method is not None:
@@ -156,6 +166,7 @@ def plan(
         line=line_plan,
         rule=rule_name,
         compute=compute,
+        codec=codec,
     )
 
 
@@ -201,10 +212,11 @@ class Ways:
     bucket_size: int | None
     gloo: bool
     replicas: int  # how many entries of the optimizer's state every worker needs whole
+    codec: Codec | None  # of gradients that are sharded
 
     def rows(self, workers: int) -> tuple[Row, ...]:
         """Return a row for each way, the most sharded one last."""
-        found = costs(self.sizes, workers, self.bucket_size, self.gloo, self.replicas)
+        found = costs(self.sizes, workers, self.bucket_size, self.gloo, self.replicas, self.codec)
         # On one worker FSDP shards nothing, and so has no obstacle.
         obstacles = (None, None, None, self.fsdp_obstacle if workers > 1 else None)
         return tuple(map(self.row, self.names, found, self.codes, obstacles))
@@ -226,6 +238,7 @@ class Ways:
             code=code,
             scaling=cost.replicas,
             blocks=cost.blocks,
+            residuals=cost.residuals,
         )
         return row if self.budget is None else replace(row, fits=row.total <= self.budget)
 

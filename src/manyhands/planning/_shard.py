@@ -19,6 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -32,6 +33,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from manyhands._core.agreement import agree
+from manyhands._core.encoded_slices import find_gradient_codec
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import ShardedOptimizer
@@ -76,6 +78,7 @@ def shard(
     autocast: torch.dtype | None = None,
     auto_wrap_policy: Policy | Classes | None = None,
     find_unused_parameters: bool = False,
+    codec: str | None = None,
     process_group: GroupLike | None = None,
 ) -> tuple[nn.Module, Given]:
     """Return the model and its optimizer for many ranks, sharded as far as `level` says.
@@ -113,14 +116,16 @@ def shard(
             `auto_wrap`. By default by size: a 50th of the model's parameters and more.
         find_unused_parameters: for levels 0 and 1: that of `DistributedDataParallel`. Levels 2 and
             3 need no such option.
+        codec: for levels 2 and 3, on a slow line: send gradients as "int8", "int4" or "fp4", as
+            `ShardedDataParallel` and `FullyShardedDataParallel` do. "auto" takes one of these two.
         process_group: the ranks; all, by default. Levels 0 and 1 need a process group.
     """
     ranks = RankGroup.of(process_group)
-    check = partial(_check, model, optimizer, level)
+    check = partial(_check, model, optimizer, level, codec)
     optimizers = make_on_all_ranks(ranks, check, "{ranks} cannot shard the model")
-    agree(ranks, _facts_to_share(model, optimizers, level), ADVICE)
+    agree(ranks, _facts_to_share(model, optimizers, level, codec), ADVICE)
     chosen: int = (
-        _cheapest_level(model, optimizers, ranks, memory, input, autocast)
+        _cheapest_level(model, optimizers, ranks, memory, input, autocast, codec)
         if level == "auto"
         else level
     )
@@ -134,11 +139,11 @@ def shard(
     if chosen == 3:
         if ranks.size > 1:
             _check_fully_shardable(model, optimizers, by_size=auto_wrap_policy is None)
-        sharded, made = _fully_sharded(model, optimizers, auto_wrap_policy, process_group)
+        sharded, made = _fully_sharded(model, optimizers, auto_wrap_policy, codec, process_group)
     else:
         made = optimizers if chosen == 0 else [_as_oss(one, process_group) for one in optimizers]
         if chosen == 2:
-            sharded = ShardedDataParallel(model, made, process_group)
+            sharded = ShardedDataParallel(model, made, process_group, codec=codec)
         else:
             sharded = DistributedDataParallel(
                 model,
@@ -154,10 +159,15 @@ def shard(
 # -- the plain model and its plain optimizers ------------------------------------------------------
 
 
-def _check(model: object, optimizer: object, level: object) -> list[Optimizer]:
+def _check(model: object, optimizer: object, level: object, codec: str | None) -> list[Optimizer]:
     """Return the optimizers in a list. Raise if one is sharded, wrapped or in use already."""
     if level not in LEVELS or not isinstance(level, int | str) or isinstance(level, bool):
         raise ValueError(f'level must be 0, 1, 2, 3 or "auto", got {level!r}.')
+    if find_gradient_codec(codec) is not None and level in (0, 1):
+        raise ValueError(
+            f"codec={codec!r} is for gradients that are sharded, and level {level} shards none. "
+            "Use level 2 or 3, or leave the codec out."
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     for name, module in model.named_modules():
@@ -241,12 +251,13 @@ def _check_plain_optimizer(optimizer: object) -> None:
 
 
 def _facts_to_share(
-    model: nn.Module, optimizers: Sequence[Optimizer], level: Level
+    model: nn.Module, optimizers: Sequence[Optimizer], level: Level, codec: str | None
 ) -> dict[str, object]:
     """Return what ranks must have in common before anything is changed."""
     names = {id(param): name for name, param in model.named_parameters()}
     facts: dict[str, object] = {
         "values of level": level,
+        "values of codec": codec if find_gradient_codec(codec) else None,
         "optimizers": [type(one).__name__ for one in optimizers],
     }
     first = 0
@@ -296,12 +307,15 @@ def _fully_sharded(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     policy: Policy | Classes | None,
+    codec: str | None,
     process_group: GroupLike | None,
 ) -> tuple[nn.Module, list[Optimizer]]:
     """Wrap the model. Its parameters are others then, so the optimizers are made anew."""
     planned = [describe_optimizer(one) for one in optimizers]
     names = list(model.named_parameters())
-    options: dict[str, Any] = {} if process_group is None else {"process_group": process_group}
+    options: dict[str, Any] = {"codec": codec}
+    if process_group is not None:
+        options["process_group"] = process_group
     with enable_wrap(policy or by_size(wrap_size_of(model)), **options):
         wrapped = auto_wrap(model)
         if not isinstance(wrapped, FullyShardedDataParallel):  # the policy leaves the model out
@@ -328,6 +342,7 @@ def _cheapest_level(
     memory: int | str | None,
     input: Any,
     autocast: torch.dtype | None,
+    codec: str | None,
 ) -> int:
     """Return the level of the cheapest way that fits on every rank."""
     device = next(model.parameters()).device
@@ -339,10 +354,13 @@ def _cheapest_level(
         input=input,
         autocast=autocast,
         backend="nccl" if device.type == "cuda" else "gloo",
+        codec=codec,
     )
-    best = found.cheapest
     levels = len(found.rows)
-    own = levels if best is None else found.rows.index(best)
+    first = 0 if find_gradient_codec(codec) is None else 2  # that shards gradients
+    found = replace(found, rows=found.rows[first:])
+    best = found.cheapest
+    own = levels if best is None else first + found.rows.index(best)
     chosen = max(int(row[0]) for row in ranks.all_gather([float(own)], ranks.any_device))
     if chosen == levels:
         lacking = "on this rank" if best is None else "on another rank"

@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
+
+from manyhands._core.codec import Codec
+from manyhands._core.encoded_slices import message_size, residual_size
+
 MIB = 2**20
 
 
@@ -104,6 +109,28 @@ class Cost:
     collectives: int
     replicas: int = 0  # of the second moments, for AdamScale
     blocks: int = 0  # the anchor and the outer step's memories
+    residuals: int = 0  # what a codec of the gradients has left out
+
+
+@dataclass(frozen=True)
+class SliceBytes:
+    """How a slice of gradients travels to its owner."""
+
+    message: int  # bytes on the way
+    residual: int  # bytes that its sender keeps
+
+    @staticmethod
+    def of(elements: int, itemsize: int, codec: Codec | None) -> SliceBytes:
+        if codec is None:
+            return SliceBytes(elements * itemsize, 0)
+        dtype = summed_in(itemsize)
+        message = message_size(codec, elements, dtype)
+        return SliceBytes(message, residual_size(codec, elements, dtype))
+
+
+def summed_in(itemsize: int) -> torch.dtype:
+    """Return the type in which real numbers of so many bytes are summed."""
+    return torch.float64 if itemsize > 4 else torch.float32
 
 
 def sent_per_worker(size: int, workers: int) -> int:

@@ -33,9 +33,9 @@ class Row:
     `collectives` count one step. `activations` is None if no input was given, `fits` is None if no
     memory was given. `obstacle` says why the model cannot be trained in this way.
 
-    `scaling` is what a scaling rule holds on top, `blocks` the anchor and the outer step's
-    memories. A row of blocks has `every` above 1: what it sends is that of a sync round, divided by
-    the steps of a block.
+    `scaling` is what a scaling rule holds on top, `residuals` what a codec of the gradients keeps,
+    and `blocks` the anchor and the outer step's memories. A row of blocks has `every` above 1: what
+    it sends is that of a sync round, divided by the steps of a block.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Row:
     scaling: int = 0
     blocks: int = 0
     every: int = 1
+    residuals: int = 0
 
     @property
     def available(self) -> bool:
@@ -62,8 +63,9 @@ class Row:
     @property
     def total(self) -> int:
         """The sum of all bytes that are counted, for one worker."""
-        held = self.parameters + self.gradients + self.optimizer + self.scaling + self.blocks
-        return held + self.in_flight + self.buffers + (self.activations or 0)
+        held = self.parameters + self.gradients + self.residuals + self.optimizer
+        on_top = self.scaling + self.blocks
+        return held + on_top + self.in_flight + self.buffers + (self.activations or 0)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Plan:
     line: LinePlan | None = None
     rule: str | None = None
     compute: PassPlan | None = None
+    codec: str | None = None
 
     @property
     def cheapest(self) -> Row | None:
@@ -118,6 +121,8 @@ class Plan:
             ("optimizer state", lambda row: format_bytes(row.optimizer)),
             ("in flight", lambda row: format_bytes(row.in_flight)),
         ]
+        if any(row.residuals for row in self.rows):
+            lines.append(("residuals", lambda row: format_bytes(row.residuals)))
         if self.rule is not None:
             lines.append((self.rule, lambda row: format_bytes(row.scaling)))
         if any(row.blocks for row in self.rows):
@@ -156,6 +161,11 @@ class Plan:
             notes.append("Activations are not counted: no input was given.")
         if self.compute is not None:
             notes.append(self.compute.note)
+        if self.codec is not None:
+            notes.append(
+                f"Gradients that are sharded travel as {self.codec}; what it leaves out are the "
+                "residuals. DDP sends gradients as they are."
+            )
         if self.rule is not None and self.workers == 1:
             notes.append(
                 f"{self.rule} on one worker: with one pass a step and a scale above 1 it compares "
@@ -237,7 +247,11 @@ def _align(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def names_and_code(
-    optimizers: Sequence[PlannedOptimizer], several: bool, bucket_size: int | None, wrap_code: str
+    optimizers: Sequence[PlannedOptimizer],
+    several: bool,
+    bucket_size: int | None,
+    codec: str | None,
+    wrap_code: str,
 ) -> tuple[list[str], list[str]]:
     """Return the names of the four ways, and the lines to paste for each."""
     size_option = "" if bucket_size is None else f", bucket_size={bucket_size}"
@@ -248,15 +262,22 @@ def names_and_code(
         oss = f"optimizers = [{again} for one in optimizers]"
     else:
         oss = f"optimizer = mh.OSS(optimizer.param_groups, optim=type(optimizer){size_option})"
-    sharded = f"model = mh.ShardedDataParallel(model, optimizer{'s' * several})"
-    fully = _fsdp_code(optimizers, several, wrap_code)
+    arguments = f"model, optimizer{'s' * several}{codec_option(codec)}"
+    sharded = f"model = mh.ShardedDataParallel({arguments})"
+    fully = _fsdp_code(optimizers, several, codec, wrap_code)
     return (
         ["DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME],
         [DDP_CODE, f"{oss}\n{DDP_CODE}", f"{oss}\n{sharded}", fully],
     )
 
 
-def _fsdp_code(optimizers: Sequence[PlannedOptimizer], several: bool, wrap_code: str) -> str:
+def codec_option(codec: str | None) -> str:
+    return "" if codec is None else f', codec="{codec}"'
+
+
+def _fsdp_code(
+    optimizers: Sequence[PlannedOptimizer], several: bool, codec: str | None, wrap_code: str
+) -> str:
     """Return FSDP's lines. Wrapping replaces the parameters, so optimizers are made anew."""
     if not optimizers[0].exists:
         one = optimizers[0]
@@ -266,7 +287,7 @@ def _fsdp_code(optimizers: Sequence[PlannedOptimizer], several: bool, wrap_code:
         return f"{wrap_code}\noptimizer = {kind}(model.parameters(){options})"
     if any(one.wants_whole_tensors for one in optimizers):  # some as they are, some made anew
         made = f"optimizer{'s' * several}"
-        return f"model, {made} = mh.shard(model, {made}, level=3)"
+        return f"model, {made} = mh.shard(model, {made}, level=3{codec_option(codec)})"
     again = (
         '[{**group, "params": [params[names[param]] for param in group["params"]]}\n'
         "     for group in one.param_groups]"
@@ -295,11 +316,13 @@ def blocks_code(optimizers: Sequence[PlannedOptimizer], several: bool, method: s
     return f"optimizer = mh.{method}(optimizer)"
 
 
-def wrap_code(model: nn.Module, wrap_size: int) -> str:
+def wrap_code(model: nn.Module, wrap_size: int, codec: str | None) -> str:
     if model not in pick_by_size(model, wrap_size):  # such as attention, which is left whole
-        return f"model = mh.{FSDP_NAME}(model)"
+        return f"model = mh.{FSDP_NAME}(model{codec_option(codec)})"
+    options = f"wrapper_cls=mh.{FSDP_NAME}, skip_params_check_for_root=True{codec_option(codec)}"
+    options = options if codec is None else f"\n    {options}\n"
     return (
-        f"with mh.enable_wrap(wrapper_cls=mh.{FSDP_NAME}, skip_params_check_for_root=True):\n"
+        f"with mh.enable_wrap({options}):\n"
         f"    model = mh.auto_wrap(model, min_num_params={wrap_size:_})"
     )
 
