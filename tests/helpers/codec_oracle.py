@@ -27,6 +27,12 @@ def powers_of_two(values):
     return codec.decode(codec.encode(values), len(values), values.dtype)
 
 
+def with_residual(values, residual):
+    """Values with what was left out before, unless that is longer than they are."""
+    is_outlier = 0 < values.norm() < residual.norm()
+    return values if is_outlier else values + residual
+
+
 ROUNDED = {
     "int8": lambda values: integers(values, 127, 256),
     "int4": lambda values: integers(values, 7, 64),

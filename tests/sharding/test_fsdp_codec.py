@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from helpers.codec_oracle import ROUNDED, make_model
+from helpers.codec_oracle import ROUNDED, make_model, with_residual
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import assert_same, copied, everyone, loss_of, make_batches, oss
 from manyhands._core.codec import CODECS
@@ -61,7 +62,7 @@ class Simulated:
                 chunks = [self.chunk(grad, owner) for grad in of_rank]
                 sent = torch.cat([chunk.flatten() for chunk in chunks])
                 if owner != rank and 8 * len(sent) > self.least:
-                    wanted = sent + self.residuals.get((rank, owner), 0)
+                    wanted = with_residual(sent, self.residuals.get((rank, owner), 0 * sent))
                     sent = self.rounded(wanted)
                     self.residuals[rank, owner] = wanted - sent
                 parts = sent.split([chunk.numel() for chunk in chunks])
@@ -168,6 +169,73 @@ def test_parameters_may_freeze_and_thaw():
         return gather(model)
 
     assert_same(run_ranks(2, run, "int8"), run_ranks(2, run, None)[0], rtol=0.02, atol=0.002)
+
+
+class Heads(nn.Module):
+    """Two parameters of one size, of which each forward uses one; their gradients are given."""
+
+    def __init__(self, sizes=(100.0, 0.01), dtype=torch.float32):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.heads = nn.ParameterList(torch.zeros(2000, dtype=dtype) for _ in sizes)
+        for number, size in enumerate(sizes):
+            slope = torch.randn(2000, generator=draw, dtype=dtype) * size
+            self.register_buffer(f"slope{number}", slope, persistent=False)
+
+    def forward(self, number, factor=1.0):
+        return (self.heads[number] * getattr(self, f"slope{number}")).sum().abs() * factor
+
+
+def weights_after(codec, calls, sends_unused=True, dtype=torch.float32, skipped=()):
+    if not sends_unused and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        del FSDPModule.set_reduce_scatter_unused_params  # in this process, a fork
+    model = mh.FSDP(Heads(dtype=dtype), codec=codec)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for step, call in enumerate(calls):
+        optimizer.zero_grad()
+        model(*call).backward()
+        if step not in skipped:
+            optimizer.step()
+    return gather(model)
+
+
+@pytest.mark.parametrize("sends_unused", [True, False])
+def test_what_is_left_out_of_one_parameter_is_not_added_to_another(sends_unused):
+    calls = [(0,), (1,), (0,), (1,)]
+    exact = run_ranks(2, weights_after, None, calls, sends_unused)[0]
+    for rounded in run_ranks(2, weights_after, "int8", calls, sends_unused):
+        for a, b in zip(rounded, exact, strict=True):
+            assert (a - b).abs().max() <= 0.02 * b.abs().max()
+
+
+@pytest.mark.parametrize("codec", NAMES)
+def test_a_gradient_that_is_skipped_does_not_come_back(codec):
+    calls = [(0, 1.0), (0, 1e4), (0, 1.0)]
+    exact = run_ranks(2, weights_after, None, calls, skipped=(1,))[0][0]
+    for rounded in run_ranks(2, weights_after, codec, calls, skipped=(1,)):
+        assert (rounded[0] - exact).norm() <= 0.2 * exact.norm()
+
+
+def test_complex_gradients_travel_as_they_are():
+    calls, options = [(0,), (1,)], {"dtype": torch.complex64}
+    exact = run_ranks(2, weights_after, None, calls, **options)[0]
+    assert_same(run_ranks(2, weights_after, "int8", calls, **options), exact)
+
+
+def test_a_wrap_that_is_frozen_keeps_no_residual():
+    def left():
+        model = nested(make_model(torch.float32), codec="int8")
+        sizes = []
+        for frozen in (False, True, False):
+            model.module[0].requires_grad_(not frozen)
+            model(torch.ones(2, 5)).sum().backward()
+            hook = model.module[0]._engine.module._get_fsdp_state()._fsdp_param_group
+            encoded = hook._reduce_scatter_comm._encoded
+            sizes.append(len(encoded._residuals))
+            model.zero_grad()
+        return sizes
+
+    assert run_ranks(2, left) == [[1, 0, 1], [1, 0, 1]]
 
 
 @pytest.mark.parametrize("codec", NAMES)

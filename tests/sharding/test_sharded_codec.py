@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from helpers.codec_oracle import ROUNDED, make_model
+from helpers.codec_oracle import ROUNDED, make_model, with_residual
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
     Lamb,
@@ -80,7 +80,7 @@ class Simulated:
         for owner in range(self.workers):
             a, b = bucket.cuts[owner], bucket.cuts[owner + 1]
             if owner != rank and 8 * (b - a) > self.least:
-                wanted = values[a:b] + residual[a:b] * here[a:b]
+                wanted = with_residual(values[a:b], residual[a:b] * here[a:b])
                 arriving[a:b] = self.rounded(wanted)
                 left_out = wanted - arriving[a:b]
                 residual[a:b] = torch.where(here[a:b] == 1, left_out, residual[a:b])
@@ -452,6 +452,66 @@ def test_an_overflow_is_seen_by_the_owner_and_forgotten_by_the_sender(codec, bad
         largest = slopes.abs().max()
         near = {"int8": 0.01, "int4": 0.15, "fp4": 0.5}[codec]
         assert (third + 2 * slopes).abs().max() <= near * largest
+
+
+# -- gradients that no step has used ---------------------------------------------------------------
+
+
+def norms_that_arrive(codec, factors, skipped, clear=True):
+    torch.manual_seed(2)
+    module = Slopes(torch.randn(2000))
+    optimizer = oss(module.parameters(), SGD, lr=1.0, bucket_size=4096)
+    model = mh.ShardedDataParallel(module, optimizer, codec=codec)
+    norms = []
+    for step, factor in enumerate(factors):
+        (model() * factor).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        if step not in skipped:
+            optimizer.step()
+        if clear or step not in skipped:
+            optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("codec", NAMES)
+@pytest.mark.parametrize("skipped", [(1,), ()])
+def test_a_gradient_that_is_skipped_or_clipped_does_not_come_back(codec, skipped):
+    factors = (1, 1e4, 1, 1)
+    exact = run_ranks(2, norms_that_arrive, None, factors, skipped)[0]
+    for norms in run_ranks(2, norms_that_arrive, codec, factors, skipped):
+        assert norms == pytest.approx(exact, rel=0.15)
+
+
+def test_what_is_cleared_without_a_step_leaves_no_residual():
+    def left(clear):
+        module = Slopes(torch.randn(2000, generator=torch.Generator().manual_seed(1)))
+        optimizer = oss(module.parameters(), SGD, lr=1.0, bucket_size=4096)
+        model = mh.ShardedDataParallel(module, optimizer, codec="int8")
+        for step in range(2):
+            optimizer.zero_grad()
+            model().backward()
+            if step == 0 or not clear:
+                optimizer.step()
+        if clear:
+            model.zero_grad()
+        return [len(bucket.encoded._residuals) for bucket in model._reducer._buckets]
+
+    assert run_ranks(2, left, False) == [[1], [1]]
+    assert run_ranks(2, left, True) == [[0], [0]]
+
+
+def test_a_state_that_is_loaded_leaves_no_residual():
+    def left():
+        module = Slopes(torch.randn(2000, generator=torch.Generator().manual_seed(1)))
+        optimizer = oss(module.parameters(), SGD, lr=1.0, bucket_size=4096)
+        model = mh.ShardedDataParallel(module, optimizer, codec="int8")
+        model().backward()
+        optimizer.step()
+        optimizer.consolidate_state_dict(-1)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return [len(bucket.encoded._residuals) for bucket in model._reducer._buckets]
+
+    assert run_ranks(2, left) == [[0], [0]]
 
 
 # -- with the rest of the library ------------------------------------------------------------------

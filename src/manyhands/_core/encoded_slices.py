@@ -6,7 +6,9 @@ For the slice of each other rank, a rank computes
     message   = header | encode(values)
     residual  = values - decode(encode(values))
 
-so that what rounding left out goes with the next gradient (error feedback). The owner computes
+so that what rounding left out goes with the next gradient (error feedback). A residual that is
+longer than the whole next gradient is of an outlier, which training clips or drops: the residual is
+dropped, too. The owner computes
 
     mean      = (own slice + decode(each message)) / N
 
@@ -32,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn import functional as F
 
 from manyhands._core.codec import CODECS, Codec
@@ -104,11 +107,14 @@ class EncodedSlices:
         kept = [(residual[start:stop], residual[start:stop].clone()) for start, stop in absent]
         for part, _ in kept:
             part.zero_()
+        _drop_if_longer(residual, gradient)
         values = residual.add_(gradient)  # in its memory
         message, header = _message(codec, values)
         residual.sub_(_decode(codec, message, values))
-        # On the device: reading the header on the host would make it wait for a GPU.
-        residual.sub_(header.sum()).nan_to_num_(0.0, 0.0, 0.0)
+        if residual.device.type != "cpu":  # reading the header would make the host wait
+            residual.sub_(header.sum()).nan_to_num_(0.0, 0.0, 0.0)
+        elif header.isnan().any():
+            residual.zero_()
         for part, former in kept:
             part.copy_(former)
         return message
@@ -173,6 +179,14 @@ def _message(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor]:
     message = torch.cat([header.view(torch.uint8), codec.encode(values)])
     size = message_size(codec, values.numel(), values.dtype)
     return F.pad(message, (0, size - message.numel())), header
+
+
+def _drop_if_longer(residual: Tensor, gradient: Tensor) -> None:
+    """Set a residual to zero if it is longer than the gradient. (One of zeros says nothing.)"""
+    length = vector_norm(gradient, dtype=residual.dtype)
+    kept = (vector_norm(residual) <= length) | (length == 0)
+    if residual.device.type != "cpu" or not kept:
+        residual.mul_(kept)
 
 
 def _decode(codec: Codec, message: Tensor, like: Tensor) -> Tensor:

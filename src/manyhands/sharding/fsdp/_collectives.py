@@ -171,10 +171,12 @@ class ReduceScatter(_Allocator):
         on_gloo: bool,
         overlap: bool,
         codec: Codec | None = None,
+        sent: Callable[[], list[bool]] = list,
     ) -> None:
+        self._sent = sent  # for each parameter, whether this pass sends its gradient
         self._overlap = overlap
         self._encoded = EncodedSlices(codec) if codec is not None else None
-        self._trained: list[bool] = []  # when the residuals were made
+        self._sent_before: list[bool] = []  # whose gradients the residuals are of
         self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
         self._queue = queue
         self._params = params
@@ -210,14 +212,14 @@ class ReduceScatter(_Allocator):
             after, we_divide = after / ranks.size, True
         if before != 1:
             input_tensor.div_(before)
+        # Complex numbers travel as they are.
+        encoded = self._encoder() if input_tensor.is_floating_point() else None
         if self._on_gloo:
             # The engine's own division would read the mean at once.
             wait = not self._overlap or op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
             divisor = after if we_divide else 1.0
-            self._queue.send(
-                output_tensor, input_tensor, divisor, wait=wait, encoded=self._encoder()
-            )
-        elif (encoded := self._encoder()) is not None:
+            self._queue.send(output_tensor, input_tensor, divisor, wait=wait, encoded=encoded)
+        elif encoded is not None:
             size = output_tensor.numel()
             pending = encoded.reduce_scatter(
                 ranks, input_tensor, [size * rank for rank in range(ranks.size + 1)]
@@ -231,13 +233,18 @@ class ReduceScatter(_Allocator):
             output_tensor.div_(after)
 
     def _encoder(self) -> EncodedSlices | None:
-        """Return what encodes this wrap's gradients, with residuals for those trained now."""
+        """Return what encodes this wrap's gradients, with residuals of the same parameters."""
         if self._encoded is not None:
-            trained = [param.requires_grad for param in self._params()]
-            if trained != self._trained:
+            sent = self._sent()
+            if sent != self._sent_before:
                 self._encoded.clear()
-                self._trained = trained
+                self._sent_before = sent
         return self._encoded
+
+    def forget_residuals(self) -> None:
+        """Drop what a codec has left out."""
+        if self._encoded is not None:
+            self._encoded.clear()
 
     def _used_at_once(self, total: Tensor) -> bool:
         """Return whether the engine converts the mean, adds it up, or passes it to a hook."""

@@ -175,11 +175,13 @@ class Engine:
         queue: ReduceQueue,
         watch: Callable[[Sequence[Place]], None],
         run: Callable[[], None],
+        used: Callable[[], list[bool]],
     ) -> None:
-        """Send gradients through `queue`. The others are called when parameters are gathered.
+        """Send gradients through `queue`. The others say and ask what happens in a pass.
 
-        `watch` gets their places in each forward that a backward may follow. `run` is called in
-        each forward outside of a backward.
+        When parameters are gathered, `watch` gets their places in each forward that a backward may
+        follow, and `run` is called in each forward outside of a backward. `used` returns which of
+        them have a gradient.
         """
         # The engine keeps what is registered here, so a strong reference would be a cycle.
         reference = weakref.ref(self)
@@ -192,6 +194,7 @@ class Engine:
             on_gloo=self.on_gloo,
             overlap=self.overlap,
             codec=self.codec,
+            sent=lambda: dereference(reference).sent(used),
         )
         self.module.set_custom_reduce_scatter(reduce_scatter)
         places = self.places
@@ -200,12 +203,21 @@ class Engine:
         def gathered(_: nn.Module, __: object) -> None:
             if torch.is_grad_enabled():
                 watch(places)
+            if not any(param.requires_grad for param in dereference(reference).params):
+                reduce_scatter.forget_residuals()  # frozen: nothing is sent in its backward
             # A recomputation in a backward says nothing about the order of the next forward.
             if current_task() == -1:
                 run()
 
         # Registered last, so that it runs after the engine's own hook has gathered.
         self.module.register_forward_pre_hook(gathered)
+
+    def sent(self, used: Callable[[], list[bool]]) -> list[bool]:
+        """Return for each parameter whether a backward pass sends its gradient."""
+        trained = [param.requires_grad for param in self.params]
+        if hasattr(self.module, "set_reduce_scatter_unused_params"):
+            return trained
+        return [a and b for a, b in zip(trained, used(), strict=True)]
 
     def set_gradient_sync(self, on: bool) -> None:
         """Set whether backward passes average gradients."""

@@ -103,6 +103,10 @@ class UsedParameters:
                 handle = node.register_prehook(partial(_note, reference, number))
                 self._watched[number] = param, node, handle
 
+    def among(self, first: int, count: int) -> list[bool]:
+        """Return which of so many parameters have got a gradient on this rank."""
+        return [number in self._used_here for number in range(first, first + count)]
+
     def forget(self) -> None:
         """Forget the gradients noted so far, because they were dropped."""
         self._used_here.clear()
@@ -139,7 +143,8 @@ class UsedParameters:
             )
         if some_unused:
             for number, used in zip(trained, flags[trained].tolist(), strict=True):
-                # A gradient from an earlier pass is kept: only zeros were added to it.
+                # A gradient from an earlier pass is kept. Zeros were added to it, or with a codec
+                # what had been left out before.
                 if not used and not self._had_gradient[number]:
                     params[number].grad = None
         self._used_here.clear()
@@ -185,6 +190,7 @@ class RootState:
                 self.reduce_queue,
                 watch=partial(self.used.watch, first),
                 run=partial(self._order.run, number),
+                used=partial(self.used.among, first, len(engine.places)),
             )
             first += len(engine.places)
 

@@ -237,7 +237,7 @@ class ShardedDataParallel(ModuleWrapper):
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.stepped(*(one._shards for one in self._optimizers))
+            self._reducer.cleared(*(one._shards for one in self._optimizers))
 
     # -- as the wrapped module -----------------------------------------------------------------
 

@@ -5,9 +5,10 @@
     mean       of our slice
 
 With a codec, slices travel as codes (`_core/encoded_slices.py`). Their residuals stay here from one
-pass to the next, and start at zero with a new bucket: whenever the buckets are laid out anew. A
-rank that has no gradient of a parameter in a pass sends zeros, and keeps the parameter's residual
-for its next one: if no rank has a gradient, what the owner gets is dropped.
+pass to the next. They start at zero with a new bucket (whenever the buckets are laid out anew), if
+gradients are cleared that no step has used, and when a state is loaded. A rank that has no gradient
+of a parameter in a pass sends zeros, and keeps the parameter's residual for its next one: if no
+rank has a gradient, what the owner gets is dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class GradientBucket:
         params: dict[int, int],
         codec: Codec | None,
     ) -> None:
-        self.index, self.flat = index, flat
+        self.index, self.shards, self.flat = index, shards, flat
         # Complex numbers travel as they are.
         encodes = codec is not None and flat.data.dtype.is_floating_point
         self.encoded = EncodedSlices(codec) if codec is not None and encodes else None

@@ -335,7 +335,7 @@ class OSS(ShardedOptimizer):
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.stepped(self._shards)
+            self._reducer.cleared(self._shards)
 
     def wait(self) -> None:
         """Wait until this rank has all parameters of the last step."""
@@ -424,6 +424,8 @@ class OSS(ShardedOptimizer):
         self.optim.load_state_dict(packed)
         self._consolidated, self._recipient, self._begun = None, None, True
         self._pending_state = for_later
+        if self._reducer is not None:
+            self._reducer.forget_residuals(self._shards)
         _state.restore_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:

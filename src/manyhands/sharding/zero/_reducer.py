@@ -292,9 +292,21 @@ class Reducer:
                 "ShardedDataParallel module, on every worker."
             )
 
-    def stepped(self, *shards: Shards) -> None:
-        """Note that these made a step, or that their gradients were cleared."""
-        self._averaged.difference_update(shards)
+    def stepped(self, shards: Shards) -> None:
+        """Note that these made a step."""
+        self._averaged.discard(shards)
+
+    def cleared(self, *shards: Shards) -> None:
+        """Note that their gradients were cleared. What no step has used leaves no residual."""
+        dropped = self._averaged.intersection(shards)
+        self._averaged -= dropped
+        self.forget_residuals(*dropped)
+
+    def forget_residuals(self, *shards: Shards) -> None:
+        """Drop what a codec has left out of their gradients."""
+        for bucket in self._buckets:
+            if bucket.encoded is not None and bucket.shards in shards:
+                bucket.encoded.clear()
 
     def _unaveraged(self) -> bool:
         """Return whether any parameter has a gradient of this rank alone."""
