@@ -202,8 +202,7 @@ def test_auto_with_a_codec_compares_the_levels_that_shard_gradients():
     assert fully < buckets
     assert run_ranks(2, sharded, buckets) == 2 * ["ShardedDataParallel"]
     assert run_ranks(2, sharded, buckets - 1) == 2 * ["FullyShardedDataParallel"]
-    for said in raises_on_ranks(2, MemoryError, sharded, fully - 1, match="on this rank"):
-        assert "OSS + ShardedDataParallel" in said and "OSS + DDP" not in said
+    raises_on_ranks(2, MemoryError, sharded, fully - 1, match="residuals of codec='int4', fits")
 
 
 def test_auto_shards_the_parameters_of_an_optimizer_of_whole_tensors():

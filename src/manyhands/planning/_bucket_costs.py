@@ -189,6 +189,7 @@ def lay_out(
                 kinds.setdefault(param.kind, []).append((i, param.elements))
         for indices in kinds.values():
             itemsize = optimizer.params[indices[0][0]].itemsize
+            encoding = codec if optimizer.params[indices[0][0]].real else None
             total = sum(elements for _, elements in indices)
             largest = bucket_size or _layout.bucket_size(workers, total)
             if optimizer.elementwise:
@@ -197,7 +198,7 @@ def lay_out(
                 buffers = _layout.whole_layout(indices, workers, largest, [0] * workers)
             for buffer in buffers:
                 for bucket in buffer.buckets:
-                    _add_bucket(layout, optimizer, bucket, itemsize, gloo, codec)
+                    _add_bucket(layout, optimizer, bucket, itemsize, gloo, encoding)
     return layout
 
 
@@ -224,7 +225,7 @@ def _add_bucket(
     if codec is None:
         exchange = _plain_exchange(slices, workers, itemsize, gloo, even=optimizer.elementwise)
     else:
-        exchange = _encoded_exchange(slices, workers, itemsize, codec)
+        exchange = _encoded_exchange(slices, workers, itemsize, gloo, codec)
     sizes = [elements * itemsize for elements in slices]
     layout.buckets.append(_PlannedBucket(size, sizes, exchange, gradients, is_view))
     if optimizer.elementwise and is_view:
@@ -256,16 +257,20 @@ def _plain_exchange(
 
 
 def _encoded_exchange(
-    slices: Sequence[int], workers: int, itemsize: int, codec: Codec
+    slices: Sequence[int], workers: int, itemsize: int, gloo: bool, codec: Codec
 ) -> _Exchange:
-    """Count what `EncodedSlices` does: each slice becomes a message for its owner."""
+    """Count what `EncodedSlices` does: each slice becomes a message for its owner.
+
+    Except on gloo, messages are sent from one tensor, into which they are copied.
+    """
+    copies = 1 if gloo else 2
     wide, alike = summed_in(itemsize).itemsize, workers // len(slices)
     made = [SliceBytes.of(elements, itemsize, codec) for elements in slices]
     sent = alike * sum(one.message for one in made)
     left = alike * sum(one.residual for one in made)
     narrowed = itemsize if itemsize < wide else 0
     return _Exchange(
-        travelling=[sent - one.message + (workers - 1) * one.message for one in made],
+        travelling=[copies * (sent - one.message) + (workers - 1) * one.message for one in made],
         # the sum, a message's values, and the mean in the gradients' type
         summing=[(2 * wide + narrowed) * elements for elements in slices],
         sent=sent,

@@ -111,10 +111,12 @@ def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool, codec: Codec | None)
     trained = [param for param in wrap.params if param.trained]
     elements = sum(param.shard_elements(workers) for param in trained)
     itemsize = max((param.itemsize for param in trained), default=0)
-    slice = SliceBytes.of(elements, itemsize, codec)
+    codec = codec if all(param.real for param in trained) else None
+    shard = SliceBytes.of(elements, itemsize, codec)
     if codec is not None:  # messages that leave and arrive, their sum and the newest one's values
         wide = summed_in(itemsize).itemsize
-        received = 2 * (workers - 1) * slice.message + 2 * wide * elements
+        messages = 2 if gloo else 3  # what leaves is there twice, except on gloo
+        received = messages * (workers - 1) * shard.message + 2 * wide * elements
     elif gloo:
         in_place = itemsize >= 4  # half precision is summed in float32
         received = (workers - 1 - in_place) * itemsize * elements
@@ -125,8 +127,8 @@ def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool, codec: Codec | None)
         gradients=sum(param.bytes for param in trained),
         reduced=workers * itemsize * elements,
         received=received,
-        sent=workers * slice.message,
-        residual=(workers - 1) * slice.residual,
+        sent=workers * shard.message,
+        residual=(workers - 1) * shard.residual,
     )
 
 

@@ -92,6 +92,7 @@ def _param_size(
         state_fixed=fixed,
         state_per_element=per_element,
         rows=param.shape[0] if param.dim() else 1,
+        real=not param.is_complex(),
     )
 
 

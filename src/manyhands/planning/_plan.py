@@ -47,7 +47,7 @@ from manyhands.planning._table import (
     blocks_code,
     explain_layouts,
     explain_wraps,
-    most_sharded,
+    leanest,
     names_and_code,
     parse_bytes,
     wrap_code,
@@ -249,7 +249,7 @@ class Ways:
         return replace(row, every=method.every)
 
     def enough_workers(self, workers: int, rows: Sequence[Row]) -> int | None:
-        """Return the fewest workers on which the most sharded way fits, to 1 in 64, or None.
+        """Return the fewest workers on which the way that holds least fits, to 1 in 64, or None.
 
         It is None if a row fits on these workers, and if no number of workers was found. The number
         is doubled until it fits, then the gap to the last failure is halved.
@@ -257,7 +257,7 @@ class Ways:
         if self.budget is None or any(row.available and row.fits for row in rows):
             return None
         low, high = workers, 2 * workers
-        before, after = most_sharded(self.rows(low)), most_sharded(self.rows(high))
+        before, after = leanest(self.rows(low)), leanest(self.rows(high))
         while not after.fits:
             # What every worker holds whole is too much already: more workers do not change it.
             whole = after.total - after.gradients - after.optimizer - after.in_flight
@@ -265,10 +265,10 @@ class Ways:
             if stuck or after.total >= before.total or high >= MOST_WORKERS:
                 return None
             low, high = high, 2 * high
-            before, after = after, most_sharded(self.rows(high))
+            before, after = after, leanest(self.rows(high))
         while high - low > max(1, low // 64):
             middle = (low + high) // 2
-            if most_sharded(self.rows(middle)).fits:
+            if leanest(self.rows(middle)).fits:
                 high = middle
             else:
                 low = middle

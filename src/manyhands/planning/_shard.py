@@ -358,13 +358,15 @@ def _cheapest_level(
     )
     levels = len(found.rows)
     first = 0 if find_gradient_codec(codec) is None else 2  # that shards gradients
-    found = replace(found, rows=found.rows[first:])
-    best = found.cheapest
-    own = levels if best is None else first + found.rows.index(best)
+    best = replace(found, rows=found.rows[first:]).cheapest
+    own = levels if best is None else found.rows.index(best)
     chosen = max(int(row[0]) for row in ranks.all_gather([float(own)], ranks.any_device))
     if chosen == levels:
         lacking = "on this rank" if best is None else "on another rank"
-        raise MemoryError(f"no level fits the memory {lacking}.\n\n{found}")
+        what = "no level"
+        if first:
+            what += f" that shards gradients, with the residuals of codec={codec!r},"
+        raise MemoryError(f"{what} fits the memory {lacking}.\n\n{found}")
     return chosen
 
 

@@ -32,6 +32,7 @@ class ParamSize:
     state_fixed: int = 0
     state_per_element: int = 0
     rows: int = 1  # the first dimension, along which FSDP shards
+    real: bool = True  # complex gradients are not encoded
 
     @property
     def bytes(self) -> int:

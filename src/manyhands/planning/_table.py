@@ -72,7 +72,7 @@ class Row:
 class Plan:
     """The result of `mh.plan`: a row for each way to train. Print it to see the table.
 
-    If nothing fits, `enough` is the number of workers on which the most sharded way would fit.
+    If nothing fits, `enough` is the number of workers on which the way that holds least would fit.
     If a line was given, `advice` says what a step takes on it, and which way to use there.
 
     >>> import torch, manyhands as mh
@@ -161,7 +161,7 @@ class Plan:
             notes.append("Activations are not counted: no input was given.")
         if self.compute is not None:
             notes.append(self.compute.note)
-        if self.codec is not None:
+        if self.codec is not None and self.workers > 1:
             notes.append(
                 f"Gradients that are sharded travel as {self.codec}; what it leaves out are the "
                 "residuals. DDP sends gradients as they are."
@@ -196,7 +196,7 @@ class Plan:
             fits = "" if self.memory is None else f" that fits {format_bytes(self.memory)}"
             return f"The cheapest{fits}: {best.name}"
         assert self.memory is not None
-        least = most_sharded([row for row in self.rows if row.every == 1])
+        least = leanest([row for row in self.rows if row.every == 1])
         text = f"Nothing fits. {least.name} is {format_bytes(least.total - self.memory)} over, and "
         if self.enough is not None:
             text += f"would fit on {self.enough:,} workers."
@@ -224,9 +224,10 @@ class Plan:
         )
 
 
-def most_sharded(rows: Sequence[Row]) -> Row:
-    """Return the last row that can be used: rows are ordered by how much they shard."""
-    return [row for row in rows if row.available][-1]
+def leanest(rows: Sequence[Row]) -> Row:
+    """Return the row that holds least of those that can be used; of equal ones the most sharded."""
+    # Rows are ordered by how much they shard, and min() returns the first.
+    return min([row for row in rows if row.available][::-1], key=lambda row: row.total)
 
 
 def _align(cells: Sequence[Sequence[str]]) -> list[str]:
