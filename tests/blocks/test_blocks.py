@@ -623,6 +623,22 @@ def test_one_worker_may_use_the_anchor_alone():
     assert not torch.equal(seen, after)
 
 
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "fp4"])
+@pytest.mark.parametrize("size", [1.25, 1.45, 1.55])  # fp4 rounds to 1 or 2
+def test_rounding_does_not_change_the_cosine(codec, size):
+    def cosine():
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        common = torch.arange(40_000) % 10 < 3  # moves of one size, as Adam's; 3 in 10 are alike
+        own = torch.rand(40_000, generator=draw) < 0.5
+        param = nn.Parameter(torch.zeros(40_000))
+        optimizer = mh.LocalSGD(SGD([param], lr=1.0), every=1, codec=codec, shared_memory=False)
+        param.grad = size * torch.where(common | own, 1.0, -1.0)
+        optimizer.step()
+        return optimizer.snapshot()["cosine"]
+
+    assert run_ranks(2, cosine) == pytest.approx([0.3, 0.3], abs=0.02)
+
+
 def test_drift_is_that_of_the_differences():
     def blocks():
         params = parameters()

@@ -172,6 +172,16 @@ def test_a_mixing_is_a_share_below_one_and_needs_an_overlap():
             optimizer(mixing=mixing)
 
 
+def test_a_codec_that_delays_most_of_a_movement_takes_no_mixing():
+    for mixing, codec in ((0.5, "topk"), (0, "topk"), (0.5, "patch"), (0.5, "fp4")):
+        options = {"every": 8, "overlap": 2, "mixing": mixing, "codec": codec}
+        if mixing and codec == "topk":
+            with pytest.raises(ValueError, match=r"codec='topk' keeps all of it .* counted twice"):
+                mh.DiLoCo(SGD([nn.Parameter(torch.ones(1))], lr=0.1), **options)
+        else:
+            mh.DiLoCo(SGD([nn.Parameter(torch.ones(1))], lr=0.1), **options)
+
+
 def test_another_mixing_on_one_worker_is_an_error_on_all():
     def blocks():
         two_workers(nn.Parameter(torch.zeros(1)), 1, mixing=0.25 * dist.get_rank())

@@ -27,7 +27,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from manyhands._core.codec import Codec
+from manyhands._core.codec import Codec, find_codec
 from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, read_range
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
@@ -77,7 +77,7 @@ class OuterState:
             memory.zero_()
 
 
-def check_mixing(mixing: object, overlap: int) -> float | None:
+def check_mixing(mixing: object, overlap: int, codec: str) -> float | None:
     """Return the share of a worker's own parameters in a merge, or raise; None: all steps stay."""
     if mixing is None:
         return None
@@ -88,6 +88,12 @@ def check_mixing(mixing: object, overlap: int) -> float | None:
             f"mixing={mixing!r} needs an overlap of at least 1, got overlap=0: it is about the "
             "steps that a worker takes while a mean is in flight. Give overlap=, or leave mixing "
             "out."
+        )
+    if share > 0 and find_codec(codec).delays:
+        raise ValueError(
+            f"mixing={mixing!r} keeps a share of what was not sent in the parameters, and "
+            f"codec={codec!r} keeps all of it for later: it would be counted twice, and grow. "
+            "Leave mixing out, or use another codec."
         )
     return share
 

@@ -170,7 +170,8 @@ def check_codec(name: str, crew: object) -> Codec:
     if codec.delays and crew is not None:
         raise ValueError(
             f"codec={name!r} is for a process group: what a worker has not sent yet is most of its "
-            "movement, and is lost when a crew's workers come and go. Use int8, int4 or fp4."
+            "movement, and is lost when a crew's workers come and go. Use another codec, such as "
+            "int8 or fp4."
         )
     return codec
 

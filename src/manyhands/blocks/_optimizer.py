@@ -162,7 +162,8 @@ class Blocks(OptimizerWrapper):
         check_outer(outer)
         check_choice("buffers", buffers, BUFFERS)
         overlap, fragments = whole("overlap", overlap), whole("fragments", fragments, 1)
-        state, mixing = check_state_option(state), check_mixing(mixing, overlap)
+        encoding = check_codec(codec, crew)
+        state, mixing = check_state_option(state), check_mixing(mixing, overlap, codec)
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
@@ -170,7 +171,6 @@ class Blocks(OptimizerWrapper):
         inner_of_crew = None if crew is None else crew.inner
         self._inner_ranks: RankGroup = inner_of_crew or inner
         ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
-        encoding = check_codec(codec, crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=ranks, delays=encoding.delays)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
         self._supports_amp = supports_amp(optimizer)

@@ -355,8 +355,8 @@ def check_schedule(
     """
     if delays and isinstance(every, ByDrift):
         raise ValueError(
-            f"every={every} measures the drift by what the workers send, and with this codec that "
-            "is too little. Give a number of steps, or Seconds(...)."
+            f"every={every} measures the drift by what the workers send, and with codec='topk' "
+            "that is too little. Give a number of steps, or Seconds(...)."
         )
     if overlap >= every.least:
         raise ValueError(

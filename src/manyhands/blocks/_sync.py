@@ -45,6 +45,7 @@ from manyhands.blocks.averaging._extras import (
     state_tensors,
 )
 from manyhands.blocks.averaging._payload import (
+    NAMES_UNKNOWN,
     NOTHING_YET,
     ArrivedMean,
     GradientPayloads,
@@ -122,6 +123,7 @@ class Sync:
         self.regroups = 0  # how often the members have changed
         self.joins = 0  # how often this worker has received the others' state
         self._due_after_merges: Sequence[int] = ()  # fragments that `sync_now` is about to send
+        self._state_dropped_at = -1  # own steps when a state that was not finite was dropped
         self._compared = False  # whether the first block was searched for identical moves
         resets = extras.state == "reset" or state.in_local_warmup
         self.initial_state = InitialState(optimizer, needed=resets)
@@ -277,6 +279,8 @@ class Sync:
         ends_block = self.schedule.fragments - 1 in fragments
         buffers = self.extras.buffer_payloads() if ends_block else []
         state = self.extras.state_payloads(self.state.blocks + 1) if ends_block else []
+        if self._state_dropped_at == self.state.own:
+            state = []  # it is not complete before the next step: nobody's is averaged
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
         note = self._write_note(finite, state, ends_block=ends_block).with_work(self.state.work)
         note = replace(note, weight=self.samples.weight(self.state.work, note.drawn))
@@ -308,7 +312,11 @@ class Sync:
             step=float(step),
             status=float(all_finite),
             options=fingerprint((checksum, *facts)) if facts else checksum,
-            state_elements=float(sum(payload.length for payload in state)),
+            state_elements=(
+                NAMES_UNKNOWN
+                if self.extras.has_unknown_names()
+                else float(sum(payload.length for payload in state))
+            ),
             seconds=self.runner.clock.seconds_per_step(self.state.own),
             lr=float(groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
@@ -386,7 +394,8 @@ class Sync:
     def _discard_own_values(self) -> None:
         """Go back to the anchor, and contribute nothing to the rounds that are in flight."""
         self.anchor.restore_params()
-        drop_nonfinite_state(self.optimizer)
+        if drop_nonfinite_state(self.optimizer):
+            self._state_dropped_at = self.state.own
         self.state = self.state.give_up_steps()
         for pending in self.pending:
             pending.note = replace(pending.note.with_work(NO_WORK), status=NOTHING_YET)

@@ -6,7 +6,7 @@ Five kinds of chunks do the same work:
     SharedMemoryChunk   values as they are, among workers that read each other's memory
     PairwiseChunk       encoded values: two messages between each pair of workers
     SparseChunk         few of the values: one message between each pair of workers
-    PatchChunk          the values that are not 0: their number, and then they themselves
+    PatchChunk          the values that are not 0: first how many bytes, and then they themselves
 
 With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload, and
 N-1 of it where few of the values are sent. A note travels with each chunk.
@@ -40,7 +40,7 @@ class PayloadChunk(Protocol):
     """A range of a payload in flight. The four methods are called in this order."""
 
     measured: bool  # whether its squared length is part of the drift: differences only
-    has_mean: bool  # whether `send_mean` has nothing to send: an all_reduce brought the sum
+    has_mean: bool  # whether `send_mean` has nothing to send: all is here to compute the mean from
 
     def send_values(self, note: Note) -> None:
         """Read the payload and start to send its values and the note."""
@@ -369,13 +369,14 @@ class PairwiseChunk(_EncodedChunk):
             payload.read(self.start + self.cuts[owner], values)
             if not note.included:
                 values.zero_()  # codecs take finite numbers only, and these are not added
-            if self.measured:
-                square += square_of(values)
             if owner == rank:
                 self._own = values  # stays in full precision
             elif payload.codec.rounds:
                 residual = self._residual(owner) if note.included else None
-                _write_data(encode_with_residual(payload.codec, values, residual)[0], message)
+                data, values = encode_with_residual(payload.codec, values, residual)
+                _write_data(data, message)
+            if self.measured:
+                square += square_of(values)
             messages.append(message)
         self._message = messages[rank]
         own_note = [*note.numbers(), square]
@@ -390,13 +391,13 @@ class PairwiseChunk(_EncodedChunk):
     def send_mean(self, result: RoundResult) -> None:
         """Send the mean of the own slice to all others."""
         self._average(result)
+        square = square_of(self._own) if self.measured else 0.0
         rank, size = self.workers.rank, self.workers.size
         if self.payload.codec.rounds:
             residual = self._residual(rank) if result.included else None
             # We keep the decoded mean too, so that all workers write the same rounded values.
             data, self._own = encode_with_residual(self.payload.codec, self._own, residual)
             _write_data(data, self._message)
-        square = square_of(self._own) if self.measured else 0.0
         _write_note([square], self._message)
         self._notes = [[square]] * size
         self._send_to_all(self._message, self._sizes, MEAN_TAG)
@@ -493,7 +494,7 @@ class PatchChunk(SparseChunk):
     The others have to know how many bytes they will receive, so these come first, with the note:
 
         values    [ note: NOTE float64 | bytes: int64 ]
-        mean      the encoded values themselves
+        mean      the encoded values themselves, from which each worker computes the mean
     """
 
     has_mean = False

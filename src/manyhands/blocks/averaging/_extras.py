@@ -72,13 +72,16 @@ def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> di
     return found
 
 
-def drop_nonfinite_state(optimizer: Optimizer) -> None:
-    """Delete the state of each parameter whose state holds a number that is not finite."""
+def drop_nonfinite_state(optimizer: Optimizer) -> bool:
+    """Delete the state of each parameter whose state is not all finite; return if there was one."""
+    dropped = False
     for param in [p for p in optimizer.state if isinstance(p, Tensor)]:
         values = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
         numeric = [v for v in values if v.is_floating_point() or v.is_complex()]
         if not are_finite(numeric):
             del optimizer.state[param]
+            dropped = True
+    return dropped
 
 
 class Buffers:
@@ -139,18 +142,20 @@ class Extras:
         """Return the names of the state that is due at the end of this block; None: all."""
         if isinstance(self.state, str):
             return MOMENTS if self.state == "average_moments" else None
-        self._check_names(self.state)
         return [name for name, period in self.state.items() if (block or 0) % period == 0]
 
-    def _check_names(self, periods: Mapping[str, int]) -> None:
-        """Raise if the optimizer has no state of such a name. It may have no state at all yet."""
-        known = {key.partition(".")[2] for key in state_tensors(self.optimizer)}
-        if known and (unknown := sorted(periods.keys() - known)):
-            raise ValueError(
-                f"state={dict(periods)} names {', '.join(map(repr, unknown))}, which the inner "
-                "optimizer's state does not have. Its tensors of their parameter's shape are "
-                f"{', '.join(map(repr, sorted(known)))}: give periods for some of these."
-            )
+    def has_unknown_names(self) -> bool:
+        """Return whether a name has a period and is in no state, though all parameters have some.
+
+        Until then a name may come with the first state of a parameter that has had no gradient yet.
+        """
+        if isinstance(self.state, str):
+            return False
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        states = [self.optimizer.state.get(param) for param in params]
+        if not all(states):
+            return False
+        return any(all(name not in state for state in states if state) for name in self.state)
 
 
 def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:

@@ -41,6 +41,8 @@ LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the
 NOT_FINITE = 0.0  # a NaN or an infinity: leave this worker out, and report it
 NOTHING_YET = -1.0  # a worker that has just joined has nothing to contribute
 
+NAMES_UNKNOWN = -1.0  # of `Note.state_elements`: state={name: period} of a name that is in no state
+
 # Values of `Note.samples` below 0: the samples of no step are known, or only those of some steps.
 SAMPLES_UNKNOWN, SAMPLES_INCOMPLETE = -1.0, -2.0
 

@@ -37,6 +37,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
 from manyhands.blocks.averaging._payload import (
+    NAMES_UNKNOWN,
     NOT_FINITE,
     NOTE,
     SAMPLES_INCOMPLETE,
@@ -424,6 +425,14 @@ def _check_notes(notes: Sequence[Note]) -> None:
             + "). The mean is weighted by samples: call it before every step, on every worker, or "
             "never.",
             [min(note.samples, 0.0) for note in notes],
+        )
+    unknown = [r for r, note in enumerate(notes) if note.state_elements == NAMES_UNKNOWN]
+    if unknown:
+        raise ValueError(
+            "state= gives a period to a name that the inner optimizer's state does not have (on "
+            f"rank(s) {', '.join(map(str, unknown[:8]))}). Use names of tensors in "
+            "optimizer.state[param]: 'exp_avg' and 'exp_avg_sq' of Adam, 'momentum_buffer' of SGD "
+            "and Muon."
         )
     if len({note.state_elements for note in notes if note.state_elements > 0}) > 1:
         counts = (f"rank {rank}: {n.state_elements:.0f}" for rank, n in enumerate(notes[:8]))
