@@ -51,6 +51,7 @@ ZERO = tuple(name for name in ALL if FSDP_CONTENDERS[name].needs == "deepspeed")
 REST = tuple(name for name in ALL if name not in ZERO)
 # As many as there is memory for at once.
 BESIDE_ZERO = (DDP, FSDP, FSDP_KEPT, *ZERO)
+AS_IT_COMES = (DDP, FSDP, "DeepSpeed ZeRO-3")
 RESHARDED = (DDP, CONTROL, BARE, FSDP, FSDP_LEAN, FAIRSCALE)
 KEPT = (DDP, CONTROL, BARE_KEPT, FSDP_KEPT, FAIRSCALE_KEPT)
 WORKLOADS = (
@@ -58,7 +59,7 @@ WORKLOADS = (
     Workload("10M", 4, rounds=8, steps=2, groups=(REST,)),
     Workload("25M", 2, rounds=10, steps=1, groups=(REST, BESIDE_ZERO)),
     Workload("25M", 4, rounds=6, steps=1, groups=(RESHARDED, KEPT, BESIDE_ZERO)),
-    Workload("100M", 2, rounds=5, steps=1, groups=(RESHARDED, KEPT), one_ddp=True),
+    Workload("100M", 2, rounds=5, steps=1, groups=(RESHARDED, KEPT, AS_IT_COMES), one_ddp=True),
     Workload(
         "100M",
         4,

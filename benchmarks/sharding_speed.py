@@ -54,10 +54,11 @@ THIRDS = (  # what fits into 24 GB together
     (DDP, *PEERS[1:]),
 )
 BESIDE_ZERO = (DDP, OURS, OVERLAP, *ZERO)
+AS_IT_COMES = (DDP, OURS, "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2")
 WORKLOADS = (
     Workload("25M", 2, rounds=12, steps=2, groups=(REST, BESIDE_ZERO)),
     Workload("25M", 4, rounds=8, steps=2, groups=(REST, BESIDE_ZERO)),
-    Workload("100M", 2, rounds=7, steps=1, groups=(REST,), one_ddp=True),
+    Workload("100M", 2, rounds=7, steps=1, groups=(REST, AS_IT_COMES), one_ddp=True),
     Workload("100M", 4, rounds=5, steps=1, groups=THIRDS, one_ddp=True),
 )
 QUICK = (Workload("tiny", 2, rounds=2, steps=1, groups=(ALL,)),)
