@@ -134,14 +134,11 @@ def plan(
     method = find_method(blocks, optimizer)
     replicas = replicated_entries(optimizers) if rule_name == "AdamScale" else 0
     wrap_size = wrap_size_of(module)
-    elements = sum(param.numel() for param in module.parameters())
     sizes = measure(module, optimizers, wrap_size)
     forward = None if input is None else forward_costs(module, input, autocast)
-    compute = None
-    if speed is not None and forward is not None:
-        compute = PassPlan(forward.operations, parse_speed(speed))
-        if line_plan is not None:
-            line_plan = replace(line_plan, pass_seconds=compute.seconds)
+    compute = _time_of_a_pass(speed, forward)
+    if line_plan is not None and compute is not None:
+        line_plan = replace(line_plan, pass_seconds=compute.seconds)
     several = isinstance(optimizer, list | tuple)
     wraps = wrap_code(module, wrap_size, codec)
     names, codes = names_and_code(optimizers, several, bucket_size, codec, wraps)
@@ -159,7 +156,7 @@ def plan(
         optimizer=" and ".join(dict.fromkeys(one.kind.__name__ for one in optimizers)),
         layout=explain_layouts(optimizers),
         wraps=explain_wraps(sizes, wrap_size),
-        elements=elements,
+        elements=sum(param.numel() for param in module.parameters()),
         workers=workers,
         memory=budget,
         enough=enough,
@@ -185,6 +182,12 @@ def _check_speed(speed: object, input: object, pass_seconds: float | None) -> No
             "speed says how long the operations of a pass take: give input as well, and leave "
             "pass_seconds out."
         )
+
+
+def _time_of_a_pass(speed: float | str | None, forward: ForwardCosts | None) -> PassPlan | None:
+    if speed is None or forward is None:
+        return None
+    return PassPlan(forward.operations, parse_speed(speed))
 
 
 def _parse_line(line: float | str | None, pass_seconds: float | None) -> LinePlan | None:
