@@ -64,21 +64,26 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned; `batch` is one worker's of four."""
+    """What is learned; `batch` is one worker's."""
 
     name: str
     batch: int
     steps: int
     lr: float
     load: Callable[[Path], Any]
+    workers: int = WORKERS
+
+    @property
+    def is_text(self) -> bool:
+        return self.load is shakespeare
 
     def model(self, data: Any) -> nn.Module:
-        if self.name == "Shakespeare":
+        if self.is_text:
             return Transformer(data.symbols, 64)
         return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def draw(self, data: Any, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        if self.name == "Shakespeare":
+        if self.is_text:
             starts = torch.randint(len(data.train) - 65, (count, 1), generator=generator)
             windows = data.train[starts + torch.arange(65)]
             return windows[:, :-1], windows[:, 1:]
@@ -89,7 +94,7 @@ class Task:
     @torch.no_grad()
     def loss_at_the_end(self, data: Any, model: nn.Module) -> float:
         """On what was not trained on."""
-        if self.name == "Shakespeare":
+        if self.is_text:
             count = (len(data.test) - 1) // 64
             x = data.test[: count * 64].view(count, 64)
             y = data.test[1 : count * 64 + 1].view(count, 64)
@@ -131,7 +136,7 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
         optimizer = in_blocks(optimizer, **method)
     schedule = LambdaLR(optimizer, lambda step: lr_at(step, task.steps))
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    count = task.batch * (WORKERS // workers)
+    count = task.batch * (task.workers // workers)
     for _ in range(task.steps):
         x, y = task.draw(data, count, generator)
         optimizer.zero_grad()
@@ -155,7 +160,7 @@ def in_blocks(
 
 def run(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
     """The same in processes of its own."""
-    workers = WORKERS if method else 1
+    workers = task.workers if method else 1
     losses = in_processes(workers, lambda: {"loss": learn(task, folder, seed, method)}, str(method))
     return float(losses[0]["loss"])
 
