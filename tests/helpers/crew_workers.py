@@ -307,7 +307,8 @@ class Workers:
         found = []
         for incarnation in range(1, self.incarnations[number] + 1):
             path = self.folder / f"{number}.{incarnation}.jsonl"
-            lines = path.read_text().splitlines() if path.exists() else []
+            text = path.read_text() if path.exists() else ""
+            lines = text[: text.rfind("\n") + 1].splitlines()  # the last may be half written
             found += [{**json.loads(line), "incarnation": incarnation} for line in lines]
         return [line for line in found if event in ("", line["event"])]
 

@@ -385,9 +385,9 @@ class Sync:
     def _record_result(self, result: RoundResult) -> None:
         self.stats.record(result, self.members.numbers)
         drift = self.stats.drift
-        if not self._compared and drift.distance > 0:
+        if not self._compared and drift.distance > 0 and result.exact_squares:
             self._compared = True
-            squares = [result.squares[rank] for rank in result.included]
+            squares = [result.exact_squares[rank] for rank in result.included]
             if moved_identically(squares, drift.cosine, self.anchor.codec.rounds):
                 warn_identical_moves(len(squares))
 

@@ -46,7 +46,7 @@ class PayloadChunk(Protocol):
         """Read the payload and start to send its values and the note."""
 
     def receive_notes(self) -> list[list[float]]:
-        """Wait for all workers' values; return each one's note and squared length."""
+        """Wait for all workers' values; return each one's note and squared lengths."""
 
     def send_mean(self, result: RoundResult) -> None:
         """Average what this worker owns and start to send the mean. The notes are known."""
@@ -125,7 +125,7 @@ class AllReduceChunk:
         if note.weight != 1.0:  # the others' weights are not known yet: `write_mean` divides by all
             self._values.mul_(note.weight)
         self._notes = notes.zero_().view(self.workers.size, NOTE, PARTS)
-        self._notes[self.workers.rank] = _split_exactly([*note.numbers(), square]).to(notes)
+        self._notes[self.workers.rank] = _split_exactly([*note.numbers(), square, square]).to(notes)
         self._work = self.workers.start_all_reduce(self._sent)
 
     def receive_notes(self) -> list[list[float]]:
@@ -217,7 +217,7 @@ class SharedMemoryChunk:
         else:
             values.zero_()
         square = square_of(values) if self.measured else 0.0
-        own_note = torch.tensor([*note.numbers(), square], dtype=torch.float64)
+        own_note = torch.tensor([*note.numbers(), square, square], dtype=torch.float64)
         self._notes[self.workers.rank][:NOTE] = own_note
         # The barrier comes last: a worker that passes it may read the note and the values.
         self._barrier = host.barrier()
@@ -362,13 +362,15 @@ class PairwiseChunk(_EncodedChunk):
     def send_values(self, note: Note) -> None:
         """Send every slice to its owner."""
         payload, rank, size = self.payload, self.workers.rank, self.workers.size
-        messages, square = [], 0.0
+        messages, square, exact = [], 0.0, 0.0
         for owner, length in enumerate(self._lengths):
             message = self._new_message(length)
             values = self._values_in(message, length)
             payload.read(self.start + self.cuts[owner], values)
             if not note.included:
                 values.zero_()  # codecs take finite numbers only, and these are not added
+            if self.measured:
+                exact += square_of(values)
             if owner == rank:
                 self._own = values  # stays in full precision
             elif payload.codec.rounds:
@@ -379,7 +381,7 @@ class PairwiseChunk(_EncodedChunk):
                 square += square_of(values)
             messages.append(message)
         self._message = messages[rank]
-        own_note = [*note.numbers(), square]
+        own_note = [*note.numbers(), square, exact]
         for message in messages:
             _write_note(own_note, message)
         self._notes = [own_note] * size
@@ -459,8 +461,10 @@ class SparseChunk(_EncodedChunk):
             residual = None
         if residual is not None:
             residual = residual[start : start + self.length]
+        exact = square_of(values) if self.measured else 0.0
         data, self._own = encode_with_residual(payload.codec, values, residual)
-        own_note = [*note.numbers(), square_of(self._own) if self.measured else 0.0]
+        square = square_of(self._own) if self.measured else 0.0
+        own_note = [*note.numbers(), square, exact]
         self._notes = [own_note] * self.workers.size
         message = self._first_message(data)
         _write_note(own_note, message)

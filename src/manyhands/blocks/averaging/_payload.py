@@ -90,7 +90,9 @@ class Note:
         return replace(self, taken=float(work.steps), samples=known)
 
 
-NOTE = len(fields(Note)) + 1  # numbers that travel with a chunk: a note and a squared length
+# Numbers that travel with a chunk: a note, and the squared lengths of the values as they are sent
+# and before they are rounded.
+NOTE = len(fields(Note)) + 2
 
 
 class Payload(Protocol):
@@ -120,6 +122,7 @@ class RoundResult:
 
     notes: list[Note] = field(default_factory=list)  # by rank
     squares: list[float] = field(default_factory=list)  # |difference|² by rank, finite ones only
+    exact_squares: list[float] = field(default_factory=list)  # the same before rounding; not saved
     square_of_mean: float = 0.0
 
     @property

@@ -343,7 +343,7 @@ class _SyncRound:
 
     def __init__(self, workers: RankGroup, note: Note) -> None:
         self.workers, self.note = workers, note
-        self.result = RoundResult(squares=[0.0] * workers.size)
+        self.result = RoundResult(squares=[0.0] * workers.size, exact_squares=[0.0] * workers.size)
         self._sent: deque[PayloadChunk] = deque()  # values are on their way
         self._averaging: deque[PayloadChunk] = deque()  # means are on their way
 
@@ -379,11 +379,12 @@ class _SyncRound:
             self._finish(self._averaging.popleft())
         notes = chunk.receive_notes()
         if not self.result.notes:  # the first chunk: its notes are those of all the others
-            self.result.notes = [Note(*numbers[: NOTE - 1]) for numbers in notes]
+            self.result.notes = [Note(*numbers[: NOTE - 2]) for numbers in notes]
             _check_notes(self.result.notes)
         if chunk.measured:
             for rank in self.result.included:
-                self.result.squares[rank] += notes[rank][NOTE - 1]
+                self.result.squares[rank] += notes[rank][NOTE - 2]
+                self.result.exact_squares[rank] += notes[rank][NOTE - 1]
         chunk.send_mean(self.result)
         if chunk.has_mean:
             self._finish(chunk)
