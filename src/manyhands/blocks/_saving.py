@@ -330,7 +330,8 @@ def restore_round(saved: SavedRound, anchor: Anchor) -> Pending:
         for means in (saved["buffers"], saved["state"])
     )
     *squares, square_of_mean = saved["squares"]
-    result = RoundResult([Note(*note) for note in saved["notes"]], squares, square_of_mean)
+    notes = [Note(*note) for note in saved["notes"]]
+    result = RoundResult(notes, squares, square_of_mean=square_of_mean)
     note, done = Note(*saved["note"]), BackgroundSync.already_done(result)
     return Pending(fragments, saved["merge_at"], differences, buffers, state, note, done)
 
