@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands._core.codec import CODECS, Integers, encode_with_residual, find_codec
+from manyhands._core.codec import CODECS, Integers, Ternary, encode_with_residual, find_codec
 
 pytestmark = pytest.mark.quick
 
@@ -29,6 +29,7 @@ LARGEST_ERROR = {
     "int8": 0.008,
     "int4": 0.08,
     "fp4": 0.34,
+    "ternary": 1.0,
     "topk": 1.0,
     "patch": 0.004,
 }
@@ -104,9 +105,51 @@ def test_fp4_is_at_most_a_third_away_or_small_in_its_group(seed, elements, dtype
     assert ((back - values).abs() <= torch.maximum(values.abs() * 0.34, small)).all()
 
 
+@given(
+    seed=st.integers(0, 99),
+    elements=st.integers(1, 1500),
+    dtype=DTYPES,
+    scale=st.sampled_from([2.0**-60, 1.5, 2.0**60]),
+)
+def test_ternary_keeps_values_of_one_size_whatever_their_signs(seed, elements, dtype, scale):
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(-1, 2, (elements,), generator=generator)
+    values, codec = signs.to(dtype) * scale, CODECS["ternary"]
+    assert torch.equal(codec.decode(codec.encode(values.clone()), elements, dtype), values)
+
+
+def test_ternary_drops_what_is_small_in_its_group_and_sends_the_mean_size_of_the_rest():
+    codec = Ternary(group=5)
+    values = torch.tensor([4.0, -2.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, -3.0, 0.0])  # means 1.6, 0.6
+    data = codec.encode(values)
+    assert data[:4].view(torch.bfloat16).tolist() == [3.0, 3.0]
+    assert len(data) == codec.size(10, values.dtype) == 4 + 2
+    back = codec.decode(data, 10, values.dtype)
+    assert back.tolist() == [3.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -3.0, 0.0]
+
+
+def test_ternary_loses_a_fifth_of_the_square_of_normal_values():
+    generator = torch.Generator().manual_seed(0)
+    values, codec = torch.randn(256_000, generator=generator), CODECS["ternary"]
+    back = codec.decode(codec.encode(values.clone()), len(values), values.dtype)
+    lost = (back - values).square().sum() / values.square().sum()
+    assert 0.18 < lost < 0.20  # three values at their best places lose 0.190
+
+
+def test_ternary_takes_the_largest_numbers():
+    values = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max])
+    back = CODECS["ternary"].decode(CODECS["ternary"].encode(values), 2, torch.float32)
+    torch.testing.assert_close(back, values, rtol=0.01, atol=0)
+
+
+def test_ternary_sends_3000_times_less_than_ddp_in_blocks_of_160_steps():
+    elements = 10_000_000  # the way there and back: 2 (N - 1)/N of it on either side
+    assert 4 * elements * 160 / CODECS["ternary"].size(elements, torch.float32) > 3000
+
+
 @pytest.mark.parametrize(
     ("name", "bytes_each"),
-    [("int8", 1.01), ("int4", 0.54), ("fp4", 0.504), ("topk", 0.0099)],
+    [("int8", 1.01), ("int4", 0.54), ("fp4", 0.504), ("ternary", 0.208), ("topk", 0.0099)],
 )
 def test_what_a_value_costs(name, bytes_each):
     assert CODECS[name].size(10_000_000, torch.float32) <= bytes_each * 10_000_000

@@ -6,6 +6,8 @@
                          half of the values, one of the second
     fp4                  signs and powers of two: the largest power of a group of neighbours, or
                          one of the six below it, or 0. Four share two bytes: one of each quarter
+    ternary              -1, 0 or 1, times the mean absolute value of those of a group of neighbours
+                         that are not 0. Five share a byte: one of each fifth
     topk                 the largest of a group, one in 128: their places, their signs, and the mean
                          of their absolute values
     patch                the values that are not 0, in 16 bits, and their places
@@ -175,6 +177,67 @@ class PowersOfTwo(Codec):
         return values.mul_(scales.to(dtype).unsqueeze(1)).flatten()[:elements]
 
 
+TRITS = 5  # 3 ** 5 = 243 values fit in a byte
+
+
+@dataclass(frozen=True)
+class Ternary(Codec):
+    """-1, 0 or 1, with a scale (a bfloat16) for each group of neighbours: 1.66 bits a value.
+
+    A value becomes 0 if it is less than three quarters of the mean absolute value of its group. The
+    scale is the mean absolute value of the others. For normal values that is nearly the smallest
+    error that three values can have (0.19 of their square), and if few of a group are not 0, or if
+    all are of one size, they arrive as they are.
+
+    The five digits d_k of a byte make the number b = sum of (d_k + 1) 3^k, and ceil(256 b / 243) is
+    sent. Times 3, its upper byte is the highest digit, and its lower byte is the same code of the
+    digits that are left.
+    """
+
+    group: int
+
+    def _groups(self, elements: int) -> int:
+        return -(-elements // self.group)
+
+    def size(self, elements: int, dtype: torch.dtype) -> int:
+        return 2 * self._groups(elements) + -(-self._groups(elements) * self.group // TRITS)
+
+    def encode(self, values: Tensor) -> Tensor:
+        groups = self._groups(values.numel())
+        missing = groups * self.group - values.numel()
+        padded = (F.pad(values, (0, missing)) if missing else values).view(groups, self.group)
+        # Divided by their number before they are added up, because the sum may overflow. Memory is
+        # written again and again, because new pages cost more than all that is computed here.
+        sizes = padded.abs()
+        means = sizes.mul_(1 / self.group).sum(dim=1, keepdim=True)
+        digits = padded / means.mul_(0.75).clamp_(min=torch.finfo(values.dtype).tiny)
+        trits = digits.clamp_(-1, 1).to(torch.int8)
+        digits.copy_(trits)  # `trunc_` would take several times as long
+        sums = torch.mul(padded, digits, out=sizes).mul_(1 / self.group).sum(dim=1)
+        shares = digits.abs_().mul_(1 / self.group).sum(dim=1)
+        scales = sums.div_(shares.clamp_(min=1 / self.group))
+        scales.clamp_(max=torch.finfo(torch.bfloat16).max)
+        rows = -(-groups * self.group // TRITS)
+        first, *others = F.pad(trits.flatten(), (0, TRITS * rows - trits.numel())).view(TRITS, rows)
+        for place, row in enumerate(others, 1):
+            first.add_(row, alpha=3**place)
+        codes = first.to(torch.float32).add_(121).mul_(256 / 243).ceil_().to(torch.uint8)
+        return torch.cat([scales.to(torch.bfloat16).view(torch.uint8), codes])
+
+    def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        groups = self._groups(elements)
+        scales = data[: 2 * groups].view(torch.bfloat16).to(dtype).unsqueeze(1)
+        codes = data[2 * groups :]
+        trits = torch.empty(TRITS, codes.numel(), dtype=torch.int8, device=data.device)
+        wide = codes.to(torch.int16)
+        for row in reversed(trits.unbind()):
+            wide.mul_(3)
+            row.copy_(wide >> 8).sub_(1)
+            wide.bitwise_and_(255)
+        values = trits.flatten()[: groups * self.group].view(groups, self.group).to(dtype)
+        return values.mul_(scales).flatten()[:elements]
+
+
 SPACING = 128  # one value in so many is sent by `LargestValues`
 
 
@@ -316,6 +379,7 @@ CODECS: dict[str, Codec] = {
     "int8": Integers(8, 256),
     "int4": Integers(4, 64),
     "fp4": PowersOfTwo(256),
+    "ternary": Ternary(256),
     "topk": LargestValues(1 << 16),
     "patch": NonZeros(),
 }
