@@ -21,7 +21,7 @@ def after(steps, warmup=0, local_warmup=False):
     for _ in range(steps):
         state = state.step()
         if state.steps == warmup:
-            state = state.drop_anchor().begin_anchor()
+            state = state.end_warmup().begin_anchor()
     return state
 
 
@@ -70,16 +70,18 @@ def test_a_local_warm_up_has_no_anchor_until_its_last_round():
     assert flags(start) == (False, False, False) and flags(middle) == (False, True, False)
     assert start.in_local_warmup and not start.steps_together
     end = middle.step()
-    assert start.version == NO_VERSION < middle.version < end.drop_anchor().version < 0
-    assert flags(end.drop_anchor().begin_anchor()) == (True, False, True)
+    assert start.version == NO_VERSION < middle.version < end.end_warmup().version < 0
+    assert flags(end.end_warmup()) == (False, True, False)
+    assert flags(end.end_warmup().begin_anchor()) == (True, False, True)
 
 
 def test_in_a_shared_warm_up_workers_stay_equal_and_hold_the_state():
     start, middle = after(0, 2), after(1, 2)
     assert flags(start) == flags(middle) == (True, False, False)
     assert start.steps_together and middle.steps_together and not after(2, 2).steps_together
-    assert middle.version == 1
-    assert NO_VERSION < middle.step().drop_anchor().version < 0  # undone: one worker's for all
+    end = middle.step().end_warmup()
+    assert flags(end) == (True, False, False)
+    assert 0 < middle.version < end.version < end.begin_anchor().version < after(3, 2).version
     assert flags(after(2, 2)) == (True, False, True) and flags(after(3, 2)) == (True, True, True)
 
 
@@ -90,6 +92,22 @@ def test_a_joiner_contributes_from_its_first_step_on():
     assert joined.send([0, 1]).commit(complete=False, overlaps=False).contributes
     assert replace(joined, retry=()).step().contributes
     assert not BlockState.begin(9, True).join(7, 0, diverged=True, retry=[]).has_anchor
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_one_that_joins_as_a_warm_up_ends_holds_the_round_that_ends_it(local):
+    source = BlockState.begin(2, local).step().step().end_warmup()
+    told = {"diverged": source.diverged, "retry": [], "ends_warmup": source.ends_warmup}
+    joined = BlockState.begin(2, local).join(2, 0, **told)
+    assert joined.ends_warmup and joined.version == source.version
+    assert joined.regroup() == joined  # undone, and repeated
+    begun = joined.begin_anchor()
+    assert flags(begun) == flags(source.begin_anchor()) == (True, False, True)
+    assert begun.step().diverged
+    # One that comes back when the others have held it has nothing left to hold.
+    late = source.join(7, 1, diverged=True, retry=[])
+    assert not late.ends_warmup and flags(late) == (True, True, True)
+    assert not source.load(2, 0).ends_warmup and not source.forget_rounds().ends_warmup
 
 
 def test_a_number_of_steps_that_is_set_never_loses_an_anchor():
@@ -159,7 +177,18 @@ SENSELESS = {
     "steps set in flight": lambda: after(2).send([0]).continue_at(9),
     "back to no anchor": lambda: after(1, 2, True).return_to_anchor(),
     "back in flight": lambda: after(2).send([0]).return_to_anchor(),
-    "no end of a warm-up": lambda: after(3, 2).drop_anchor(),
+    "no end of a warm-up": lambda: after(3, 2).end_warmup(),
+    "a warm-up that ends in flight": lambda: replace(
+        after(2, 2).step().send([0]), steps=2
+    ).end_warmup(),
+    "an anchor without the end of a warm-up": lambda: after(2, 2).begin_anchor(),
+    "a step before the anchor": lambda: after(2, 2).end_warmup().step(),
+    "a round before the anchor": lambda: BlockState.begin(1, True).step().end_warmup().send(ALL),
+    "steps set before the anchor": lambda: after(2, 2).end_warmup().continue_at(1),
+    "no anchor to return to": lambda: after(2, 2).end_warmup().return_to_anchor(),
+    "joined at another end": lambda: BlockState.begin(2, False).join(
+        3, 0, diverged=False, retry=[], ends_warmup=True
+    ),
     "an anchor in flight": lambda: after(2).send([0]).begin_anchor(),
     "a block that ends before its steps": lambda: after(2).end_block(1),
     "a block that ends before a repeated round": lambda: after(2).send([0]).undo([0]).end_block(4),
@@ -176,6 +205,10 @@ def test_a_change_that_makes_no_sense_raises(change):
 
 
 # -- any sequence of changes -----------------------------------------------------------------------
+
+
+# Rounds that end a warm-up and are undone: whether the others go on without this worker.
+UNDONE = st.lists(st.booleans(), max_size=2)
 
 
 class Life(RuleBasedStateMachine):
@@ -223,7 +256,8 @@ class Life(RuleBasedStateMachine):
         self.sent.clear()
         self.change(self.state.regroup(due))
         if joins:
-            source = replace(self.state, steps=self.state.steps + 1, rounds=self.state.rounds + 1)
+            further = self.state.begin_anchor() if self.state.ends_warmup else self.state
+            source = replace(further, steps=further.steps + 1, rounds=further.rounds + 1)
             others = {"diverged": source.diverged, "retry": source.retry, "blocks": self.blocks + 1}
             self.given_up += self.unmerged if self.state.diverged else 0
             joined = self.state.join(source.steps, source.rounds, **others)
@@ -241,8 +275,26 @@ class Life(RuleBasedStateMachine):
         self.sent.append((tuple(fragments), overlaps, self.state.work))
         self.change(self.state.send(fragments))
 
-    @rule(kept=st.booleans(), ahead=st.none() | st.integers(0, 5))
-    def step(self, kept, ahead):
+    def begin_anchor(self, undone):
+        """Hold the round that ends the warm-up, unless the others have held it."""
+        for joins in undone:
+            self.regroup(joins)
+        if self.state.ends_warmup:
+            self.change(self.state.begin_anchor())
+            self.moved, self.unmerged = set(), 0
+
+    @precondition(lambda self: not self.sent and self.state.warmup)
+    @rule(undone=UNDONE, diverged=st.booleans())
+    def join_as_a_warmup_ends(self, undone, diverged):
+        self.given_up += self.unmerged if self.state.diverged else 0
+        told = {"diverged": diverged, "retry": [], "blocks": self.blocks, "ends_warmup": True}
+        self.change(self.state.join(self.state.warmup, self.state.rounds, **told), falls=True)
+        assert not self.state.contributes
+        self.moved, self.steps_since_joining, self.unmerged = set(), 0, 0
+        self.begin_anchor(undone)
+
+    @rule(undone=UNDONE, ahead=st.none() | st.integers(0, 5))
+    def step(self, undone, ahead):
         blocks = self.state.steps >= max(self.state.warmup, 1)
         count = self.state.steps + ahead if ahead is not None and blocks else None
         self.change(self.state.step(count))
@@ -254,11 +306,10 @@ class Life(RuleBasedStateMachine):
         if self.state.local_warmup or self.state.steps > self.state.warmup:
             self.moved = set(ALL)
         if self.state.steps == self.state.warmup:
-            self.change(self.state.drop_anchor(), falls=True)
-            if not kept:
-                self.regroup(joins=False)
-            self.change(self.state.begin_anchor())
-            self.moved, self.unmerged = set(), 0
+            before = self.state.version
+            self.change(self.state.end_warmup(), falls=True)
+            assert self.state.version == before - 1
+            self.begin_anchor(undone)
 
     @precondition(lambda self: self.state.diverged and not self.state.before_blocks)
     @rule(fragments=st.sets(st.sampled_from(ALL), min_size=1))
@@ -354,7 +405,11 @@ class Life(RuleBasedStateMachine):
     def the_version_is_that_of_the_state_it_holds(self):
         state = self.state
         assert (state.version >= 0) == state.has_anchor
-        assert state.has_anchor or state.local_warmup  # or in the round that ends a warm-up
+        assert state.has_anchor or state.local_warmup
+
+    @invariant()
+    def no_warm_up_is_left_to_be_ended(self):
+        assert not self.state.ends_warmup
 
 
 TestLife = Life.TestCase

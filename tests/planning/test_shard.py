@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
@@ -429,19 +430,86 @@ def test_mistakes(changed, error, says):
         mh.shard(model, optimizer, call["level"], codec=call.get("codec"))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_is_sharded_once_at_a_time(level):
+def once(level, choose=lambda model: model):
+    """Shard a part of a model, or all of it."""
+
+    def use(model):
+        return mh.shard(choose(model), sgd(choose(model)), level)[0]
+
+    return use
+
+
+def in_sharded_ddp(model):
+    return mh.ShardedDataParallel(model, mh.OSS(model.parameters(), lr=0.1))
+
+
+def in_fully_shard(model):
+    return fully_shard(model)
+
+
+FIRST = {  # what is done with the model before, what is sharded then, and what the error says
+    **{f"shard {level}": (once(level), None, "") for level in LEVELS},
+    **{f"shard {level} of a layer": (once(level, lambda m: m[2]), None, "2.") for level in LEVELS},
+    **{f"shard {level}, a layer next": (once(level), 2, "") for level in LEVELS},
+    "DistributedDataParallel": (DistributedDataParallel, None, "0.weight is in a Distributed"),
+    "DataParallel": (nn.DataParallel, None, "0.weight is in a DataParallel "),
+    "ShardedDataParallel": (in_sharded_ddp, None, "0.weight is in a ShardedDataParallel "),
+    "FSDP": (mh.FSDP, None, "0.weight is sharded "),
+    "fully_shard": (in_fully_shard, None, "0.weight is sharded "),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_model_is_sharded_once_at_a_time(name):
+    use, part, says = FIRST[name]
+
     def twice():
-        model = new_model()
-        sharded, _ = mh.shard(model, sgd(model), level)
-        # At level 3 the model that was given has wraps inside.
-        with pytest.raises((RuntimeError, TypeError), match=r"would be sent twice|already"):
-            mh.shard(model, sgd(model), level)
-        if level < 3:
-            del sharded
-            mh.shard(model, sgd(model), level)
+        for level in (*LEVELS, "auto"):
+            model = new_model()
+            used = use(model)
+            plain = model if part is None else model[part]
+            before = list(plain.parameters())
+            with pytest.raises((RuntimeError, TypeError), match=rf"{says}.*already"):
+                mh.shard(plain, sgd(plain), level)
+            assert all(p is q for p, q in zip(before, plain.parameters(), strict=True))
+            del used
 
     run_ranks(2, twice)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_model_may_be_sharded_again_when_nobody_holds_the_first_one(level):
+    def again():
+        model = new_model()
+        first, _ = mh.shard(model, sgd(model), level)
+        del first
+        mh.shard(model, sgd(model), level)
+
+    run_ranks(2, again)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "auto"])
+def test_all_ranks_learn_that_the_model_of_one_is_in_use(level):
+    def ask():
+        model = new_model()
+        used = nn.DataParallel(model) if dist.get_rank() == 1 else model
+        mh.shard(model, sgd(model), level)
+        del used
+
+    says = r"DataParallel already|1 cannot shard the model"
+    raises_on_ranks(2, Exception, ask, match=says)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_one_process_shards_a_model_once_as_well(level):
+    model = new_model()
+    if level == 1:
+        used = in_sharded_ddp(model)
+    else:
+        used, _ = mh.shard(model, sgd(model), level)
+    with pytest.raises((RuntimeError, TypeError), match="already"):
+        mh.shard(model, sgd(model), max(level, 2))
+    del used
 
 
 @pytest.mark.quick

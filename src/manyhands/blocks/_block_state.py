@@ -6,8 +6,9 @@
     steps         steps taken; a joiner continues from the others' number
     rounds        sync rounds that took place
     blocks        of these rounds, those with the last fragment: they ended a block
-    has_anchor    this worker holds the common state. Not so in a local warm-up, nor until the round
-                  that ends a warm-up has taken place
+    has_anchor    this worker holds the common state: not so in a local warm-up
+    ends_warmup   the warm-up's last step was taken, and the round that makes the first anchor is
+                  still to be held, before anything else; a worker that joins meanwhile holds it too
     diverged      parameters may differ from the anchor
     just_joined   no step was taken since the state transfer, so there is nothing to contribute
     retry         fragments that the members synchronize as soon as they have regrouped: those of
@@ -25,10 +26,18 @@ A block with one round:
                              └── send ◀── retry ◀──┘
 
 With overlap or fragments a worker stays diverged after a commit: steps were taken meanwhile, or
-other fragments have moved on. Two things always hold:
+other fragments have moved on. The end of a warm-up has a round of its own:
+
+                     step               end_warmup                 begin_anchor
+          a warm-up ──────▶ its last step ──────▶ ends the warm-up ────────────▶ at the anchor
+                                                    │         ▲
+                                      the round is undone, or members change
+
+Three things always hold:
 
     something is in flight, or to be repeated    ⇒  diverged
     something is to be repeated                  ⇒  nothing is in flight
+    ends the warm-up                             ⇒  after `warmup` steps, with neither of them
 
 Everything here is plain values: no tensors, no process group, no clock. `Sync` (_sync.py) holds one
 of these values. When it changes the value, it also does what the change means: it sends, waits, or
@@ -80,6 +89,7 @@ class BlockState:
     steps: int = 0
     rounds: int = 0
     has_anchor: bool = True
+    ends_warmup: bool = False
     diverged: bool = False
     just_joined: bool = False
     retry: tuple[int, ...] = ()
@@ -93,8 +103,10 @@ class BlockState:
         assert min(self.work) >= 0, f"more work was merged than was done: {self}"
         assert self.in_flight >= 0, f"a round ends that was not sent: {self}"
         assert not (self.retry and self.in_flight), f"a round overtakes a repeated one: {self}"
-        at_anchor = not self.diverged
-        assert not (at_anchor and (self.in_flight or self.retry)), f"nothing to send: {self}"
+        sends = bool(self.in_flight or self.retry)
+        assert self.diverged or not sends, f"nothing to send: {self}"
+        at_end = self.steps == self.warmup and not sends
+        assert at_end or not self.ends_warmup, f"no end of a warm-up: {self}"
 
     @classmethod
     def begin(cls, warmup: int, local_warmup: bool) -> BlockState:
@@ -108,9 +120,11 @@ class BlockState:
         """How far this worker is: the one with the highest version sends joiners its state.
 
         It is negative without an anchor. If no worker has one, the steps decide, so that a joiner,
-        which has taken none, sets no other worker back.
+        which has taken none, sets no other worker back. A worker that ends a warm-up is further
+        than one before its last step, and not as far as one that has held the round.
         """
-        return ((self.rounds if self.has_anchor else -1) << 32) + self.steps
+        halves = 2 * self.steps - int(self.ends_warmup)
+        return ((self.rounds if self.has_anchor else -1) << 32) + halves
 
     @property
     def contributes(self) -> bool:
@@ -135,7 +149,7 @@ class BlockState:
     @property
     def anchor_in_use(self) -> bool:
         """Whether the anchor is what all workers agreed on last (not so in a warm-up)."""
-        return self.has_anchor and self.steps >= self.warmup
+        return self.has_anchor and self.steps >= self.warmup and not self.ends_warmup
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -146,6 +160,7 @@ class BlockState:
         different numbers of steps in a block. `samples`: those of this step, if they are known.
         """
         assert not self.retry, f"a step before an undone round is repeated: {self}"
+        assert not self.ends_warmup, f"a step before the round that ends the warm-up: {self}"
         # Workers that were apart stay so in a shared warm-up, as when the steps are set back.
         diverged = self.diverged or not self.steps_together
         # Written out: `replace` takes several times as long, and every step comes here.
@@ -155,7 +170,7 @@ class BlockState:
             self.steps + 1 if steps is None else steps,
             self.rounds,
             self.has_anchor,
-            diverged,
+            diverged=diverged,
             just_joined=False,
             in_flight=self.in_flight,
             own=self.own + 1,
@@ -172,26 +187,28 @@ class BlockState:
     def continue_at(self, steps: int) -> BlockState:
         """Count on from this number of steps."""
         assert not self.in_flight, f"merge what is in flight first: {self}"
+        assert not self.ends_warmup, f"hold the round that ends the warm-up first: {self}"
         # After the warm-up the workers had agreed on an anchor, in the run that is continued.
         has_anchor = self.has_anchor or steps >= self.warmup
         return replace(self, steps=steps, has_anchor=has_anchor)
 
     # -- the end of a warm-up ------------------------------------------------------------------
 
-    def drop_anchor(self) -> BlockState:
-        """Hold no common state until the round that ends the warm-up has taken place."""
-        assert self.steps == self.warmup and not self.in_flight, f"no end of a warm-up: {self}"
-        return replace(self, has_anchor=False)
+    def end_warmup(self) -> BlockState:
+        """Ask for the round that makes the first anchor, after the last step of the warm-up."""
+        return replace(self, ends_warmup=True)
 
     def begin_anchor(self) -> BlockState:
         """Make the parameters, which are equal on all workers now, the first anchor."""
-        return replace(self, has_anchor=True, diverged=False, work=NO_WORK)
+        assert self.ends_warmup, f"no warm-up ends: {self}"
+        return replace(self, has_anchor=True, ends_warmup=False, diverged=False, work=NO_WORK)
 
     # -- a sync round --------------------------------------------------------------------------
 
     def send(self, fragments: Sequence[int]) -> BlockState:
         """Begin a round about these fragments. One that is to be repeated comes before others."""
         assert not self.retry or self.retry == tuple(fragments), f"not what is repeated: {self}"
+        assert not self.ends_warmup, f"not the round that ends the warm-up: {self}"
         return replace(self, in_flight=self.in_flight + 1, retry=())
 
     def commit(
@@ -245,26 +262,28 @@ class BlockState:
         blocks: int = 0,
         diverged: bool,
         retry: Sequence[int],
+        ends_warmup: bool = False,
     ) -> BlockState:
         """Take over another member's state.
 
-        A joiner takes part in a round that is repeated, although it has nothing to contribute. If
-        it was a member that came too late, it gives up its steps: they started from an anchor that
-        the others have left.
+        A joiner takes part in a round that is repeated, although it has nothing to contribute, and
+        in the round that ends a warm-up. If it was a member that came too late, it gives up its
+        steps: they started from an anchor that the others have left.
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
         state = replace(
             self.give_up_steps(),
             blocks=blocks,
+            ends_warmup=False,
             diverged=diverged,
             just_joined=True,
             retry=tuple(retry),
         )
-        return state._at(steps, rounds)
+        return state._at(steps, rounds, ends_warmup)
 
     def forget_rounds(self) -> BlockState:
         """Give up what is in flight, because other values are loaded."""
-        return replace(self, in_flight=0, just_joined=False)
+        return replace(self, in_flight=0, ends_warmup=False, just_joined=False)
 
     def load(
         self,
@@ -282,6 +301,9 @@ class BlockState:
         state = replace(self.forget_rounds(), blocks=blocks, own=own, work=work, dropped=dropped)
         return replace(state, diverged=diverged, in_flight=in_flight)._at(steps, rounds)
 
-    def _at(self, steps: int, rounds: int) -> BlockState:
-        has_anchor = steps >= self.warmup or not self.local_warmup
-        return replace(self, steps=steps, rounds=rounds, has_anchor=has_anchor)
+    def _at(self, steps: int, rounds: int, ends_warmup: bool = False) -> BlockState:
+        begun = steps >= self.warmup and not ends_warmup
+        has_anchor = begun or not self.local_warmup
+        return replace(
+            self, steps=steps, rounds=rounds, has_anchor=has_anchor, ends_warmup=ends_warmup
+        )

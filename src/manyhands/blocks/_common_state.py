@@ -51,6 +51,7 @@ class TransferredState(CommonState):
 
     retry: list[int]
     diverged: bool
+    ends_warmup: bool
     buffers: list[Tensor]
     samples: SavedAccount | None
 
@@ -101,12 +102,13 @@ class CommonParts:
 
     def pack(self, state: BlockState) -> bytes:
         """Return what a joiner needs."""
-        if state.before_blocks:  # no anchor yet: this worker's parameters take its place
+        if not state.anchor_in_use:  # this worker's parameters take its place
             self.anchor.begin()
         transferred: TransferredState = {
             **self.common_state(state),
             "retry": list(state.retry),
             "diverged": state.diverged,
+            "ends_warmup": state.ends_warmup,
             "buffers": [buffer.detach() for buffer in self.extras.buffer_tensors()],
             "samples": self.samples.account.saved(),
         }
@@ -132,5 +134,6 @@ class CommonParts:
             saved["rounds"],
             blocks=saved["blocks"],
             diverged=saved["diverged"],
+            ends_warmup=saved["ends_warmup"],
             retry=saved["retry"],
         )

@@ -10,6 +10,7 @@ merge     the outer step moves the anchor, and the parameters with it
 undo      a member was lost in the round. The members that are left repeat it at once; a round that
           ran in the background is sent again when it is next due
 joiners   a crew's new members receive the common state (`_common_state.py`)
+warm-up   the round after its last step makes the first anchor, among the members of that moment
 samples   with a `Cursor`, the samples that were taken are committed with the round (`_samples.py`)
 
 Where a worker is in this life is a value, `Sync.state` (`_block_state.py`). A method here does what
@@ -153,9 +154,9 @@ class Sync:
         """Send and merge the fragments that are due after the step that was counted."""
         step, regroups = self.state.steps, self.regroups
         if self.state.before_blocks:
-            self.regroup()
             if step == self.state.warmup:
-                self._end_warmup()
+                self.state = self.state.end_warmup()
+            self.regroup()
             return
         due = self.schedule.due(step)
         if self.schedule.ends(step):
@@ -403,18 +404,32 @@ class Sync:
     # -- a sync round about values as they are -------------------------------------------------
 
     def average_now(
-        self, payloads: Sequence[TensorPayload], state: Sequence[TensorPayload] = ()
+        self, payloads: Sequence[TensorPayload], *, contributes: bool = True
     ) -> RoundResult | None:
         """Average tensors in place over the workers, without anchor and outer step.
 
         Return None if the round was undone; the members have changed then. After a round that
-        took place the caller calls `regroup`, once it has used the means.
+        took place the caller calls `regroup`, once it has used the means. A worker that does not
+        contribute gets the others' mean.
         """
-        finite = all(map(is_payload_finite, [*payloads, *state]))
-        result = self.runner.average(payloads, state, self._write_note(finite, state))
+        result = self._average_once(payloads, contributes=contributes)
         if result is None:
             self.regroup()
         return result
+
+    def _average_once(
+        self,
+        payloads: Sequence[TensorPayload],
+        state: Sequence[TensorPayload] = (),
+        *,
+        contributes: bool = True,
+    ) -> RoundResult | None:
+        """Average tensors in place. None: the round was undone, and `regroup` is due."""
+        finite = all(map(is_payload_finite, [*payloads, *state]))
+        note = self._write_note(finite, state)
+        if not contributes:
+            note = replace(note, status=NOTHING_YET)
+        return self.runner.average(payloads, state, note)
 
     def average_gradients(self, params: Sequence[Tensor]) -> bool:
         """Set every gradient to the workers' mean; return whether there is one to step along.
@@ -422,45 +437,62 @@ class Sync:
         The steps of a shared warm-up follow it. A worker whose gradients are not finite is left
         out, and gets the others' mean. A parameter that has no gradient on any worker stays
         without one.
+
+        The gradients of a worker that came too late are of parameters that the others have left:
+        they are not in the mean, and after the warm-up there is none.
         """
         with torch.no_grad():
-            gradients = GradientPayloads(params)
+            gradients, joins = GradientPayloads(params), self.joins
             self.samples.account.step()  # the samples of the step that follows are in this mean
             result = self.average_now(gradients.payloads)
             while result is None:  # a member was lost: repeat with those that are left
-                result = self.average_now(gradients.payloads)
+                if not self.state.steps_together:
+                    return False
+                own = self.joins == joins
+                result = self.average_now(gradients.payloads, contributes=own)
             self.samples.commit(result, self.state.steps + 1)
             if result.included:
                 gradients.fill_missing()
             return bool(result.included)
 
-    def _end_warmup(self) -> None:
-        """Make the first worker's parameters the anchor on every worker."""
-        # Until that has succeeded there is no anchor: if the round is undone, the state transfer
-        # takes one worker's parameters for all (of a member, not of a joiner: see `version`).
-        self.state = self.state.drop_anchor()
-        local_warmup = self.state.local_warmup
+    def _begin_anchor(self) -> None:
+        """Make the first worker's parameters the anchor on every worker, if the round is kept."""
         tensors = [*trainable_params(self.optimizer), *self.extras.buffer_tensors()]
-        averaged = local_warmup and self.extras.averages_state
+        averaged = self.state.local_warmup and self.extras.averages_state
         first = make_payloads(by_index(tensors), first_only=True)
-        result = self.average_now(first, self.extras.state_payloads() if averaged else [])
-        if result is not None:
-            self.samples.commit(result, self.state.steps)
-        if local_warmup and not averaged:
-            self.initial_state.restore()
+        result = self._average_once(first, self.extras.state_payloads() if averaged else [])
+        if result is None:  # `regroup` comes back to it
+            return
+        self.samples.commit(result, self.state.steps)
+        self._forget_local_warmup()
         self.state = self.state.begin_anchor()
         self.anchor.begin()
         self.members.begin_blocks()
         self.restart_clock()
-        self.regroup()
+
+    def _forget_local_warmup(self) -> None:
+        """Reset the inner optimizer's state: it is of parameters that this worker leaves."""
+        if self.state.local_warmup and not self.extras.averages_state:
+            self.initial_state.restore()
 
     # -- elastic members -----------------------------------------------------------------------
 
     def regroup(self) -> None:
-        """Let members leave and joiners in, if any do; then repeat an undone round.
+        """Let members leave and joiners in, if any do; then hold the round that is to be held.
 
-        The present members repeat it, so that none of their work is lost.
+        That is an undone round, which the present members repeat so that none of their work is
+        lost, or the round that ends a warm-up.
         """
+        self._change_members()
+        while self.state.ends_warmup:
+            self._begin_anchor()
+            self._change_members()
+        if self.state.retry:
+            self._send(self.state.retry, self.now)
+            self._merge()
+        self.samples.hand_out(self.state)
+
+    def _change_members(self) -> None:
         while self.members.regroup_due:
             self.pending.clear()  # they have changed nothing yet, and are sent again when due
             self.runner.forget_last()
@@ -470,10 +502,6 @@ class Sync:
             self.members.regroup(self.state.version)
             self.anchor.reset_residuals()
             self.transfer_state()
-        if self.state.retry:
-            self._send(self.state.retry, self.now)
-            self._merge()
-        self.samples.hand_out(self.state)
 
     def transfer_state(self) -> None:
         """Send joiners the common state; all members agree that the joiners have it."""
@@ -483,6 +511,9 @@ class Sync:
         transfer = StateTransfer(self.members, lambda: self.common.pack(self.state))
         took_place = self.runner.commit(transfer.background, moves_anchor=False) is not None
         if took_place and transfer.received is not None:
-            self.state = self.common.take_over(transfer.received, self.state)
+            before = self.state
+            self.state = self.common.take_over(transfer.received, before)
+            if self.state.anchor_in_use and not before.anchor_in_use:
+                self._forget_local_warmup()  # it comes too late for the round that ended it
             self.joins += 1
             self.restart_clock()

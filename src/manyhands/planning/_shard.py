@@ -23,7 +23,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,9 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from manyhands._core.agreement import agree
 from manyhands._core.encoded_slices import find_gradient_codec
-from manyhands._core.modules import ModuleWrapper
+from manyhands._core.modules import TORCH_WRAPPERS, ModuleWrapper, modules_holding
 from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import OptimizerWrapper
 from manyhands.planning._arguments import check_covers, describe_optimizer
@@ -64,7 +64,7 @@ CONTAINER_MEMORY = (
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
-_sharded_as = WeakKeyDictionary[nn.Module, "ref[nn.Module]"]()  # what `shard` made of a model
+WRAPPERS = (ModuleWrapper, *TORCH_WRAPPERS)
 MARGIN = 0.85  # of the free memory: the plan does not count workspaces and fragments
 
 
@@ -151,7 +151,6 @@ def shard(
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
             )
-    _sharded_as[model] = ref(sharded)
     returned: Any = made[0] if isinstance(optimizer, Optimizer) else made
     return sharded, returned
 
@@ -171,13 +170,13 @@ def _check(model: object, optimizer: object, level: object, codec: str | None) -
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel | ModuleWrapper):
+        if isinstance(module, WRAPPERS):
             where = f"model.{name}" if name else "the model"
             raise TypeError(
                 f"{where} is a {type(module).__name__} already. Give shard() the plain model: it "
                 "does the wrapping."
             )
-    _check_not_sharded(model)
+    _check_not_in_use(model)
     optimizers: list[Any] = [optimizer]
     if isinstance(optimizer, list | tuple):
         optimizers = list(optimizer)
@@ -197,16 +196,30 @@ def _check(model: object, optimizer: object, level: object, codec: str | None) -
     return optimizers
 
 
-def _check_not_sharded(model: nn.Module) -> None:
-    """Raise if `shard` has made something of this model that is still in use."""
-    former = _sharded_as.get(model)
-    if former is not None and former() is not None:
-        gc.collect()  # what is in use no longer may be in a cycle
-    if former is not None and (sharded := former()) is not None:
+def _check_not_in_use(model: nn.Module) -> None:
+    """Raise if parameters are sharded already, or in a wrapper that somebody still holds."""
+    names = [name for name, _ in model.named_parameters()]
+    params = list(model.parameters())
+    for name, param in zip(names, params, strict=True):
+        if is_dtensor(param):
+            raise TypeError(
+                f"{name} is sharded already (a DTensor, as fully_shard, FullyShardedDataParallel "
+                "and tensor parallelism make them). Give shard() the plain model, and only once."
+            )
+    if _wrappers_around(params):
+        gc.collect()  # what nobody holds any more may be in a cycle
+    for kind, indices in _wrappers_around(params):
         raise RuntimeError(
-            f"the model is in a {type(sharded).__name__} that shard() has returned. Its gradients "
-            "would be sent twice. Use the model that shard() returned, or delete that one first."
+            f"{names[min(indices)]} is in a {kind} already, which shard() has returned or you have "
+            "made, and its gradients would be sent twice. Go on with that one, or delete it before "
+            "you call shard()."
         )
+
+
+def _wrappers_around(params: Sequence[Tensor]) -> list[tuple[str, set[int]]]:
+    """Return the live wrappers with any of these parameters, and the indices of those they have."""
+    found = modules_holding(params, lambda module: isinstance(module, WRAPPERS))
+    return [(type(module).__name__, indices) for module, indices in found]
 
 
 def _check_plain_optimizer(optimizer: object) -> None:
