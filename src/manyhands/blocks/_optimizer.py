@@ -100,8 +100,8 @@ class Blocks(OptimizerWrapper):
         outer: the outer step, from the workers' mean to the next anchor. By default the mean is
             the next anchor.
         every: steps from one sync round to the next, or `Seconds`, or `ByDrift`.
-        codec: how differences are encoded: "float32", "bfloat16", "int8", "int4", "fp4", "topk" or
-            "patch". What is not sent is added to the next difference.
+        codec: how differences are encoded: "float32", "bfloat16", "int8", "int4", "fp4",
+            "ternary", "topk" or "patch". What is not sent is added to the next difference.
         overlap: steps for which training goes on while a mean is in flight. 0 waits for it.
         mixing: with overlap, the share α of a worker's own parameters when a mean is merged:
             α * parameters + (1 - α) * new anchor. None keeps all steps that were taken while the
