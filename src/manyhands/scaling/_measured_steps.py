@@ -25,10 +25,9 @@ over only if it has not run a step yet. Its first step then sends claims without
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
-from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -127,13 +126,16 @@ class NoSync:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
-        self._modules: WeakSet[DistributedDataParallel] | None = None  # None: not searched yet
+        self._modules: list[weakref.ref[nn.Module]] | None = None  # None: not searched yet
 
     def __call__(self) -> bool:
         if self._modules is None:
-            found = [module for module, _ in modules_holding(self._params, _is_ddp)]
-            self._modules = WeakSet(cast(list[DistributedDataParallel], found))
-        return any(not module.require_backward_grad_sync for module in self._modules)
+            found = modules_holding(self._params, _is_ddp)
+            self._modules = [weakref.ref(module) for module, _ in found]
+        return any(
+            module is not None and not module.require_backward_grad_sync
+            for module in (each() for each in self._modules)
+        )
 
 
 def _is_ddp(module: nn.Module) -> bool:
