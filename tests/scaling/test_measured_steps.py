@@ -36,7 +36,7 @@ from helpers.scaling_oracle import (
     two_groups,
 )
 from manyhands._core.ranks import RankGroup
-from manyhands.scaling import _hooks, _measured_steps, _rotation
+from manyhands.scaling import _measured_steps, _rotation
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._measured_steps import MeasuredSteps, steps_between
 from manyhands.scaling._noise import DebiasedAverage, PaperAverage
@@ -173,11 +173,11 @@ def test_averages_that_would_rest_on_few_steps_are_measured_more_often(monkeypat
 def counted():
     """The payloads that a rule sends, and the norms that it takes, meanwhile."""
     sent, taken = [], []
-    send, many, one = RankGroup.sum_and_gather, PlainNorm.many, _hooks.vector_norm
+    send, many, one = RankGroup.sum_and_gather, PlainNorm.many, PlainNorm.one
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankGroup, "sum_and_gather", lambda *a: sent.append(a) or send(*a))
         patch.setattr(PlainNorm, "many", lambda *a: taken.append(a) or many(*a))
-        patch.setattr(_hooks, "vector_norm", lambda *a: taken.append(a) or one(*a))
+        patch.setattr(PlainNorm, "one", lambda *a: taken.append(a) or one(*a))
         yield sent, taken
 
 
