@@ -53,7 +53,7 @@ from manyhands.scaling._binding import (
 from manyhands.scaling._example_squares import Examples, parse_examples
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage, ratio_of_squares
-from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
+from manyhands.scaling._noise_tracker import NoiseTracker
 from manyhands.scaling._preconditioned import rescale_second_moments
 from manyhands.scaling._rotation import check_share
 from manyhands.scaling._settings import (
@@ -68,6 +68,7 @@ from manyhands.scaling._settings import (
     parse_factors,
     parse_short_step,
 )
+from manyhands.scaling._step_counts import StepCounts
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import Averager, GradientTap
 
@@ -401,7 +402,7 @@ class ScaledOptimizer(OptimizerWrapper):
                 closure = tap.hooks.replay(closure(), closure)
         elif tap.step.passes == 0 and binding.is_initializing_state():
             return binding.step(*args, **kwargs)
-        tap.check_divided()
+        tap.division.check_divided(tap.step)
         signals = ScalerSignals.read_from(self, inner)
         if batch.counts_passes:  # only now is their number final
             self._check_batch(batch, self.passes)
@@ -546,7 +547,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the gradients by the number of passes, with `is_scaled_loss=False`."""
-        self._tap.divide_by_passes()
+        self._tap.division.divide_for_user(self._tap.step)
 
 
 def _module(averager: Averager | None) -> nn.Module | None:

@@ -26,7 +26,7 @@ from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import Coverage
 from manyhands.scaling._measured_steps import parse_measure_every
 from manyhands.scaling._noise import VAR_FLOOR
-from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState, check_progress
+from manyhands.scaling._noise_tracker import NoiseTracker, TrackerState
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._rotation import default_share, parse_measured
 from manyhands.scaling._settings import (
@@ -46,6 +46,7 @@ from manyhands.scaling._settings import (
     parse_short_step,
     save_options,
 )
+from manyhands.scaling._step_counts import StepCounts, check_progress
 from manyhands.scaling._tap import TapState
 
 VERSION = 2  # of the entry's format

@@ -39,3 +39,8 @@ class StepInProgress:
     small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
     announced: int | None = None  # the passes that a WeightedMean was made for
     before: list[int] = field(default_factory=list)  # `MeasuredSteps` before it was counted
+
+    @property
+    def gradient_untouched(self) -> bool:
+        """Whether nobody has changed the gradients since the last backward pass."""
+        return self.last_gradient is not None and self.last_gradient.unchanged

@@ -37,12 +37,12 @@ from torch.optim import Optimizer
 
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import local_shard
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
 from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import ExampleNorms
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
+from manyhands.scaling._gradient_division import GradientDivision
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
 from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
 from manyhands.scaling._measured_steps import MeasuredSteps, NoSync
@@ -147,6 +147,7 @@ class GradientTap:
             self.previous,
             compare_at_scale_1=self._compare_at_scale_1,
         )
+        self.division = GradientDivision(self._params, self.batch)
         self.exchange.set_groups(len(param_groups), self._params[0].device)
         self._in_no_sync = NoSync(self._params)
         self._unsharded = unsharded_parameters(self._params, self._model)
@@ -254,11 +255,6 @@ class GradientTap:
                 "passes, as at the end of an epoch, call zero_grad() first."
             )
 
-    @property
-    def _gradient_untouched(self) -> bool:
-        """Whether nobody has changed the gradients since the last backward pass."""
-        return self.step.last_gradient is not None and self.step.last_gradient.unchanged
-
     def _gradients_cleared(self) -> bool:
         """Return whether the gradients of this step's passes have been cleared.
 
@@ -286,7 +282,7 @@ class GradientTap:
             self._begin_step()
         self.hooks.reset()
         if self.step.divided_by != 1:  # what looked like the last pass was not: undo the division
-            self.multiply_gradients(self.step.divided_by)
+            self.division.multiply(self.step.divided_by)
             self.step.divided_by = 1
         if self.step.passes == 0 and self._gradient_at_step is not None:
             at_step, self._gradient_at_step = self._gradient_at_step, None
@@ -349,7 +345,7 @@ class GradientTap:
         if self._is_last_pass:
             self._on_last_pass()
             if self._changes_gradients and batch.accumulation is not None:
-                self._count_short()  # now, before anybody clips the gradient
+                self.division.apply_short(step)  # now, before anybody clips the gradient
         if not hooks.idle and (batch.counts_passes or step.passes < batch.passes):
             # Counted passes may go on after one that was averaged, so their sum is always kept.
             squares = self._mean.squares_per_group(step.norms)
@@ -358,7 +354,7 @@ class GradientTap:
         step.norms = {}
         step.last_gradient = GradientVersion(self._params[hooks.first_index])
         if self._unsharded and batch.short_step == "count" and batch.accumulation is None:
-            step.last_norm = self._norm_of_one()
+            step.last_norm = self.division.norm_of_one()
 
     def _norms_of_pass(self) -> Mapping[int, Norm]:
         """Return the norms of the pass that has ended; none if its step is not measured."""
@@ -494,7 +490,7 @@ class GradientTap:
         self._count_in_schedule(next_measured)
         step.complete = True
         if batch.counts_passes and passes > 1:
-            self.multiply_gradients(1 / passes)
+            self.division.multiply(1 / passes)
             step.divided_by = passes
         return step.stats
 
@@ -512,49 +508,6 @@ class GradientTap:
         self._on_last_pass()
         assert self.step.stats is not None
         return self.step.stats
-
-    def count_short(self) -> None:
-        """Make the gradient the mean of a short step's passes, and the batch their size.
-
-        Each loss was divided by the passes of a whole step, and so is the gradient's sum.
-        """
-        if self.step.divided_by != 1:
-            return  # it is
-        passes, batch = self.step.passes, self.batch
-        before = self.step.last_norm
-        if not self._gradient_untouched or (
-            before is not None and not torch.equal(before, self._norm_of_one())
-        ):
-            raise RuntimeError(
-                f"step() after {passes} of {batch.passes} backward passes, whose gradient was "
-                "changed before (clipped, unscaled) as if it were that of a whole step. Call "
-                f"set_num_gradients_to_accumulate({passes}) before the first backward() of the "
-                f"shorter step, and divide its losses by {passes}."
-            )
-        self._count_short()
-
-    def _norm_of_one(self) -> Tensor:
-        """Return the norm of this rank's shard of one gradient.
-
-        Clipping DTensors in one foreach operation does not change their versions.
-        """
-        shards = (local_shard(p.grad) for p in self._params if p.grad is not None)
-        shard = next((each for each in shards if each.numel()), torch.zeros(1))
-        return torch.linalg.vector_norm(shard.detach())
-
-    def _count_short(self) -> None:
-        step, batch = self.step, self.batch
-        if step.passes >= batch.passes or batch.short_step != "count":
-            batch.short = None  # an earlier pass may have looked like the last one
-            return
-        if step.announced not in (None, step.passes):
-            raise RuntimeError(
-                f"a WeightedMean of {step.announced} counts, and only {step.passes} backward "
-                "passes in the step. Make it of as many counts as the step will have passes."
-            )
-        batch.short = step.passes
-        self.multiply_gradients(batch.passes / step.passes)
-        step.divided_by = step.passes / batch.passes
 
     def describe_excess(self) -> str:
         """Return the error message for a pass that is one too many."""
@@ -585,41 +538,6 @@ class GradientTap:
             text = describe_missing(missing, len(hooks.trainable))
             return anomaly(text, may_be_intended=not alone)
         return anomaly(NOT_AVERAGED) if alone else None
-
-    # -- dividing the gradient by the number of passes -----------------------------------------
-
-    def multiply_gradients(self, factor: float) -> None:
-        """Multiply every `.grad` in place."""
-        with torch.no_grad():
-            for param in self._params:
-                if param.grad is not None:
-                    local_shard(param.grad).mul_(factor)
-
-    def divide_by_passes(self) -> None:
-        """Divide the gradients by the number of passes, if that is left to the user."""
-        batch = self.batch
-        if batch.counts_passes or batch.loss_is_divided:
-            raise RuntimeError(
-                "the gradients are divided already: scale_grad_by_num_grads_to_accum() is for "
-                "is_scaled_loss=False, where the losses are not divided."
-            )
-        if not self.step.complete or not self._gradient_untouched:
-            raise RuntimeError(
-                "call scale_grad_by_num_grads_to_accum() once, after the step's last backward() "
-                "and before anything else changes the gradients (clipping, for one)."
-            )
-        self.multiply_gradients(1 / batch.passes)
-
-    def check_divided(self) -> None:
-        """Raise if the user was to divide the gradients by the number of passes, and has not."""
-        batch = self.batch
-        left_to_user = not batch.counts_passes and not batch.loss_is_divided and batch.passes > 1
-        if left_to_user and self.step.complete and self._gradient_untouched:
-            raise RuntimeError(
-                f"is_scaled_loss=False, and the sum of {batch.passes} passes' gradients has not "
-                "been divided. Call scale_grad_by_num_grads_to_accum() before step(), or divide "
-                f"each pass's loss by {batch.passes} and leave is_scaled_loss=True."
-            )
 
     # -- saving and loading ------------------------------------------------------------------
 
