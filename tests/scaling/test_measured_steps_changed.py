@@ -104,6 +104,28 @@ def test_a_state_of_an_older_release_begins_with_a_measured_step():
         assert not continued._tap.hooks.idle
 
 
+@pytest.mark.parametrize("how", ["examples", "a loop", "one pass"])
+def test_a_state_from_between_is_loaded_where_every_step_is_measured(how):
+    *_, (model, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    options = {"examples": True, "model": model, "measured": 1} if how == "examples" else {}
+    optimizer.unhook()
+    optimizer = mh.AdaScale(
+        optimizer.optimizer, num_gradients_to_accumulate=1 if how == "one pass" else 2, **options
+    )
+    optimizer.load_state_dict(state)
+    if how == "a loop":
+        optimizer._batch.short_step = "count"
+    idle = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        for _ in range(optimizer.passes):
+            (model(torch.randn(4, 3, dtype=torch.float64)).square().mean() / 2).backward()
+        optimizer.step()
+        idle.append(optimizer._tap.hooks.idle)
+    assert idle == [True, False, False, False]  # the first one is a check
+
+
 @pytest.mark.parametrize("between", [[-1, 0], [0], "ab", [17, 0], None])
 def test_a_damaged_position_is_found(between):
     *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)

@@ -27,7 +27,9 @@ from helpers.scaling_oracle import (
     make_model,
     two_groups,
 )
+from manyhands._core.stop_notice import stop_notice
 from manyhands.errors import RanksDisagree
+from manyhands.scaling._step_stats import NO_REPORT
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,42 @@ def test_a_ramp_that_comes_later_waits_for_the_next_measured_step():
     expected = [not is_measured(step) for step in range(STEPS)]
     expected[SETTLED + 3 :] = [False] * (STEPS - SETTLED - 3)
     assert run_ranks(2, go) == [(expected, STEPS - SETTLED - 2)] * 2
+
+
+class Listener:
+    """An observer that notes how many reports it is given."""
+
+    def __init__(self):
+        self.heard = []
+
+    def report(self):
+        return NO_REPORT
+
+    def after_step(self, reports):
+        self.heard.append(len(reports))
+
+
+def test_an_observer_is_given_no_reports_of_an_earlier_step():
+    def go():
+        listener = Listener()
+        for _, optimizer in train("AdaScale", 1, steps=SETTLED + 5):
+            if optimizer.snapshot()["step"] == SETTLED + 2:
+                optimizer._observer = listener
+        return listener.heard
+
+    assert run_ranks(2, go) == [[0, 2, 2]] * 2
+
+
+def test_a_stop_notice_is_passed_on_with_the_next_measured_step():
+    def go():
+        agreed = []
+        for _, optimizer in train("AdaScale", 1):
+            agreed.append(optimizer.stop_agreed())
+            if len(agreed) == SETTLED + 2 and dist.get_rank() == 1:
+                stop_notice.give("SIGTERM")
+        return agreed.index(True), agreed.count(False)
+
+    assert run_ranks(2, go) == [(SETTLED + K, SETTLED + K)] * 2
 
 
 def one_rank_leaves_parameters_out(first):

@@ -85,11 +85,14 @@ class NoiseTracker:
     @property
     def current(self) -> NoiseAverage:
         """The average, with the gradients of a backward that no step has followed yet."""
-        stats = self.tap.step.stats
-        if stats is None:
+        step = self.tap.step
+        if not step.complete:
             return self.average
-        if self._delayed:  # also under a step that is not measured itself, in `finish_step`
+        if self._delayed:
             self._early_outcome = self._early_outcome or self._add_in_flight()
+            return self.average
+        stats = step.stats
+        if stats is None:  # it is not measured
             return self.average
         # read once: reading waits for the device
         if self._preview is None or self._preview.stats is not stats:

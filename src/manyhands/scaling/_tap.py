@@ -370,7 +370,12 @@ class GradientTap:
                     "weights. Leave examples= out."
                 )
         step.valid = step.valid and hooks.valid
-        return norms if self.examples is None else self._norms_of_examples(self.examples, norms)
+        if self.examples is None:
+            return norms
+        if hooks.idle:  # a check, after a state was loaded
+            self.examples.forget()
+            return norms
+        return self._norms_of_examples(self.examples, norms)
 
     @property
     def _is_last_pass(self) -> bool:
@@ -415,25 +420,26 @@ class GradientTap:
 
     def pass_over(self) -> None:
         """Complete a step of which nothing is measured and nothing sent."""
-        self._find_unaveraged()
-        if self.step.problem is None:  # a pass that DDP has not averaged is not in lockstep
+        problem = self._find_unaveraged()
+        if problem is None:  # a pass that was not averaged is not in lockstep
             self._count_in_schedule(None)
+        self.step.problem = problem or self.step.problem
         self.step.complete = True
 
     def _count_in_schedule(self, next_measured: int | None) -> None:
         self.step.before = self.schedule.to_state()
         self.schedule.count(next_measured)
 
-    def _find_unaveraged(self) -> None:
-        """Note it if this rank knows by itself that the step's gradients were not averaged."""
+    def _find_unaveraged(self) -> str | None:
+        """Return an error message if this rank knows by itself that gradients were not averaged."""
         step, hooks = self.step, self.hooks
         if self._unsharded:
             measured = [hooks.first_index] if hooks.idle and step.passes else hooks.norms
-            problem = find_unaveraged_gradients(self._params, self._unsharded, measured)
-            step.problem = problem or step.problem
+            return find_unaveraged_gradients(self._params, self._unsharded, measured)
         # In a measured step the ranks compare their gradients.
-        elif hooks.idle and step.passes and self.ranks.size > 1 and self._in_no_sync():
-            step.problem = f"{NOT_AVERAGED}."
+        if hooks.idle and step.passes and self.ranks.size > 1 and self._in_no_sync():
+            return f"{NOT_AVERAGED}."
+        return None
 
     @torch.no_grad()
     def complete(
@@ -453,7 +459,7 @@ class GradientTap:
         by_user = batch.passes_divided_by_user
         if step.passes == 0:
             self._begin_step()
-        self._find_unaveraged()
+        step.problem = self._find_unaveraged() or step.problem
         measured = self.schedule.due
         next_measured = self.schedule.next_measured(period)
         small_batches: float | None = step.small_batches
