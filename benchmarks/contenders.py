@@ -20,6 +20,10 @@ from torch.optim import SGD, AdamW
 import manyhands as mh
 
 Trained = tuple[nn.Module, Any]
+WARM_UP = 18  # more than AdamScale's five plain steps, and than the eight of measured=1/8
+PERIOD = 4  # steps of which one is measured, in the rows that say so
+# Two workers' averages look back over 500 steps. All are measured until they hold as many.
+SETTLED = 520
 
 
 class Block(nn.Module):
@@ -87,6 +91,10 @@ def our_exact_adascale(model: nn.Module) -> Trained:
     return DistributedDataParallel(model), mh.AdaScale(sgd(model), measured=1)
 
 
+def our_adascale_of_some_steps(model: nn.Module) -> Trained:
+    return DistributedDataParallel(model), mh.AdaScale(sgd(model), measure_every=PERIOD)
+
+
 def our_ramp(model: nn.Module) -> Trained:
     """A `Ramp` that measures and decides, and has nowhere to go: the batch is the largest."""
     ddp, rule = our_exact_adascale(model)
@@ -119,6 +127,10 @@ def our_exact_adamscale(model: nn.Module) -> Trained:
     return DistributedDataParallel(model), mh.AdamScale(adamw(model), measured=1)
 
 
+def our_adamscale_of_some_steps(model: nn.Module) -> Trained:
+    return DistributedDataParallel(model), mh.AdamScale(adamw(model), measure_every=PERIOD)
+
+
 def adaptdl_adamscale(model: nn.Module) -> Trained:
     from adaptdl.torch.gradient_noise_scale import AdamGradientNoiseScale
     from adaptdl.torch.scaling_rules import AdamScale
@@ -146,6 +158,8 @@ class Variant:
     make: Callable[[nn.Module], Trained]
     base: str
     needs: str | None = None  # the peer that must be installed
+    warm_up: int = WARM_UP  # steps that are not timed
+    period: int = 1  # steps after which everything repeats itself
 
 
 @dataclass(frozen=True)
@@ -157,16 +171,18 @@ class Workload:
     model: Callable[[], nn.Module]
     inputs: tuple[int, ...]
     variants: tuple[Variant, ...]
-    steps_per_round: int
+    steps_per_round: int  # a multiple of each variant's period
 
 
 BARE_SGD, BARE_ADAMW = "DDP + SGD", "DDP + AdamW(fused)"
 OURS = "manyhands AdaScale"
 EXACT = f"{OURS}, measured=1"
+SOME = {"warm_up": SETTLED, "period": PERIOD}
 ADASCALE = (
     Variant(BARE_SGD, bare_sgd, BARE_SGD),
     Variant("DDP + SGD again (A/A)", bare_sgd, BARE_SGD),
     Variant(OURS, our_adascale, BARE_SGD),
+    Variant(f"{OURS}, measure_every={PERIOD}", our_adascale_of_some_steps, BARE_SGD, **SOME),
     Variant(EXACT, our_exact_adascale, BARE_SGD),
     Variant(f"{EXACT}, and Ramp", our_ramp, BARE_SGD),
     Variant(f"{EXACT}, and Ramp, over AdaScale", our_ramp, EXACT),
@@ -177,15 +193,21 @@ ADAMSCALE = (
     Variant(BARE_ADAMW, bare_adamw, BARE_ADAMW),
     Variant("DDP + AdamW(fused) again (A/A)", bare_adamw, BARE_ADAMW),
     Variant("manyhands AdamScale", our_adamscale, BARE_ADAMW),
+    Variant(
+        f"manyhands AdamScale, measure_every={PERIOD}",
+        our_adamscale_of_some_steps,
+        BARE_ADAMW,
+        **SOME,
+    ),
     Variant("manyhands AdamScale, measured=1", our_exact_adamscale, BARE_ADAMW),
     Variant("adaptdl AdamScale", adaptdl_adamscale, BARE_ADAMW, "adaptdl"),
 )
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("resnet-8", "ResNet-20, batch 8", resnet20, (8, 3, 32, 32), ADASCALE, 5),
-        Workload("resnet-32", "ResNet-20, batch 32", resnet20, (32, 3, 32, 32), ADASCALE, 2),
-        Workload("mlp", "MLP of 10.5 M, batch 7", mlp, (7, 1024), ADASCALE + ADAMSCALE, 2),
+        Workload("resnet-8", "ResNet-20, batch 8", resnet20, (8, 3, 32, 32), ADASCALE, 4),
+        Workload("resnet-32", "ResNet-20, batch 32", resnet20, (32, 3, 32, 32), ADASCALE, 4),
+        Workload("mlp", "MLP of 10.5 M, batch 7", mlp, (7, 1024), ADASCALE + ADAMSCALE, 4),
     )
 }
 

@@ -1,12 +1,17 @@
-"""What `measured=1/8` changes in the gain, beside the error that the gain has anyway.
+"""What `measured=1/8` and `measure_every` change in the gain, beside the error that it has anyway.
 
     python benchmarks/measured.py            ten minutes; prints the table of docs/notes.md
+    python benchmarks/measured.py --every    the other table: some steps are not measured
     python benchmarks/measured.py --quick    a smoke test
 
 A model is trained with AdaScale, which measures all of every gradient. `NoiseScale`s with other
 shares watch the same gradients, and average as long. Their gains are therefore of the same run, and
 differ from AdaScale's by what they have not measured. Beside it: how far exact gains of several
 seeds are from each other at the same step.
+
+With `--every`, the numbers of each step of an AdaScale that measures every step are averaged once
+more, by hand: all of them until the averages hold as many steps as their memory, and from then on
+those of every k-th step. Gains are compared in the steps after that.
 """
 
 from __future__ import annotations
@@ -25,10 +30,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import manyhands as mh
-from manyhands.scaling._noise import gain
+from manyhands.scaling._noise import NoiseAverage, NormSums, gain
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 SHARES = (2, 8, 16)  # 1/2, 1/8, 1/16
+PERIODS = (2, 4, 8)  # steps of which one is measured
 Draw = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
 
@@ -155,6 +161,71 @@ def gains(workload: Workload, scale: int, seed: int, steps: int) -> list[list[fl
     return found
 
 
+def gains_of_sums(sums: Sequence[NormSums], smoothing: float, scale: int, k: int) -> list[float]:
+    """Return the gain after each step whose averages are settled, if every k-th is measured."""
+    average, found = NoiseAverage(1), []
+    memory = math.ceil(1.0 / (1.0 - smoothing))
+    for step, each in enumerate(sums):
+        if step < memory:
+            average = average.add(each, smoothing)
+            continue
+        if (step - memory) % k == k - 1:
+            average = average.add(each, smoothing**k)
+        found.append(average.gain(float(scale)))
+    return found
+
+
+def sums_of_steps(workload: Workload, scale: int, seed: int, steps: int) -> list[NormSums]:
+    """Train, and return the numbers that AdaScale has measured in each step."""
+    torch.manual_seed(seed)
+    random = torch.Generator().manual_seed(seed)
+    model, draw = workload.model(), workload.data()
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(model.parameters(), lr=workload.lr, momentum=0.9),
+        num_gradients_to_accumulate=scale,
+        measured=1,
+    )
+    found = []
+    for _ in range(steps):
+        for _ in range(scale):
+            inputs, targets = draw(random)
+            (F.cross_entropy(model(inputs), targets) / scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(optimizer._tracker.sums)
+    return found
+
+
+def row_of_periods(workload: Workload, scale: int, seeds: int, memories: float) -> str:
+    """Errors in per cent of the gain, over the steps whose averages are settled."""
+    smoothing = 1.0 - scale / 1000.0
+    steps = round(memories / (1.0 - smoothing))
+    runs = [sums_of_steps(workload, scale, seed, steps) for seed in range(seeds)]
+    exact = [gains_of_sums(run, smoothing, scale, 1) for run in runs]
+    own = root_mean_square([stdev(at) / mean(at) for at in zip(*exact, strict=True)])
+    cells = [workload.name, f"{scale}", f"{mean(map(mean, exact)):.2f}", f"{100 * own:.1f} %"]
+    for k in PERIODS:
+        found = [gains_of_sums(run, smoothing, scale, k) for run in runs]
+        pairs = [
+            each
+            for ours, theirs in zip(found, exact, strict=True)
+            for each in zip(ours, theirs, strict=True)
+        ]
+        errors = [ours / theirs - 1.0 for ours, theirs in pairs]
+        cells.append(f"{100 * root_mean_square(errors):.2f} % ({100 * mean(errors):+.2f})")
+    return f"| {' | '.join(cells)} |"
+
+
+def table_of_periods(seeds: int, quick: bool) -> None:
+    """Print how far gains are off if only every k-th step is measured."""
+    heads = " | ".join(f"every {k}. (mean)" for k in PERIODS)
+    print(f"| workload | scale | gain | over seeds | {heads} |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    for workload in WORKLOADS[: 1 if quick else 3]:
+        for scale in (32,) if quick else (2, 4, 8):
+            print(row_of_periods(workload, scale, seeds, 1.5 if quick else 3.0), flush=True)
+
+
 def root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(mean(value * value for value in values))
 
@@ -179,8 +250,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke test")
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--every", action="store_true", help="measure every k-th step only")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.every:
+        table_of_periods(2 if args.quick else args.seeds, args.quick)
+        return
     shares = " | ".join(f"1/{k}" for k in SHARES)
     print(f"| workload | scale | gain | over seeds | {shares} | mean of 1/8 |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")

@@ -112,7 +112,18 @@ class PlainRun:
             start += size
         return result
 
-    def step(self, x, y):
+    def add(self, sqr, var, theta, divided):
+        """Add one step's estimates to the averages."""
+        started = self.preconditioned and divided
+        if started and not self.warm and not self.mix_norm_kinds:  # other units: start anew
+            self.biased, self.weight = [[0.0] * len(self.sizes), [0.0] * len(self.sizes)], 0.0
+        self.warm = started
+        self.weight = theta * self.weight + 1 - theta
+        for biased, new in zip(self.biased, (sqr, var), strict=True):
+            biased[:] = [theta * b + (1 - theta) * v for b, v in zip(biased, new, strict=True)]
+
+    def step(self, x, y, stands_for=1):
+        """Train one step; its gradients count as those of so many steps, with 0 not at all."""
         grads = gradients(self.model, x, y)
         n = len(grads)
         scale = self.scale or n
@@ -124,13 +135,8 @@ class PlainRun:
         sqr = [(n * b - s) / (n - 1) for s, b in zip(small, big, strict=True)]
         var = [(s - b) * scale / (n - 1) for s, b in zip(small, big, strict=True)]
         theta = max(1 - n / 1000, 0) if self.smoothing is None else self.smoothing
-        started = self.preconditioned and any((d != 1).any() for d in pinv)
-        if started and not self.warm and not self.mix_norm_kinds:  # other units: start anew
-            self.biased, self.weight = [[0.0] * len(self.sizes), [0.0] * len(self.sizes)], 0.0
-        self.warm = started
-        self.weight = theta * self.weight + 1 - theta
-        for biased, new in zip(self.biased, (sqr, var), strict=True):
-            biased[:] = [theta * b + (1 - theta) * v for b, v in zip(biased, new, strict=True)]
+        if stands_for:
+            self.add(sqr, var, theta**stands_for, any((d != 1).any() for d in pinv))
         self.sqr = [max(b / self.weight, 0.0) for b in self.biased[0]]
         self.var = [max(b / self.weight, 1e-6) for b in self.biased[1]]
         self.gains.append(gain(sum(self.sqr), sum(self.var), scale))

@@ -81,6 +81,7 @@ class TrainingSnapshot:
         self._batch = replace(rule._batch)
         self._factors = rule._factors
         self._scaling = copy.deepcopy(rule.scaling_state_dict())
+        self._schedule = replace(rule._tap.schedule)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -110,6 +111,7 @@ class TrainingSnapshot:
             module.training = training
         rule._batch.load_state(replace(self._batch))
         rule.load_scaling_state_dict(self._scaling)  # parsed into copies
+        rule._tap.schedule = replace(self._schedule)  # which loading keeps: this is on all ranks
         rule._factors = self._factors
         set_random_state(self._random)
 

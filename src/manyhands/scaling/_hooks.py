@@ -148,6 +148,7 @@ class GradientHooks:
         self.partial_sums: dict[int, Tensor] = {}
         self.valid = True  # False if a gradient was seen only in part
         self.sums_gradients = False  # whether the gradients of several passes belong together
+        self.idle = False  # whether the step under way is not measured
         self.first_index = 0  # of the parameter whose gradient came first in the pass
         self.trainable: list[int] = []
         self._params: Sequence[Tensor] = []
@@ -274,6 +275,8 @@ def _on_gradient(
     if task != hooks.passes.task:
         hooks.first_index = index
         hooks.passes.enter(task)
+    if hooks.idle:
+        return
     if grad.requires_grad:  # with create_graph=True
         grad = grad.detach()
     if hooks.sums_gradients or index in hooks._repeated:

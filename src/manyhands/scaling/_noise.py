@@ -13,7 +13,10 @@ noise of a mean falls with the batch size, so var(scale 1) = var(one small batch
 scale S is worth. It is 1 if the gradients agree and S if they are pure noise.
 
 One step's estimate is unbiased and very noisy. A rule acts on the average over roughly the last
-1 / (1 - smoothing) steps.
+1 / (1 - smoothing) steps. A measured step may stand for k steps, of which the others were not
+measured (`_measured_steps.py`). Its estimate then counts as k equal ones in a row do:
+
+    average = smoothing^k average + (1 - smoothing^k) estimate
 
 * `DebiasedAverage` is a moving average divided by the weight it has gathered (as Adam does). The
   smoothing may differ from step to step.
@@ -55,6 +58,7 @@ class NormSums:
     scale: float
     consecutive: bool = False  # the "small batches" are the gradients of two consecutive steps
     norm_kind: str = "plain"  # or "preconditioned": see `NormKind` in `_hooks.py`; or "examples"
+    steps: int = 1  # that this one stands for
 
     def unscale(self, loss_scale: float) -> NormSums:
         """Return the sums for gradients that are not multiplied by a loss scale."""
@@ -141,8 +145,9 @@ class DebiasedAverage:
         seen = [t / w if w else start for t, w in zip(self.total, self.weight, strict=True)]
         return (*seen, *[start] * (groups - len(seen)))
 
-    def add(self, values: Sequence[float], smoothing: float) -> DebiasedAverage:
-        """Return the average with one more value per group."""
+    def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> DebiasedAverage:
+        """Return the average with one more value per group, which stands for so many steps."""
+        smoothing **= steps
         # a parameter group added in the middle of a run starts with weight 0
         total = (*self.total, *[0.0] * (len(values) - len(self.total)))
         weight = (*self.weight, *[0.0] * (len(values) - len(self.weight)))
@@ -151,6 +156,11 @@ class DebiasedAverage:
             tuple(smoothing * t + new * v for t, v in zip(total, values, strict=True)),
             tuple(smoothing * w + new for w in weight),
         )
+
+    def steps_held(self, smoothing: float, groups: int) -> float:
+        """Return how many steps it has seen, of the group that has seen the fewest."""
+        weights = (*self.weight, *[0.0] * (groups - len(self.weight)))
+        return min(_steps_of_weight(w, smoothing) for w in weights)
 
 
 @dataclass(frozen=True)
@@ -164,22 +174,33 @@ class PaperAverage:
         """Return the average per group, and `start` for groups without any value yet."""
         return (*self.mean, *[start] * (groups - len(self.mean)))
 
-    def add(self, values: Sequence[float], smoothing: float) -> PaperAverage:
-        """Return the average with one more value per group."""
+    def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> PaperAverage:
+        """Return the average with one more value per group, which stands for so many steps."""
         mean = (*self.mean, *[0.0] * (len(values) - len(self.mean)))
         count = (*self.count, *[0] * (len(values) - len(self.count)))
         return PaperAverage(
             tuple(
-                m + (v - m) / (c + 1)
-                if c + 1 < 1 / (1 - smoothing) or c == 0
-                else smoothing * m + (1 - smoothing) * v
+                m + steps * (v - m) / (c + steps)
+                if c + steps < 1 / (1 - smoothing) or c == 0
+                else smoothing**steps * m + (1 - smoothing**steps) * v
                 for m, v, c in zip(mean, values, count, strict=True)
             ),
-            tuple(c + 1 for c in count),
+            tuple(c + steps for c in count),
         )
+
+    def steps_held(self, smoothing: float, groups: int) -> float:
+        """Return how many steps it has seen, of the group that has seen the fewest."""
+        return min(self.count) if len(self.count) == groups else 0
 
 
 AnyAverage = DebiasedAverage | PaperAverage
+
+
+def _steps_of_weight(weight: float, smoothing: float) -> float:
+    """Solve weight = 1 - smoothing ** steps for the number of steps."""
+    if weight >= 1.0 or smoothing == 0.0:
+        return math.inf if weight > 0.0 else 0.0
+    return math.log1p(-weight) / math.log(smoothing)
 
 
 def convert_average(
@@ -192,13 +213,10 @@ def convert_average(
         weight = tuple(1.0 - smoothing**count for count in average.count)
         total = tuple(m * w for m, w in zip(average.mean, weight, strict=True))
         return DebiasedAverage(total, weight)
-    # Solve weight = 1 - smoothing ** count for the count. `most` is where PaperAverage becomes a
-    # moving average for good; a larger count would make no difference.
+    # `most` is where PaperAverage becomes a moving average for good; a larger count would make no
+    # difference.
     most = math.ceil(1 / (1 - smoothing))
-    counts = (
-        most if w >= 1.0 or smoothing == 0.0 else round(math.log1p(-w) / math.log(smoothing))
-        for w in average.weight
-    )
+    counts = (round(min(_steps_of_weight(w, smoothing), most)) for w in average.weight)
     mean = average.value(0.0, len(average.weight))
     return PaperAverage(mean, tuple(max(1, min(count, most)) for count in counts))
 
@@ -266,8 +284,8 @@ class NoiseAverage:
         old = self.begun_anew() if restart else self
         return replace(
             self,
-            sqr=old.sqr.add(new.sqr, smoothing),
-            var=old.var.add(new.var, smoothing),
+            sqr=old.sqr.add(new.sqr, smoothing, sums.steps),
+            var=old.var.add(new.var, smoothing, sums.steps),
             consecutive=sums.consecutive,
             norm_kind=sums.norm_kind,
         )
@@ -323,6 +341,10 @@ class NoiseAverage:
     def gain(self, scale: float, group: int | None = None) -> float:
         """Return how many steps at scale 1 one step at `scale` is worth."""
         return gain(self.sqr_of(group), self.var_of(group), scale)
+
+    def steps_held(self, smoothing: float) -> float:
+        """Return how many steps the average has seen since it began, in all of its groups."""
+        return self.var.steps_held(smoothing, self.groups)
 
     @property
     def measured(self) -> bool:

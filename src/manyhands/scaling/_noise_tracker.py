@@ -7,73 +7,22 @@ trace.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NoReturn
 
 from torch.optim import Optimizer
 
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import ScalerSignals
+from manyhands.scaling._measured_steps import steps_between
 from manyhands.scaling._noise import NoiseAverage, NormSums
 from manyhands.scaling._settings import Options
+from manyhands.scaling._step_counts import StepOutcome
 from manyhands.scaling._step_stats import RankReport, StepStats
 from manyhands.scaling._tap import GradientTap
 
 NONFINITE_LIMIT = 10
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What became of a step's statistics."""
-
-    gain: float  # of the average that includes them, at the scale of their step
-    skipped: bool  # the gradient scaler found infinities, and no step was made
-
-
-@dataclass
-class StepCounts:
-    """What a rule's steps have come to so far. The owner of the progress."""
-
-    progress: float = 0.0  # the sum of the gains
-    steps: int = 0
-    skipped: int = 0
-    short: int = 0  # steps with fewer passes than declared, counted or dropped
-
-    def add(self, outcome: StepOutcome | None, *, late: bool) -> None:
-        """Count a skipped step, or, if its statistics came late, its progress.
-
-        If they did not come late, the progress is added when the optimizer has stepped.
-        """
-        if outcome is not None and outcome.skipped:
-            self.skipped += 1
-        elif outcome is not None and late:
-            self.progress += outcome.gain
-
-    def to_state(self) -> dict[str, float]:
-        """Return the counts for a state dict."""
-        return asdict(self)
-
-    @classmethod
-    def parse_state(cls, entry: SavedState) -> StepCounts:
-        """Return the counts of a state dict, or raise."""
-        return cls(
-            check_progress(float(entry["progress"])),
-            int(entry["steps"]),
-            int(entry["skipped"]),
-            int(entry.get("short", 0)),  # earlier releases had no such steps
-        )
-
-    def load_state(self, loaded: StepCounts) -> None:
-        """Become `loaded`, in place: the proxies that trainers put around a rule share this."""
-        vars(self).update(vars(loaded))
-
-
-def check_progress(progress: float) -> float:
-    """Return the progress, or raise."""
-    if not (math.isfinite(progress) and progress >= 0.0):
-        raise ValueError(f"progress must be finite and not negative, got {progress}.")
-    return float(progress)
 
 
 @dataclass(frozen=True)
@@ -89,10 +38,11 @@ class _Preview:
 class _InFlight:
     """Statistics on their way to the host, and what their step knew."""
 
-    stats: StepStats
+    stats: StepStats | None  # None: the step was not measured
     scale: float
-    has_loss_scale: bool  # the loss scale is copied along with the statistics
-    scaler_decides: bool  # the gradient scaler skips a step whose gradients are not finite
+    has_loss_scale: bool = False  # the loss scale is copied along with the statistics
+    scaler_decides: bool = False  # the gradient scaler skips a step whose gradients are not finite
+    skipped: bool = False  # by the scaler; for a step in which no norm was taken
 
 
 @dataclass(frozen=True)
@@ -103,6 +53,7 @@ class TrackerState:
     loss_scale: float | None
     nonfinite: int
     nonfinite_in_a_row: int
+    uneven_passes: bool
 
 
 class NoiseTracker:
@@ -120,6 +71,7 @@ class NoiseTracker:
         self.average = self._configure(average)
         self.nonfinite = 0
         self.nonfinite_in_a_row = 0
+        self.uneven_passes = False  # whether a rank has ever seen fewer passes than a step had
         self.sums: NormSums | None = None  # of the last step that was added, if it has any
         self._delayed = delayed
         self._preview: _Preview | None = None
@@ -127,16 +79,20 @@ class NoiseTracker:
         # the outcome of a delayed step that `current` has added ahead of time
         self._early_outcome: StepOutcome | None = None
         self._last_stats: StepStats | None = None
-        self.reports: Sequence[RankReport] = ()  # of the last step that was added
+        self.reports: Sequence[RankReport] = ()  # of the last step that has sent them
+        self._new_reports: Sequence[RankReport] = ()  # the same, until they are taken
 
     @property
     def current(self) -> NoiseAverage:
         """The average, with the gradients of a backward that no step has followed yet."""
-        stats = self.tap.step.stats
-        if stats is None:
+        step = self.tap.step
+        if not step.complete:
             return self.average
         if self._delayed:
             self._early_outcome = self._early_outcome or self._add_in_flight()
+            return self.average
+        stats = step.stats
+        if stats is None:  # it is not measured
             return self.average
         # read once: reading waits for the device
         if self._preview is None or self._preview.stats is not stats:
@@ -157,6 +113,40 @@ class NoiseTracker:
         stats.read()
         return stats.micro_batch
 
+    def steps_to_next(self, *, every_step: bool) -> int:
+        """Return how many steps the next measured one is to stand for (`_measured_steps.py`).
+
+        The result is the same on all ranks, or the claims of this step say so. It depends on the
+        steps before this one, whose numbers have not arrived yet. Besides measuring, the numbers of
+        a step decide whether passes were counted alike, whether a short step counts, and where a
+        `Ramp` goes (`every_step`): where that is needed, every step is measured.
+        """
+        tap, batch = self.tap, self.tap.batch
+        needed = (
+            every_step
+            or batch.counts_passes
+            or batch.accumulation is not None
+            or batch.short_step != "error"
+            or tap.examples is not None
+            or batch.passes * batch.workers == 1  # consecutive gradients are compared
+            or self.uneven_passes
+        )
+        if needed or self.nonfinite_in_a_row:
+            return 1
+        k = int(self._options["measure_every"].number)
+        held = self.average.steps_held(batch.smoothing_for(batch.scale_for(batch.passes)))
+        return steps_between(k, batch.memory_in_steps, held)
+
+    def take_reports(self) -> Sequence[RankReport]:
+        """Return what the ranks reported since the last call."""
+        reports, self._new_reports = self._new_reports, ()
+        return reports
+
+    def _receive(self, stats: StepStats) -> None:
+        """Take note of what the ranks have said in a step, which has been read."""
+        self.reports = self._new_reports = stats.reports
+        self.uneven_passes |= stats.missed_somewhere
+
     def complete(self, optimizer: Optimizer) -> bool:
         """Complete the step if that is still to be done; return whether it is short on all ranks.
 
@@ -164,6 +154,8 @@ class NoiseTracker:
         is the mean of its passes when this returns.
         """
         tap, policy = self.tap, self.tap.batch.short_step
+        if tap.step.complete and tap.step.stats is None:
+            return False  # it is not measured, and this rank has seen all passes
         stats = tap.step.stats or self._complete_early(optimizer)
         passes = tap.step.passes
         if passes >= stats.passes:
@@ -179,9 +171,9 @@ class NoiseTracker:
                 "the rule: short_step='count' steps along the mean of the passes that there were, "
                 "short_step='drop' leaves the step out."
             )
-        self.reports = stats.reports
+        self._receive(stats)
         if policy == "count":
-            tap.count_short()
+            tap.division.count_short(tap.step)
         return True
 
     def finish_step(self, signals: ScalerSignals, scale: float) -> StepOutcome | None:
@@ -191,9 +183,13 @@ class NoiseTracker:
         """
         tap, loss_scale = self.tap, self.tap.loss_scale
         stats = tap.step.stats
-        assert stats is not None  # `complete` was called
+        assert tap.step.complete
         if tap.step.problem is not None:
             raise RuntimeError(tap.step.problem)
+        if stats is None:
+            outcome = self._finish_unmeasured(signals, scale)
+            tap.finish_step()
+            return outcome
         if signals.present and not loss_scale.known:
             self._check_loss_scale_known(signals, stats)
         late_loss_scale = loss_scale.at_step(signals)
@@ -201,12 +197,29 @@ class NoiseTracker:
             outcome = self.finish_in_flight()
             stats.start_copy([] if late_loss_scale is None else [late_loss_scale])
             scaler_decides = signals.present or loss_scale.known
-            self._in_flight = _InFlight(stats, scale, late_loss_scale is not None, scaler_decides)
+            has_loss_scale = late_loss_scale is not None
+            skipped = not stats.measured and _is_skipped(signals)
+            flight = _InFlight(stats, scale, has_loss_scale, scaler_decides, skipped)
+            self._in_flight = flight
         else:
             outcome = self._add_now(stats, signals, scale, late_loss_scale is not None)
         self._preview, self._last_stats = None, stats
         tap.finish_step()
         return outcome
+
+    def _finish_unmeasured(self, signals: ScalerSignals, scale: float) -> StepOutcome | None:
+        skipped = _is_skipped(signals)
+        if not self._delayed:
+            return self._pass_over(scale, skipped)
+        outcome = self.finish_in_flight()
+        self._in_flight = _InFlight(None, scale, skipped=skipped)
+        return outcome
+
+    def _pass_over(self, scale: float, skipped: bool) -> StepOutcome:
+        """Leave the averages as they are, in a step that is not measured."""
+        self.nonfinite += skipped
+        self.nonfinite_in_a_row += skipped
+        return StepOutcome(self.average.gain(scale), skipped)
 
     def finish_in_flight(self) -> StepOutcome | None:
         """Add statistics whose copy to the host is under way, and return the outcome."""
@@ -217,8 +230,12 @@ class NoiseTracker:
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return None
+        if flight.stats is None:
+            return self._pass_over(flight.scale, flight.skipped)
         sums, extras = flight.stats.read()
-        self.reports = flight.stats.reports
+        self._receive(flight.stats)
+        if not flight.stats.measured:
+            return self._pass_over(flight.scale, flight.skipped)
         sums = self._unscale(sums, extras[0] if flight.has_loss_scale else None)
         finite = sums is None or sums.all_finite
         return self._add(sums, flight.scale, skipped=flight.scaler_decides and not finite)
@@ -237,9 +254,12 @@ class NoiseTracker:
             sums, extras = self._preview.sums, [float(tensor) for tensor in tensors]
         else:
             sums, extras = stats.read(tensors)
-        self.reports = stats.reports
+        self._receive(stats)
+        skipped = bool(extras and extras[0])
+        if not stats.measured:
+            return self._pass_over(scale, skipped)
         sums = self._unscale(sums, extras[1] if has_loss_scale else None)
-        return self._add(sums, scale, skipped=bool(extras and extras[0]))
+        return self._add(sums, scale, skipped=skipped)
 
     def _unscale(self, sums: NormSums | None, loss_scale: float | None) -> NormSums | None:
         if sums is None or loss_scale is None:
@@ -315,6 +335,10 @@ class NoiseTracker:
                 "first: step after backward() has returned."
             )
         passes = tap.step.passes
+        if not tap.schedule.sends:
+            if tap.ranks.size > 1:
+                self._raise_unmeasured(optimizer)
+            tap.schedule.checked = False  # there is no other rank that this step could mislead
         stats = tap.complete_early(optimizer)
         stats.read()  # raises if the ranks disagree about the step
         if stats.ranks > 1 and stats.passes > 0 and not stats.incomplete_everywhere:
@@ -323,21 +347,39 @@ class NoiseTracker:
             return stats  # a short step, for `complete`
         self.forget()
         if passes == 0:
-            if not tap.measures(optimizer.param_groups):
-                raise RuntimeError(
-                    "the parameters of this optimizer were replaced after it was wrapped, as "
-                    "Accelerate's FSDP2 does in prepare(). Wrap the prepared optimizer: "
-                    "mh.AdaScale(accelerator.prepare(optimizer)), or another rule."
-                )
-            moved = " Parameters were moved or converted: wrap after that."
-            raise RuntimeError(
-                "step() without a backward() before it: there is no gradient to step along. "
-                "(A backward pass counts if it reached a parameter of this optimizer.)"
-                + (moved if tap.hooks.parameters_moved else "")
-            )
+            self._raise_no_backward(optimizer)
         raise RuntimeError(
             f"step() inside no_sync(), after {passes} backward pass(es): the gradients are "
             "not averaged over the workers yet. Run the step's last backward outside it."
+        )
+
+    def _raise_no_backward(self, optimizer: Optimizer) -> NoReturn:
+        if not self.tap.measures(optimizer.param_groups):
+            raise RuntimeError(
+                "the parameters of this optimizer were replaced after it was wrapped, as "
+                "Accelerate's FSDP2 does in prepare(). Wrap the prepared optimizer: "
+                "mh.AdaScale(accelerator.prepare(optimizer)), or another rule."
+            )
+        moved = " Parameters were moved or converted: wrap after that."
+        raise RuntimeError(
+            "step() without a backward() before it: there is no gradient to step along. "
+            "(A backward pass counts if it reached a parameter of this optimizer.)"
+            + (moved if self.tap.hooks.parameters_moved else "")
+        )
+
+    def _raise_unmeasured(self, optimizer: Optimizer) -> NoReturn:
+        """Raise for a `step` without all of its passes, if the ranks exchange nothing in this step.
+
+        In a measured step they find out whether any of them has seen the passes.
+        """
+        passes, needed = self.tap.step.passes, self.tap.batch.passes
+        self.forget()
+        if passes == 0:
+            self._raise_no_backward(optimizer)
+        raise RuntimeError(
+            f"step() after {passes} of {needed} backward passes. Run the others first. If this "
+            "rank's losses in the others used none of the parameters, leave measure_every= out: "
+            "only in a measured step can a rank learn that others have seen a pass."
         )
 
     # -- saving and loading ------------------------------------------------------------------
@@ -346,7 +388,11 @@ class NoiseTracker:
     def state(self) -> TrackerState:
         """What a bitwise continuation needs, besides the tap's state."""
         return TrackerState(
-            self.average, self.tap.loss_scale.last, self.nonfinite, self.nonfinite_in_a_row
+            self.average,
+            self.tap.loss_scale.last,
+            self.nonfinite,
+            self.nonfinite_in_a_row,
+            self.uneven_passes,
         )
 
     def to_state(self) -> dict[str, object]:
@@ -356,6 +402,7 @@ class NoiseTracker:
             "loss_scale": self.tap.loss_scale.last,
             "nonfinite": self.nonfinite,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            **({"uneven_passes": True} if self.uneven_passes else {}),
         }
 
     def parse_state(self, entry: SavedState) -> TrackerState:
@@ -366,6 +413,7 @@ class NoiseTracker:
             None if loss_scale is None else float(loss_scale),
             int(entry["nonfinite"]),
             int(entry["nonfinite_in_a_row"]),
+            bool(entry.get("uneven_passes", False)),  # earlier releases did not need it
         )
 
     def load_state(self, state: TrackerState) -> None:
@@ -375,3 +423,12 @@ class NoiseTracker:
         self.average = self._configure(state.average)
         self.tap.loss_scale.last = state.loss_scale
         self.nonfinite, self.nonfinite_in_a_row = state.nonfinite, state.nonfinite_in_a_row
+        self.uneven_passes = state.uneven_passes
+
+
+def _is_skipped(signals: ScalerSignals) -> bool:
+    """Return whether the scaler skips the step. Waits for the device.
+
+    This is for a step without norms, from which a delayed rule could see it later.
+    """
+    return signals.found_inf is not None and bool(signals.found_inf)

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup, rank_group_of
@@ -48,11 +48,12 @@ from manyhands.scaling._binding import (
     check_bindable,
     check_ranks_agree,
     check_says_which_passes,
+    overridden,
 )
 from manyhands.scaling._example_squares import Examples, parse_examples
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage, ratio_of_squares
-from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
+from manyhands.scaling._noise_tracker import NoiseTracker
 from manyhands.scaling._preconditioned import rescale_second_moments
 from manyhands.scaling._rotation import check_share
 from manyhands.scaling._settings import (
@@ -67,6 +68,7 @@ from manyhands.scaling._settings import (
     parse_factors,
     parse_short_step,
 )
+from manyhands.scaling._step_counts import StepCounts
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import Averager, GradientTap
 
@@ -400,7 +402,7 @@ class ScaledOptimizer(OptimizerWrapper):
                 closure = tap.hooks.replay(closure(), closure)
         elif tap.step.passes == 0 and binding.is_initializing_state():
             return binding.step(*args, **kwargs)
-        tap.check_divided()
+        tap.division.check_divided(tap.step)
         signals = ScalerSignals.read_from(self, inner)
         if batch.counts_passes:  # only now is their number final
             self._check_batch(batch, self.passes)
@@ -467,8 +469,9 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def _end_step(self, result: T) -> T:
         """Let the observer act between two steps, and return the step's result."""
+        reports = self._tracker.take_reports()
         if self._observer is not None:
-            self._observer.after_step(self._tracker.reports)
+            self._observer.after_step(reports)
         return result
 
     def _after_sync(self, seconds: float) -> None:
@@ -480,13 +483,18 @@ class ScaledOptimizer(OptimizerWrapper):
         tap = self._tap
         if tap.step.too_many:
             raise RuntimeError(tap.describe_excess())
+        if not tap.schedule.sends:
+            tap.pass_over()
+            return
         report = NO_REPORT if self._observer is None else self._observer.report()
         micro_batch = float(getattr(self.adp, "leading_dimension", None) or 0)
         stop = float(stop_notice.received)
         report = report._replace(micro_batch=micro_batch, stop=stop)
-        tap.complete(checksum=self._checksum(), report=report)
+        period = self._tracker.steps_to_next(every_step=self._observer is not None)
+        tap.complete(checksum=self._checksum(), report=report, period=period)
 
     def stop_agreed(self) -> bool:
+        # With `measure_every` this is known a few steps later, and on all ranks at the same step.
         return any(report.stop for report in self._tracker.reports)
 
     def _checksum(self) -> float:
@@ -539,33 +547,8 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the gradients by the number of passes, with `is_scaled_loss=False`."""
-        self._tap.divide_by_passes()
+        self._tap.division.divide_for_user(self._tap.step)
 
 
 def _module(averager: Averager | None) -> nn.Module | None:
     return averager if isinstance(averager, nn.Module) else None
-
-
-@contextmanager
-def overridden(
-    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
-) -> Iterator[None]:
-    """Change options of each parameter group, and restore them at the end."""
-    before: list[tuple[ParamGroup, str, object]] = []
-    try:
-        for group, options in zip(param_groups, overrides, strict=True):
-            for name, value in options.items():
-                old = group[name]
-                if isinstance(old, Tensor):  # in place: the optimizer may hold this tensor
-                    before.append((group, name, old.clone()))
-                    old.copy_(value)
-                else:
-                    before.append((group, name, old))
-                    group[name] = value
-        yield
-    finally:
-        for group, name, old in before:
-            if isinstance(old, Tensor):
-                group[name].copy_(old)
-            else:
-                group[name] = old

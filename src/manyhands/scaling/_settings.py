@@ -70,6 +70,7 @@ class RuleOptions(TypedDict, total=False):
     floor_each_step: bool | None
     var_floor: float | None
     measured: float | None
+    measure_every: int | None
     short_step: ShortStep | None
     model: nn.Module | None
     examples: bool | Examples
@@ -321,6 +322,11 @@ class Batch:
         if self.counts_passes:
             return float((1.0 - 1.0 / self.memory) ** scale)
         return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
+
+    @property
+    def memory_in_steps(self) -> float:
+        """About how many steps the averages look back, at the size that whole steps have now."""
+        return 1.0 / (1.0 - self.smoothing_for(self.scale_for(self.passes)))
 
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
         """Set the scale of the whole batch or of one pass, as the user asked."""

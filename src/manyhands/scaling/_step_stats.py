@@ -84,6 +84,7 @@ class RankClaims:
     inverse_batches  sum over its passes of 1 / examples, if examples are measured
     scale            size of the whole batch in small batches
     checksum         of the progress, the averages so far and the last factors
+    next_measured    in how many steps the next one is measured (`_measured_steps.py`)
     report           what the rank says about itself: see `RankReport`
     shared_square    squared norm of some averaged gradients that every rank holds whole: equal on
                      all ranks, unless the gradients were not averaged
@@ -96,10 +97,11 @@ class RankClaims:
     checksum: float
     covered: float
     inverse_batches: float
+    next_measured: float
     report: RankReport
     shared_square: float
 
-    SIZE: ClassVar[int] = 8 + len(RankReport._fields)
+    SIZE: ClassVar[int] = 9 + len(RankReport._fields)
 
     @classmethod
     def parse_table(cls, numbers: Sequence[float]) -> list[RankClaims]:
@@ -107,9 +109,9 @@ class RankClaims:
         table = []
         for i in range(0, len(numbers), cls.SIZE):
             *common, shared_square = numbers[i : i + cls.SIZE]
-            announced, passes, seen, scale, checksum, covered, inverse, *own = common
+            announced, passes, seen, scale, checksum, covered, inverse, following, *own = common
             report = RankReport(*own)
-            common_claims = announced, passes, seen, scale, checksum, covered, inverse
+            common_claims = announced, passes, seen, scale, checksum, covered, inverse, following
             table.append(cls(*common_claims, report, shared_square))
         return table
 
@@ -155,6 +157,12 @@ class RankClaims:
                 "ranks have different statistics, progress or factors (checksums: "
                 f"{_list_by_rank(checksums)}). Load the state dict on every worker, not on "
                 "some, and let scale_lr() depend only on what all workers know."
+            )
+        following = [claims.next_measured for claims in table]
+        if max(following) != min(following):
+            raise RuntimeError(
+                "workers would measure different steps with measure_every= (the next is so many "
+                f"steps ahead: {_list_by_rank(following)}). Is there a Ramp on some workers only?"
             )
         covered = [claims.covered for claims in table]
         if len({number for number in covered if number}) > 1:  # 0: without a pass, not known yet
@@ -244,9 +252,12 @@ class StepStats:
     reports: Sequence[RankReport] = ()  # this rank's own, and after `read` every rank's
     counts_short: bool = False  # whether a step that is short on all ranks counts
     must_see_alike: bool = False  # whether all ranks must have seen equally many passes
+    measured: bool = True  # False: the ranks have only compared their claims
+    stands_for: int = 1  # steps
     anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
     incomplete_everywhere: bool = False  # after `read`: no rank has seen all passes
     most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
+    missed_somewhere: bool = False  # after `read`: some rank has not seen all passes
     share: float = 1.0  # after `read`: of the passes of a whole step, if a short one counts
     _host: Tensor | None = None  # the numbers on the host, or on their way there
     _copied: torch.cuda.Event | None = None
@@ -293,6 +304,7 @@ class StepStats:
             inverse = sum(claims.inverse_batches for claims in table)
             seen = sum(claims.passes_seen for claims in table)
         self.incomplete_everywhere = self.most_passes_seen < self.passes
+        self.missed_somewhere = seen < self.passes * self.ranks
         passes: float = self.passes
         if self.incomplete_everywhere and self.counts_short and self.most_passes_seen:
             passes, self.share = self.most_passes_seen, self.most_passes_seen / self.passes
@@ -308,6 +320,7 @@ class StepStats:
         sums = NormSums(
             *(tuple(small), tuple(mean), small_batches),
             *(self.scale * self.share, self.consecutive, self.norm_kind),
+            steps=self.stands_for,
         )
         return sums, numbers[end:]
 
@@ -350,6 +363,9 @@ class StepFacts:
     small_batches: float | None = None
     counts_short: bool = False
     must_see_alike: bool = False
+    measured: bool = True
+    stands_for: int = 1
+    next_measured: int = 1
 
     @property
     def needs_no_correction(self) -> bool:
@@ -387,7 +403,7 @@ class StepExchange:
         common = facts.passes, facts.passes_seen, facts.scale, facts.checksum
         examples = facts.examples
         covered = (examples.covered, examples.inverse_batches) if examples else (0.0, 0.0)
-        claims = 0.0, *common, *covered, *facts.report
+        claims = 0.0, *common, *covered, float(facts.next_measured), *facts.report
         payload = self._payload(local.numbers, claims, local.shared_square)
         # Kept until the next step's has begun: see `PendingSums`.
         self._last_sent = self.ranks.sum_and_gather(payload, 2 * self._groups)
@@ -399,6 +415,8 @@ class StepExchange:
             passes_seen=facts.passes_seen,
             counts_short=facts.counts_short,
             must_see_alike=facts.must_see_alike,
+            measured=facts.measured,
+            stands_for=facts.stands_for,
             small_batches=local.small_batches,
             # two consecutive gradients stand for one step of twice the size
             scale=2.0 * facts.scale if local.consecutive else facts.scale,
@@ -428,7 +446,7 @@ class StepExchange:
         paired with whatever the other ranks send next.
         """
         if self.ranks.own_group:
-            claims = [1.0, passes, passes, scale, checksum, 0.0, 0.0, *NO_REPORT, 0.0]
+            claims = [1.0, passes, passes, scale, checksum, 0.0, 0.0, 0.0, *NO_REPORT, 0.0]
             payload = to_tensor([0.0] * (2 * self._groups) + claims, self._device)
             self._announcements.append(self.ranks.sum_and_gather(payload, 2 * self._groups))
 

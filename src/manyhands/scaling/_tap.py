@@ -12,7 +12,9 @@ Tensors held, and when
     step.stats       the finished numbers, from the step's last pass until `clear`
     previous.grads   the gradient of the last step, if consecutive ones are compared
 
-With `measured` below 1, each step measures another part of the gradients (`_rotation.py`).
+With `measured` below 1, each step measures another part of the gradients (`_rotation.py`). With
+`measure_every`, some steps are not measured (`_measured_steps.py`): their passes are counted, and
+they have no `StepStats`.
 
 The tap counts passes and makes no decisions. It has a *holder*, a rule or a `NoiseScale`, of which
 it knows only a function to call after a step's last pass. The holder then calls `complete`, which
@@ -25,7 +27,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -35,16 +37,18 @@ from torch.optim import Optimizer
 
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import local_shard
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
 from manyhands.scaling._example_squares import Examples
 from manyhands.scaling._examples import ExampleNorms
 from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
+from manyhands.scaling._gradient_division import GradientDivision
 from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
 from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
+from manyhands.scaling._measured_steps import MeasuredSteps, NoSync
 from manyhands.scaling._rotation import RotatingNorms, parse_measured
 from manyhands.scaling._settings import Batch
+from manyhands.scaling._step_in_progress import PassWeight, StepInProgress
 from manyhands.scaling._step_stats import (
     NO_BACKWARD,
     NO_REPORT,
@@ -70,40 +74,13 @@ class Averager(Protocol):
 
 
 @dataclass(frozen=True)
-class PassWeight:
-    """The weight of a pass's gradient if micro-batches differ in size (`_weighted_mean.py`)."""
-
-    squares: float  # its squared norm counts so many times
-    small_batches: int  # of the whole step, on all ranks: those that are not empty
-    passes: int  # that this rank's step is to have
-
-
-@dataclass
-class StepInProgress:
-    """What is known of the step whose backward passes are under way."""
-
-    passes: int = 0  # seen so far; `Batch.passes` is how many the step has
-    too_many: bool = False  # whether the last pass was one more than that, and is not counted
-    stats: StepStats | None = None
-    problem: str | None = None  # an error message, for the `step` that would use these gradients
-    norms: Mapping[int, Norm] = field(default_factory=dict)  # of the last pass, in `complete`
-    squares: Tensor | None = None
-    inverse_batches: float = 0.0  # sum over the passes of 1 / examples, if those are measured
-    valid: bool = True  # False if a gradient was seen only in part
-    last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
-    last_norm: Tensor | None = None  # of one gradient, where its version does not tell enough
-    divided_by: float = 1  # what the gradient was divided by here
-    small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
-    announced: int | None = None  # the passes that a WeightedMean was made for
-
-
-@dataclass(frozen=True)
 class TapState:
     """The tap's part of a state dict, parsed."""
 
     previous: list[Tensor | None]  # the last step's gradient, by parameter
     norms: list[list[float]]  # of the norm kind: see `NormKind.to_state`
     rotated: int = 0  # steps: see `_rotation.py`
+    schedule: MeasuredSteps = field(default_factory=MeasuredSteps)
 
 
 class GradientTap:
@@ -139,6 +116,7 @@ class GradientTap:
         self.exchange = StepExchange(ranks)
         self.previous = PreviousGradient(norms)
         self.step = StepInProgress()
+        self.schedule = MeasuredSteps()
         self.next_weight: PassWeight | None = None  # of the next pass; None: all count the same
         self._on_last_pass = on_last_pass
         self._averager = averager
@@ -169,7 +147,9 @@ class GradientTap:
             self.previous,
             compare_at_scale_1=self._compare_at_scale_1,
         )
+        self.division = GradientDivision(self._params, self.batch)
         self.exchange.set_groups(len(param_groups), self._params[0].device)
+        self._in_no_sync = NoSync(self._params)
         self._unsharded = unsharded_parameters(self._params, self._model)
         self.hooks.attach(self._params, self._unsharded)
         self._measure_examples(param_groups)
@@ -194,10 +174,11 @@ class GradientTap:
         The result is the same on every rank, also on a rank without a pass.
         """
         self.batch.begin_step()
+        self.hooks.idle = not self.schedule.due
         if self._rotation is not None:
-            batch = self.batch
-            smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
-            self._rotation.begin_step(self.rotated, 1.0 / (1.0 - smoothing))
+            # in measured steps, because the others have no turn
+            memory = self.batch.memory_in_steps / self.schedule.stands_for
+            self._rotation.begin_step(self.rotated, memory)
 
     def _measure_examples(self, param_groups: Sequence[ParamGroup]) -> None:
         """Measure the gradients of single examples, if that was asked for."""
@@ -244,7 +225,7 @@ class GradientTap:
     @property
     def _lacks_last_pass(self) -> bool:
         """Whether passes were measured and the step's last pass is still to come."""
-        return self.step.passes > 0 and self.step.stats is None
+        return self.step.passes > 0 and not self.step.complete
 
     def finish_step(self) -> None:
         """Prepare for the next step: the optimizer is about to step along these gradients."""
@@ -256,8 +237,8 @@ class GradientTap:
         self._gradient_at_step = last_gradient
 
     def count_step(self) -> None:
-        """Count a step that was measured; the next one has another turn."""
-        self.rotated += self._rotation is not None
+        """Count a step that was measured; the next one that is has another turn."""
+        self.rotated += self._rotation is not None and not self.hooks.idle
 
     def _start_over(self) -> None:
         if self.previous.candidates:
@@ -273,11 +254,6 @@ class GradientTap:
                 "Call it between step() and the next backward(). If no step will follow these "
                 "passes, as at the end of an epoch, call zero_grad() first."
             )
-
-    @property
-    def _gradient_untouched(self) -> bool:
-        """Whether nobody has changed the gradients since the last backward pass."""
-        return self.step.last_gradient is not None and self.step.last_gradient.unchanged
 
     def _gradients_cleared(self) -> bool:
         """Return whether the gradients of this step's passes have been cleared.
@@ -306,7 +282,7 @@ class GradientTap:
             self._begin_step()
         self.hooks.reset()
         if self.step.divided_by != 1:  # what looked like the last pass was not: undo the division
-            self.multiply_gradients(self.step.divided_by)
+            self.division.multiply(self.step.divided_by)
             self.step.divided_by = 1
         if self.step.passes == 0 and self._gradient_at_step is not None:
             at_step, self._gradient_at_step = self._gradient_at_step, None
@@ -364,6 +340,25 @@ class GradientTap:
         if step.too_many:
             self._on_last_pass()
             return
+        step.norms = self._norms_of_pass()
+        step.passes += 1
+        if self._is_last_pass:
+            self._on_last_pass()
+            if self._changes_gradients and batch.accumulation is not None:
+                self.division.apply_short(step)  # now, before anybody clips the gradient
+        if not hooks.idle and (batch.counts_passes or step.passes < batch.passes):
+            # Counted passes may go on after one that was averaged, so their sum is always kept.
+            squares = self._mean.squares_per_group(step.norms)
+            step.squares = squares if step.squares is None else step.squares + squares
+        hooks.reset()
+        step.norms = {}
+        step.last_gradient = GradientVersion(self._params[hooks.first_index])
+        if self._unsharded and batch.short_step == "count" and batch.accumulation is None:
+            step.last_norm = self.division.norm_of_one()
+
+    def _norms_of_pass(self) -> Mapping[int, Norm]:
+        """Return the norms of the pass that has ended; none if its step is not measured."""
+        step, hooks = self.step, self.hooks
         norms: Mapping[int, Norm] = hooks.finish_pass()
         if self.next_weight is not None:
             weight, self.next_weight = self.next_weight, None
@@ -375,23 +370,12 @@ class GradientTap:
                     "weights. Leave examples= out."
                 )
         step.valid = step.valid and hooks.valid
-        if self.examples is not None:
-            norms = self._norms_of_examples(self.examples, norms)
-        step.norms = norms
-        step.passes += 1
-        if self._is_last_pass:
-            self._on_last_pass()
-            if self._changes_gradients and batch.accumulation is not None:
-                self._count_short()  # now, before anybody clips the gradient
-        if batch.counts_passes or step.passes < batch.passes:
-            # Counted passes may go on after one that was averaged, so their sum is always kept.
-            squares = self._mean.squares_per_group(norms)
-            step.squares = squares if step.squares is None else step.squares + squares
-        hooks.reset()
-        step.norms = {}
-        step.last_gradient = GradientVersion(self._params[hooks.first_index])
-        if self._unsharded and batch.short_step == "count" and batch.accumulation is None:
-            step.last_norm = self._norm_of_one()
+        if self.examples is None:
+            return norms
+        if hooks.idle:  # a check, after a state was loaded
+            self.examples.forget()
+            return norms
+        return self._norms_of_examples(self.examples, norms)
 
     @property
     def _is_last_pass(self) -> bool:
@@ -434,20 +418,50 @@ class GradientTap:
             [group in groups for group in range(self._group_of[-1] + 1)],
         )
 
+    def pass_over(self) -> None:
+        """Complete a step of which nothing is measured and nothing sent."""
+        problem = self._find_unaveraged()
+        if problem is None:  # a pass that was not averaged is not in lockstep
+            self._count_in_schedule(None)
+        self.step.problem = problem or self.step.problem
+        self.step.complete = True
+
+    def _count_in_schedule(self, next_measured: int | None) -> None:
+        self.step.before = self.schedule.to_state()
+        self.schedule.count(next_measured)
+
+    def _find_unaveraged(self) -> str | None:
+        """Return an error message if this rank knows by itself that gradients were not averaged."""
+        step, hooks = self.step, self.hooks
+        if self._unsharded:
+            measured = [hooks.first_index] if hooks.idle and step.passes else hooks.norms
+            return find_unaveraged_gradients(self._params, self._unsharded, measured)
+        # In a measured step the ranks compare their gradients.
+        if hooks.idle and step.passes and self.ranks.size > 1 and self._in_no_sync():
+            return f"{NOT_AVERAGED}."
+        return None
+
     @torch.no_grad()
-    def complete(self, *, checksum: float = 0.0, report: RankReport = NO_REPORT) -> StepStats:
+    def complete(
+        self,
+        *,
+        checksum: float = 0.0,
+        report: RankReport = NO_REPORT,
+        period: int = 1,
+    ) -> StepStats:
         """Measure the mean gradient and send the step's numbers to the other ranks.
 
-        `checksum` and `report` are what the holder of the tap claims: see `RankClaims`.
+        `checksum` and `report` are what the holder of the tap claims: see `RankClaims`. The next
+        measured step is to stand for `period` steps.
         """
         step, batch = self.step, self.batch
         passes = step.passes if batch.counts_passes else batch.passes
         by_user = batch.passes_divided_by_user
         if step.passes == 0:
             self._begin_step()
-        if self._unsharded:
-            problem = find_unaveraged_gradients(self._params, self._unsharded, self.hooks.norms)
-            step.problem = problem or step.problem
+        step.problem = self._find_unaveraged() or step.problem
+        measured = self.schedule.due
+        next_measured = self.schedule.next_measured(period)
         small_batches: float | None = step.small_batches
         if small_batches is not None and 0 < step.passes < passes:
             small_batches *= passes / step.passes  # `StepStats.read` takes a short step's share
@@ -466,14 +480,23 @@ class GradientTap:
             counts_short=batch.short_step == "count",
             # else a rank may have seen fewer, if a loss of its used none of the parameters
             must_see_alike=batch.short_step == "count" and batch.accumulation is not None,
+            measured=measured,
+            stands_for=self.schedule.stands_for,
+            next_measured=next_measured,
         )
         self.exchange.check_announcements()
         covered = None if self.examples is None else self.examples.covered
-        numbers = self._mean.measure(step.squares, step.norms, facts, covered)
+        numbers = (
+            self._mean.measure(step.squares, step.norms, facts, covered)
+            if measured
+            else self._mean.no_numbers()
+        )
         step.stats = self.exchange.send(numbers, facts, self.norms.norm_kind)
         step.stats.anomaly = self._find_anomaly()
+        self._count_in_schedule(next_measured)
+        step.complete = True
         if batch.counts_passes and passes > 1:
-            self.multiply_gradients(1 / passes)
+            self.division.multiply(1 / passes)
             step.divided_by = passes
         return step.stats
 
@@ -491,49 +514,6 @@ class GradientTap:
         self._on_last_pass()
         assert self.step.stats is not None
         return self.step.stats
-
-    def count_short(self) -> None:
-        """Make the gradient the mean of a short step's passes, and the batch their size.
-
-        Each loss was divided by the passes of a whole step, and so is the gradient's sum.
-        """
-        if self.step.divided_by != 1:
-            return  # it is
-        passes, batch = self.step.passes, self.batch
-        before = self.step.last_norm
-        if not self._gradient_untouched or (
-            before is not None and not torch.equal(before, self._norm_of_one())
-        ):
-            raise RuntimeError(
-                f"step() after {passes} of {batch.passes} backward passes, whose gradient was "
-                "changed before (clipped, unscaled) as if it were that of a whole step. Call "
-                f"set_num_gradients_to_accumulate({passes}) before the first backward() of the "
-                f"shorter step, and divide its losses by {passes}."
-            )
-        self._count_short()
-
-    def _norm_of_one(self) -> Tensor:
-        """Return the norm of this rank's shard of one gradient.
-
-        Clipping DTensors in one foreach operation does not change their versions.
-        """
-        shards = (local_shard(p.grad) for p in self._params if p.grad is not None)
-        shard = next((each for each in shards if each.numel()), torch.zeros(1))
-        return torch.linalg.vector_norm(shard.detach())
-
-    def _count_short(self) -> None:
-        step, batch = self.step, self.batch
-        if step.passes >= batch.passes or batch.short_step != "count":
-            batch.short = None  # an earlier pass may have looked like the last one
-            return
-        if step.announced not in (None, step.passes):
-            raise RuntimeError(
-                f"a WeightedMean of {step.announced} counts, and only {step.passes} backward "
-                "passes in the step. Make it of as many counts as the step will have passes."
-            )
-        batch.short = step.passes
-        self.multiply_gradients(batch.passes / step.passes)
-        step.divided_by = step.passes / batch.passes
 
     def describe_excess(self) -> str:
         """Return the error message for a pass that is one too many."""
@@ -556,6 +536,8 @@ class GradientTap:
         if step.passes == 0:
             has_gradient = any(param.grad is not None for param in self._params)
             return None if has_gradient else anomaly(NO_BACKWARD)
+        if hooks.idle:
+            return None
         alone = step.passes == 1 and self._mean.not_averaged
         missing = [index for index in hooks.trainable if index not in hooks.norms]
         if missing:
@@ -563,58 +545,33 @@ class GradientTap:
             return anomaly(text, may_be_intended=not alone)
         return anomaly(NOT_AVERAGED) if alone else None
 
-    # -- dividing the gradient by the number of passes -----------------------------------------
-
-    def multiply_gradients(self, factor: float) -> None:
-        """Multiply every `.grad` in place."""
-        with torch.no_grad():
-            for param in self._params:
-                if param.grad is not None:
-                    local_shard(param.grad).mul_(factor)
-
-    def divide_by_passes(self) -> None:
-        """Divide the gradients by the number of passes, if that is left to the user."""
-        batch = self.batch
-        if batch.counts_passes or batch.loss_is_divided:
-            raise RuntimeError(
-                "the gradients are divided already: scale_grad_by_num_grads_to_accum() is for "
-                "is_scaled_loss=False, where the losses are not divided."
-            )
-        if self.step.stats is None or not self._gradient_untouched:
-            raise RuntimeError(
-                "call scale_grad_by_num_grads_to_accum() once, after the step's last backward() "
-                "and before anything else changes the gradients (clipping, for one)."
-            )
-        self.multiply_gradients(1 / batch.passes)
-
-    def check_divided(self) -> None:
-        """Raise if the user was to divide the gradients by the number of passes, and has not."""
-        batch = self.batch
-        left_to_user = not batch.counts_passes and not batch.loss_is_divided and batch.passes > 1
-        if left_to_user and self.step.stats is not None and self._gradient_untouched:
-            raise RuntimeError(
-                f"is_scaled_loss=False, and the sum of {batch.passes} passes' gradients has not "
-                "been divided. Call scale_grad_by_num_grads_to_accum() before step(), or divide "
-                f"each pass's loss by {batch.passes} and leave is_scaled_loss=True."
-            )
-
     # -- saving and loading ------------------------------------------------------------------
 
     def to_state(self) -> dict[str, object]:
         """Return the tap's part of a state dict."""
-        rotated = {} if self._rotation is None else {"rotated": self.rotated}
-        parts = {"previous": self.previous.to_state(), "norms": self.norms.to_state()}
-        return {**parts, **rotated}
+        parts: dict[str, object] = {
+            "previous": self.previous.to_state(),
+            "norms": self.norms.to_state(),
+        }
+        if self._rotation is not None:
+            parts["rotated"] = self.rotated
+        between = self.step.before or self.schedule.to_state()
+        if any(between):
+            parts["between"] = between
+        return parts
 
     def parse_state(self, entry: SavedState) -> TapState:
         """Return the tap's part of a state dict, or raise; nothing is changed."""
         norms = [[float(number) for number in numbers] for numbers in entry["norms"]]
         previous = parse_previous(entry["previous"], self._params)
-        return TapState(previous, norms, int(entry.get("rotated", 0)))
+        rotated = int(entry.get("rotated", 0))
+        return TapState(previous, norms, rotated, MeasuredSteps.parse_state(entry))
 
     def load_state(self, state: TapState) -> None:
         """Continue from a parsed state; measurements under way are dropped."""
         self.clear()
         self.rotated = state.rotated
+        if not self.schedule.checked or self.ranks.size == 1:
+            self.schedule = replace(state.schedule)
         self.norms.load_state(state.norms)
         self.previous.load_state(state.previous, self._params)

@@ -37,7 +37,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.wrappers import find_prepared, gradient_ranks, unwrap
 from manyhands.scaling._optimizer import ScaledOptimizer, rule_of
 from manyhands.scaling._settings import GatedAccumulation
-from manyhands.scaling._tap import PassWeight
+from manyhands.scaling._step_in_progress import PassWeight
 
 
 class WeightedMean:

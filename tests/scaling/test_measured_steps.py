@@ -1,0 +1,352 @@
+"""`measure_every=k`: one step in k is measured, and the steps between use the averages as they are.
+
+The oracle is the plain run that takes gradients one at a time, and leaves them out of its averages
+in the same steps.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import manyhands as mh
+from helpers.measured_steps import (
+    RULES,
+    SETTLED,
+    SMOOTHING,
+    STEPS,
+    K,
+    is_measured,
+    settle_soon,
+    train,
+)
+from helpers.ranks import run_ranks
+from helpers.scaling_oracle import (
+    OPTIMIZERS,
+    PlainRun,
+    loss_of,
+    make_batches,
+    make_model,
+    trained_as_under_ddp,
+    two_groups,
+)
+from manyhands._core.ranks import RankGroup
+from manyhands.scaling import _measured_steps, _rotation
+from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._measured_steps import MeasuredSteps, steps_between
+from manyhands.scaling._noise import DebiasedAverage, PaperAverage
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    settle_soon(monkeypatch)
+
+
+# -- arithmetic ---------------------------------------------------------------------------------
+
+
+@given(
+    k=st.integers(1, 16),
+    memory=st.floats(1.0, 1e4),
+    held=st.one_of(st.floats(0.0, 1e5), st.just(float("inf"))),
+)
+def test_a_measured_step_stands_for_at_most_k_steps_and_leaves_enough_measured_ones(
+    k, memory, held
+):
+    period = steps_between(k, memory, held)
+    assert 1 <= period <= k
+    if period > 1:
+        assert held >= memory - 0.5 and memory / period >= _measured_steps.LEAST - 1e-3
+
+
+@pytest.mark.parametrize("kind", [DebiasedAverage, PaperAverage])
+@given(
+    values=st.lists(st.floats(-10, 10), min_size=1, max_size=30),
+    smoothing=st.floats(0.1, 0.95),
+    steps=st.integers(1, 8),
+)
+def test_a_value_that_stands_for_k_steps_counts_as_k_equal_values(kind, values, smoothing, steps):
+    together, one_by_one = kind(), kind()
+    for value in values:
+        together = together.add([value], smoothing, steps)
+        for _ in range(steps):
+            one_by_one = one_by_one.add([value], smoothing)
+    if kind is DebiasedAverage:  # the other one changes from a mean to a moving average on the way
+        near = pytest.approx(one_by_one.value(0.0, 1)[0], abs=1e-9)
+        assert together.value(0.0, 1)[0] == near
+    seen = steps * len(values)
+    if smoothing**seen > 1e-9:
+        assert together.steps_held(smoothing, 1) == pytest.approx(seen, rel=1e-4)
+    assert together.steps_held(smoothing, 2) == 0  # nothing of the second group
+
+
+def test_steps_are_counted_down_to_the_next_measured_one():
+    schedule, measured, weights = MeasuredSteps(), [], []
+    for _ in range(9):
+        measured.append(schedule.due)
+        weights += [schedule.stands_for] if schedule.due else []
+        schedule.count(schedule.next_measured(4) if schedule.sends else None)
+    assert measured == [True, False, False, False] * 2 + [True]
+    assert weights == [1, 4, 4]
+
+
+def test_the_first_step_after_loading_is_a_check_that_changes_nothing_else():
+    schedule = MeasuredSteps.parse_state({"between": [2, 1]})
+    assert not schedule.due and schedule.sends
+    schedule.count(schedule.next_measured(4))
+    assert schedule.to_state() == [1, 2] and not schedule.sends
+    loaded = MeasuredSteps.parse_state({"between": [2, 1]})
+    loaded.count(loaded.next_measured(1))  # every step has to be measured now
+    assert loaded.due and loaded.stands_for == 3
+
+
+# -- in training --------------------------------------------------------------------------------
+
+
+def run(rule, passes, **options):
+    gains = []
+    for model, optimizer in train(rule, passes, **options):  # noqa: B007
+        gains.append(optimizer.gain())
+    return {
+        "params": [p.detach() for p in model.parameters()],
+        "gains": gains,
+        "progress": optimizer.progress,
+        "rotated": optimizer._tap.rotated,
+    }
+
+
+@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize(("workers", "passes"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("rule", RULES)
+def test_training_is_the_plain_run_that_measures_one_step_in_k_by_hand(
+    rule, workers, passes, debias
+):
+    def everything():
+        return run(rule, passes, debias_ewma=debias)
+
+    ranks = [everything()] if workers == 1 else run_ranks(workers, everything)
+    model = make_model(torch.float64)
+    _, factor, inner, settled = RULES[rule]
+    oracle = PlainRun(
+        model,
+        OPTIMIZERS[inner](two_groups(model)),
+        factor,
+        preconditioned=rule == "AdamScale",
+        smoothing=SMOOTHING,
+    )
+    x, y = make_batches(STEPS, workers * passes, dtype=torch.float64)
+    for step in range(STEPS):
+        stands_for = 1 if step <= settled else K * is_measured(step, settled)
+        oracle.step(x[step], y[step], stands_for)
+    assert len(set(oracle.gains)) == STEPS - sum(not is_measured(s, settled) for s in range(STEPS))
+    near = 2e-5 if rule == "AdamScale" else 1e-9
+    for mine in ranks:
+        assert mine["gains"] == ranks[0]["gains"]
+        if debias:  # PlainRun has no other average
+            assert mine["gains"] == pytest.approx(oracle.gains, rel=near)
+            assert mine["progress"] == pytest.approx(oracle.progress, rel=near)
+            for p, q in zip(mine["params"], oracle.model.parameters(), strict=True):
+                torch.testing.assert_close(p, q.detach(), rtol=near, atol=near)
+        else:
+            assert len(set(mine["gains"])) == len(set(oracle.gains))
+
+
+def test_all_steps_are_measured_by_default():
+    gains = run("AdaScale", 2, measure_every=None)["gains"]
+    assert len(set(gains)) == STEPS
+    assert gains == run("AdaScale", 2, measure_every=1)["gains"]
+
+
+def test_averages_that_would_rest_on_few_steps_are_measured_more_often(monkeypatch):
+    monkeypatch.setattr(_measured_steps, "LEAST", 5)  # ten steps leave one in two
+    gains = run("AdaScale", 2)["gains"]
+    changed = [step for step in range(1, STEPS) if gains[step] != gains[step - 1]]
+    assert changed == [*range(1, SETTLED + 1), *range(SETTLED + 2, STEPS, 2)]
+
+
+@contextlib.contextmanager
+def counted():
+    """The payloads that a rule sends, and the norms that it takes, meanwhile."""
+    sent, taken = [], []
+    send, many, one = RankGroup.sum_and_gather, PlainNorm.many, PlainNorm.one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankGroup, "sum_and_gather", lambda *a: sent.append(a) or send(*a))
+        patch.setattr(PlainNorm, "many", lambda *a: taken.append(a) or many(*a))
+        patch.setattr(PlainNorm, "one", lambda *a: taken.append(a) or one(*a))
+        yield sent, taken
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_step_that_is_not_measured_sends_nothing_and_takes_no_norm(passes):
+    def per_step():
+        found, norms = [], []
+        training = train("AdaScale", passes)
+        next(training)  # what is sent when a rule is made does not count
+        for _ in range(STEPS - 1):
+            with counted() as (sent, taken):
+                next(training)
+            found.append(len(sent))
+            norms.append(len(taken))
+        return [1, *found], [1, *norms]
+
+    for found, norms in run_ranks(2, per_step):
+        assert found == [int(is_measured(step)) for step in range(STEPS)]
+        assert not any(norms[step] for step in range(STEPS) if not is_measured(step))
+        assert all(norms[step] for step in range(STEPS) if is_measured(step))
+
+
+def test_figures_stay_those_of_the_last_measured_step_and_progress_grows_by_them():
+    figures = ("gain", "sqr", "var", "noise_scale", "factor")
+    seen = [optimizer.snapshot() for _, optimizer in train("AdaScale", 2)]
+    for step in range(1, STEPS):
+        before, now = seen[step - 1], seen[step]
+        same = all(now[name] == before[name] for name in figures)
+        assert same is not is_measured(step)
+        assert now["progress"] == before["progress"] + now["gain"]
+
+
+def test_gain_before_a_step_that_is_not_measured_is_the_gain_it_is_made_with():
+    *_, (model, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    optimizer.zero_grad()
+    for _ in range(2):
+        (model(torch.randn(4, 3, dtype=torch.float64)).square().mean() / 2).backward()
+    gain = optimizer.gain()
+    optimizer.step()
+    assert optimizer.gain() == gain
+    assert optimizer.factors == tuple(optimizer.gain(i) for i in range(2))
+
+
+@pytest.mark.parametrize("rule", ["AdaScale", "AdamScale"])
+def test_delayed_statistics_come_one_step_later(rule):
+    def delayed():
+        gains = [optimizer.gain() for _, optimizer in train(rule, 1, delayed=True)]
+        return gains
+
+    settled = RULES[rule][3] + 1  # the averages that decide are one step older
+    for gains in run_ranks(2, delayed):
+        changed = [step for step in range(2, STEPS) if gains[step] != gains[step - 1]]
+        assert changed == [step for step in range(2, STEPS) if is_measured(step - 1, settled)]
+
+
+def test_progress_of_delayed_steps_counts_each_step_once():
+    *_, (_, optimizer) = train("LinearScale", 2, delayed=True)
+    progress, gain = optimizer.progress, optimizer.gain()
+    optimizer.scaling_state_dict()  # adds what is on its way
+    assert optimizer.progress == pytest.approx(progress + gain)
+    assert optimizer._counts.steps == STEPS
+
+
+def test_a_closure_is_a_step_like_any_other():
+    def go(use_closure):
+        model = make_model()
+        optimizer = mh.AdaScale(
+            OPTIMIZERS["SGD"](two_groups(model)),
+            num_gradients_to_accumulate=2,
+            smoothing=SMOOTHING,
+            measure_every=K,
+        )
+        x, y = make_batches(STEPS, 2)
+        for step in range(STEPS):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                for a in range(2):
+                    loss = loss_of(model, x[step, a], y[step, a]) / 2
+                    loss.backward()
+                return loss
+
+            if use_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return optimizer.gain(), [p.detach() for p in model.parameters()]
+
+    assert str(go(True)) == str(go(False))
+
+
+def test_one_sample_and_weighted_mean_in_steps_that_are_not_measured():
+    model = make_model()
+    optimizer = mh.AdaScale(
+        OPTIMIZERS["SGD"](two_groups(model)),
+        num_gradients_to_accumulate=2,
+        smoothing=SMOOTHING,
+        measure_every=K,
+    )
+    x, _ = make_batches(STEPS, 4)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step % 2:
+            mean = mh.WeightedMean([4, 2], optimizer)
+            mean(model(x[step, 0]).square().sum()).backward()
+            mean(model(x[step, 1][:2]).square().sum()).backward()
+            assert optimizer._tap.next_weight is None
+        else:
+            for a in range(2):
+                with optimizer.one_sample():
+                    (model(x[step, a]).square().mean() / 4).backward()
+                    (model(x[step, a + 2]).square().mean() / 4).backward()
+        before = optimizer.gain()
+        optimizer.step()
+        assert optimizer.gain() == before
+        assert optimizer._tap.hooks.idle is not is_measured(step)
+
+
+def test_only_measured_steps_have_a_turn_in_the_rotation(monkeypatch):
+    monkeypatch.setattr(_rotation, "LONG", 10)
+    monkeypatch.setattr(_rotation, "LEAST_BLOCKS", 1)
+    monkeypatch.setattr(_rotation, "BLOCK", 2)
+    found = run("AdaScale", 2, measured=1 / 2)
+    assert found["rotated"] == sum(map(is_measured, range(STEPS)))
+
+
+def sharded(how, rule, passes=1):
+    model = make_model()
+    inner = torch.optim.SGD if rule is mh.AdaScale else torch.optim.AdamW
+    options = {
+        "num_gradients_to_accumulate": passes,
+        "smoothing": SMOOTHING,
+        "measure_every": K,
+    }
+    if how == "fully_shard":
+        fully_shard(model[0])
+        fully_shard(model)
+    if how == "OSS":
+        optimizer = rule(mh.OSS(model.parameters(), optim=inner, lr=0.01), **options)
+        model = mh.ShardedDataParallel(model, optimizer)
+    else:
+        model = mh.FSDP(model) if how == "FSDP" else model
+        optimizer = rule(inner(model.parameters(), lr=0.01), **options)
+        model = DDP(model) if how == "DDP" else model
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, y = make_batches(STEPS + 4, size * passes)
+    seen = []
+    for step in range(STEPS + 4):
+        optimizer.zero_grad()
+        for a in range(passes):
+            if how == "fully_shard":
+                model.set_requires_gradient_sync(a == passes - 1)
+            quiet = a < passes - 1 and how != "fully_shard"
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                i = rank * passes + a
+                (loss_of(model, x[step, i], y[step, i]) / passes).backward()
+        optimizer.step()
+        seen += [optimizer.gain(), float(optimizer._tap.hooks.idle)]
+    if how == "FSDP":
+        params = list(model.state_dict().values())
+    else:
+        params = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.tensor(seen, dtype=torch.float64), [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("how", ["OSS", "fully_shard", "FSDP"])
+@pytest.mark.parametrize("rule", [mh.AdaScale, mh.AdamScale])
+def test_sharded_gradients_are_measured_in_the_same_steps_as_under_ddp(how, rule, passes):
+    for seen, _ in trained_as_under_ddp(2, sharded, "DDP", how, rule, passes):
+        assert 4 <= seen[1::2].sum() <= 9

@@ -1,0 +1,281 @@
+"""`measure_every=k`, saved and changed between two measured steps.
+
+The oracle is the run that goes on, or that measures in the same steps without the change.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import manyhands as mh
+from helpers.measured_steps import (
+    SETTLED,
+    SMOOTHING,
+    STEPS,
+    K,
+    is_measured,
+    settle_soon,
+    train,
+)
+from helpers.ranks import run_ranks
+from helpers.scaling_oracle import (
+    OPTIMIZERS,
+    loss_of,
+    make_batches,
+    make_model,
+    two_groups,
+)
+from manyhands.probe._branches import TrainingSnapshot
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    settle_soon(monkeypatch)
+
+
+# -- saving and loading -------------------------------------------------------------------------
+
+
+def params_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def saved_and_continued(rule, passes, stop, delayed):
+    whole, state = [], None
+    for model, optimizer in train(rule, passes, delayed=delayed):
+        whole.append(params_of(model))
+        if optimizer.snapshot()["step"] == stop:
+            state = copy.deepcopy(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            )
+    # the option comes from the state dict
+    options = {"load": state, "measure_every": None, "smoothing": None, "delayed": delayed}
+    continued = train(rule, passes, **options)
+    parts = [params_of(model) for model, _ in continued]
+    same = [
+        all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+        for a, b in zip(whole[stop:], parts, strict=True)
+    ]
+    return all(same)
+
+
+@pytest.mark.parametrize("stop", [SETTLED, SETTLED + 1, SETTLED + 2, SETTLED + 3, SETTLED + 7])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("rule", ["AdaScale", "AdamScale"])
+def test_a_run_that_was_saved_between_two_measured_steps_continues_bitwise(rule, workers, stop):
+    def go():
+        return saved_and_continued(rule, 3 - workers, stop, delayed=False)
+
+    assert all([go()] if workers == 1 else run_ranks(workers, go))
+
+
+def test_a_delayed_run_continues_bitwise():
+    def go():
+        return [saved_and_continued("AdaScale", 1, s, delayed=True) for s in range(10, 16)]
+
+    assert run_ranks(2, go) == [[True] * 6] * 2
+
+
+def test_a_state_saved_in_the_middle_of_a_step_is_that_before_it():
+    def go():
+        *_, (model, optimizer) = train("AdaScale", 1, steps=SETTLED + 2)
+        before = optimizer.scaling_state_dict()["between"]
+        optimizer.zero_grad()
+        wrapped = DDP(model)
+        wrapped(torch.randn(4, 3, dtype=torch.float64)).square().mean().backward()
+        during = optimizer.scaling_state_dict()["between"]
+        optimizer.step()
+        return [list(before), list(during), list(optimizer.scaling_state_dict()["between"])]
+
+    assert run_ranks(2, go) == [[[1, 1], [1, 1], [0, 2]]] * 2
+
+
+def test_a_state_of_an_older_release_begins_with_a_measured_step():
+    *_, (model, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    state = optimizer.state_dict()
+    del state["manyhands"]["between"], state["manyhands"]["options"]["measure_every"]
+    options = {"load": {"model": model.state_dict(), "optimizer": state}, "measure_every": None}
+    for _, continued in train("AdaScale", 2, **options):
+        assert not continued._tap.hooks.idle
+
+
+@pytest.mark.parametrize("how", ["examples", "a loop", "one pass"])
+def test_a_state_from_between_is_loaded_where_every_step_is_measured(how):
+    *_, (model, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    options = {"examples": True, "model": model, "measured": 1} if how == "examples" else {}
+    optimizer.unhook()
+    optimizer = mh.AdaScale(
+        optimizer.optimizer, num_gradients_to_accumulate=1 if how == "one pass" else 2, **options
+    )
+    optimizer.load_state_dict(state)
+    if how == "a loop":
+        optimizer._batch.short_step = "count"
+    idle = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        for _ in range(optimizer.passes):
+            (model(torch.randn(4, 3, dtype=torch.float64)).square().mean() / 2).backward()
+        optimizer.step()
+        idle.append(optimizer._tap.hooks.idle)
+    assert idle == [True, False, False, False]  # the first one is a check
+
+
+@pytest.mark.parametrize("between", [[-1, 0], [0], "ab", [17, 0], None])
+def test_a_damaged_position_is_found(between):
+    *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    entry = {**optimizer.scaling_state_dict(), "between": between}
+    with pytest.raises(ValueError, match="damaged"):
+        optimizer.load_scaling_state_dict(entry)
+
+
+def test_another_number_of_workers_goes_on_from_the_same_position():
+    *_, (model, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    def go():
+        return [
+            optimizer._tap.hooks.idle
+            for _, optimizer in train("AdaScale", 1, load=state, measure_every=None)
+        ]
+
+    expected = [not is_measured(step) for step in range(SETTLED + 2, STEPS)]
+    assert run_ranks(3, go) == [expected] * 3
+
+
+def test_after_a_probe_the_position_is_as_before():
+    def go():
+        training = train("AdaScale", 1)
+        for _ in range(SETTLED + 2):
+            model, optimizer = next(training)
+        snapshot = TrainingSnapshot(model, optimizer)
+        idle = [next(training)[1]._tap.hooks.idle for _ in range(2)]
+        snapshot.restore()
+        return idle, [next(training)[1]._tap.hooks.idle for _ in range(2)]
+
+    assert run_ranks(2, go) == [([True, False], [True, False])] * 2
+
+
+def test_a_copy_is_at_the_same_position():
+    *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    twin = copy.deepcopy(optimizer)
+    assert twin._tap.schedule.to_state() == [1, 1] == optimizer._tap.schedule.to_state()
+
+
+# -- changes in the middle ----------------------------------------------------------------------
+
+
+def test_set_scale_between_two_measured_steps_changes_the_gain_at_once():
+    def go():
+        for _, optimizer in train("AdaScale", 1):
+            if optimizer.snapshot()["step"] == SETTLED + 2:
+                noise = optimizer.noise
+                optimizer.set_scale(3.0)
+                assert optimizer.gain() == noise.gain(3.0) != noise.gain(2.0)
+            yield optimizer._tap.hooks.idle
+
+    expected = [not is_measured(step) for step in range(STEPS)]
+    assert run_ranks(2, lambda: list(go())) == [expected] * 2
+
+
+def test_passes_that_change_between_two_measured_steps():
+    def go():
+        model = make_model()
+        wrapped = DDP(model)
+        optimizer = mh.AdaScale(
+            OPTIMIZERS["SGD"](two_groups(model)), smoothing=SMOOTHING, measure_every=K
+        )
+        x, y = make_batches(STEPS, 4)
+        idle = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            passes = 1 if step < SETTLED + 2 else 2
+            if step == SETTLED + 2:
+                optimizer.set_num_gradients_to_accumulate(2, update_smoothing=False)
+            for a in range(passes):
+                with wrapped.no_sync() if a < passes - 1 else contextlib.nullcontext():
+                    i = 2 * dist.get_rank() + a
+                    (loss_of(wrapped, x[step, i], y[step, i]) / passes).backward()
+            optimizer.step()
+            idle.append(optimizer._tap.hooks.idle)
+        return idle
+
+    assert run_ranks(2, go) == [[not is_measured(step) for step in range(STEPS)]] * 2
+
+
+def with_bad_step(bad, scaler=None):
+    """Which steps are idle, if the gradients of step `bad` are not finite; and the snapshots."""
+    model = make_model()
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.0),  # parameters stay as they are
+        num_gradients_to_accumulate=2,
+        smoothing=SMOOTHING,
+        measure_every=K,
+        grad_scaler=scaler,
+    )
+    x, y = make_batches(STEPS + 6, 2)
+    idle, seen = [], []
+    for step in range(STEPS + 6):
+        optimizer.zero_grad()
+        for a in range(2):
+            loss = loss_of(model, x[step, a], y[step, a]) / 2
+            loss = loss * (float("nan") if step == bad else 1.0)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+            for p in model.parameters():
+                p.data.nan_to_num_()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        idle.append(optimizer._tap.hooks.idle)
+        seen.append(optimizer.snapshot())
+    return idle, seen
+
+
+def test_a_non_finite_gradient_in_a_step_that_is_not_measured_is_not_seen():
+    idle, seen = with_bad_step(SETTLED + 1)
+    assert idle == [not is_measured(step) for step in range(STEPS + 6)]
+    assert seen[-1]["nonfinite"] == 0
+    assert 1.0 <= seen[-1]["gain"] <= 2.0
+
+
+def test_after_a_non_finite_gradient_in_a_measured_step_each_is_measured_until_one_is_finite():
+    bad = SETTLED + K
+    idle, seen = with_bad_step(bad)
+    # The next measured step is fixed already. It is followed by another, which finds it finite.
+    expected = [not is_measured(step) for step in range(bad + K)]
+    expected += [False, False, True, True, False]
+    assert idle[: len(expected)] == expected
+    assert seen[bad]["nonfinite"] == 1 and seen[-1]["nonfinite"] == 1
+    assert seen[bad]["gain"] == seen[bad - 1]["gain"]
+
+
+@pytest.mark.parametrize("bad", [SETTLED + 1, SETTLED + K])
+def test_a_scaler_skips_a_step_that_is_not_measured_too(bad):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    _, seen = with_bad_step(bad, scaler)
+    assert seen[bad]["skipped"] == seen[bad]["nonfinite"] == 1
+    assert seen[bad]["progress"] == seen[bad - 1]["progress"]
+    assert seen[-1]["skipped"] == 1
+
+
+def test_an_added_group_is_measured_from_the_next_measured_step_on():
+    *_, (model, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    more = torch.nn.Linear(3, 2).double()
+    optimizer.add_param_group({"params": list(more.parameters())})
+    idle = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        for _ in range(2):
+            x = torch.randn(4, 3, dtype=torch.float64)
+            ((model(x) + more(x)).square().mean() / 2).backward()
+        optimizer.step()
+        idle.append(optimizer._tap.hooks.idle)
+    assert idle == [True, False, False, False, False, False]  # it holds few steps
+    assert optimizer.gain(2) > 1.0

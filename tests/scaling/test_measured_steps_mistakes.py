@@ -1,0 +1,289 @@
+"""`measure_every=k`: where every step is measured after all, and mistakes between measured ones."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import manyhands as mh
+from helpers.measured_steps import (
+    SETTLED,
+    SMOOTHING,
+    STEPS,
+    K,
+    is_measured,
+    settle_soon,
+    train,
+)
+from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
+from helpers.scaling_oracle import (
+    OPTIMIZERS,
+    TrunkAndExtra,
+    loss_of,
+    make_batches,
+    make_model,
+    two_groups,
+)
+from manyhands._core.stop_notice import stop_notice
+from manyhands.errors import RanksDisagree
+from manyhands.scaling._step_stats import NO_REPORT
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    settle_soon(monkeypatch)
+
+
+# -- where every step is measured ---------------------------------------------------------------
+
+
+class Loop:
+    gradient_accumulation_steps = 2
+    sync_gradients = False
+
+
+def every_step_measured(what):
+    model = make_model()
+    options = {"smoothing": SMOOTHING, "measure_every": K, "num_gradients_to_accumulate": 2}
+    passes = 2
+    if what == "a loop":
+        loop = options["num_gradients_to_accumulate"] = Loop()
+    elif what == "one gradient":
+        options["num_gradients_to_accumulate"] = passes = 1
+        options["scale"] = 2.0
+    elif what == "short_step":
+        options["short_step"] = "count"
+    elif what == "examples":
+        options |= {"examples": True, "model": model}
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    if what == "AdaptiveDataParallel":
+        optimizer = mh.AdaScale(smoothing=SMOOTHING, measure_every=K)
+        model = mh.AdaptiveDataParallel(model, inner, optimizer)
+    else:
+        optimizer = mh.AdaScale(inner, **options)
+    ramp = mh.Ramp(optimizer, max_scale=2.0) if what == "Ramp" else None
+    idle = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        passes = passes if ramp is None else ramp.passes
+        for a in range(passes):
+            if what == "a loop":
+                loop.sync_gradients = a == 1
+            alone = what == "AdaptiveDataParallel" and a == 0
+            with model.no_sync() if alone else contextlib.nullcontext():
+                (model(torch.randn(4, 3)).square().mean() / passes).backward()
+        optimizer.step()
+        idle.append(optimizer._tap.hooks.idle)
+    return any(idle)
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["a loop", "one gradient", "short_step", "examples", "AdaptiveDataParallel", "Ramp"],
+)
+def test_where_other_numbers_of_a_step_are_needed_every_step_is_measured(what):
+    assert every_step_measured("nothing")
+    assert not every_step_measured(what)
+
+
+def test_a_ramp_that_comes_later_waits_for_the_next_measured_step():
+    def go():
+        idle, ramp = [], None
+        for _, optimizer in train("AdaScale", 1):
+            idle.append(optimizer._tap.hooks.idle)
+            if len(idle) == SETTLED + 2:
+                ramp = mh.Ramp(optimizer, max_scale=2.0)
+        return idle, ramp._steps
+
+    expected = [not is_measured(step) for step in range(STEPS)]
+    expected[SETTLED + 3 :] = [False] * (STEPS - SETTLED - 3)
+    assert run_ranks(2, go) == [(expected, STEPS - SETTLED - 2)] * 2
+
+
+class Listener:
+    """An observer that notes how many reports it is given."""
+
+    def __init__(self):
+        self.heard = []
+
+    def report(self):
+        return NO_REPORT
+
+    def after_step(self, reports):
+        self.heard.append(len(reports))
+
+
+def test_an_observer_is_given_no_reports_of_an_earlier_step():
+    def go():
+        listener = Listener()
+        for _, optimizer in train("AdaScale", 1, steps=SETTLED + 5):
+            if optimizer.snapshot()["step"] == SETTLED + 2:
+                optimizer._observer = listener
+        return listener.heard
+
+    assert run_ranks(2, go) == [[0, 2, 2]] * 2
+
+
+def test_a_stop_notice_is_passed_on_with_the_next_measured_step():
+    def go():
+        agreed = []
+        for _, optimizer in train("AdaScale", 1):
+            agreed.append(optimizer.stop_agreed())
+            if len(agreed) == SETTLED + 2 and dist.get_rank() == 1:
+                stop_notice.give("SIGTERM")
+        return agreed.index(True), agreed.count(False)
+
+    assert run_ranks(2, go) == [(SETTLED + K, SETTLED + K)] * 2
+
+
+def one_rank_leaves_parameters_out(first):
+    """Rank 1's loss uses the optimizer's parameters only before step `first`."""
+    model = TrunkAndExtra()
+    wrapped = DDP(model, find_unused_parameters=True)
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(model.extra.parameters(), lr=0.01), smoothing=SMOOTHING, measure_every=K
+    )
+    idle = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for p in model.trunk.parameters():
+            p.grad = None
+        used = dist.get_rank() == 0 or step != first
+        wrapped(torch.randn(4, 3), extra=used).square().backward()
+        optimizer.step()
+        idle.append(optimizer._tap.hooks.idle)
+    return any(idle)
+
+
+def test_if_a_rank_has_seen_fewer_passes_every_step_is_measured_from_then_on():
+    assert run_ranks(2, one_rank_leaves_parameters_out, 4) == [False, False]
+
+
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [0, -1, 17, 2.5, True, "all", float("nan")])
+def test_a_number_of_steps_that_makes_no_sense(every):
+    with pytest.raises(ValueError, match="measure_every must be a whole number from 1 to 16"):
+        mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1), measure_every=every)
+
+
+def test_ranks_must_measure_equally_often():
+    def make():
+        model = make_model()
+        mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), measure_every=dist.get_rank() + 2)
+
+    raises_on_ranks(2, RanksDisagree, make, match="ranks have different measure_every")
+
+
+def only_one_rank_loads():
+    """A state from between two measured steps."""
+    *_, (model, optimizer) = train("AdaScale", 1, steps=SETTLED + 2)
+    state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    for _ in train("AdaScale", 1, load=None if dist.get_rank() else state):
+        pass
+
+
+def test_a_state_that_one_rank_has_loaded_is_an_error_in_the_first_step():
+    match = "Load the state dict on every worker"
+    raises_on_ranks(2, RuntimeError, only_one_rank_loads, match=match, timeout=20)
+
+
+def steps_without_a_backward():
+    *_, (_, optimizer) = train("AdaScale", 1, steps=SETTLED + 2)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_without_a_backward(workers):
+    match = "without a backward"
+    if workers == 2:
+        raises_on_ranks(2, RuntimeError, steps_without_a_backward, match=match, timeout=20)
+        return
+    *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
+    with pytest.raises(RuntimeError, match=match):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("step", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
+def test_one_worker_with_too_few_passes_gets_the_error_that_it_gets_without_the_option(step):
+    *_, (model, optimizer) = train("AdaScale", 2, steps=step)
+    optimizer.zero_grad()
+    model(torch.randn(4, 3, dtype=torch.float64)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"after 1 of 2 backward passes.* say what to do"):
+        optimizer.step()
+
+
+def one_rank_makes_a_mistake(what, at):
+    """Train under DDP; rank 1 does something else at step `at`."""
+    rank = dist.get_rank()
+    model = make_model()
+    wrapped = DDP(model)
+    passes = 2 if what in ("a pass too few", "passes") else 1
+    optimizer = mh.AdaScale(
+        OPTIMIZERS["SGD"](two_groups(model)),
+        num_gradients_to_accumulate=passes,
+        smoothing=SMOOTHING,
+        measure_every=K,
+    )
+    x, y = make_batches(STEPS, 4)
+    for step in range(STEPS):
+        wrong = rank == 1 and step == at
+        declared = passes
+        if wrong and what == "a state":
+            entry = optimizer.scaling_state_dict()
+            optimizer.load_scaling_state_dict({**entry, "progress": 7.0, "between": [0, 0]})
+        elif wrong and what == "a Ramp":
+            mh.Ramp(optimizer, max_scale=8.0)
+        elif wrong and what == "scale":
+            optimizer.set_scale(3.0)
+        elif wrong and what == "passes":
+            optimizer.set_num_gradients_to_accumulate(3, update_smoothing=False)
+        if what == "passes" and rank == 1 and step >= at:
+            declared = 3
+        optimizer.zero_grad()
+        for a in range(declared):
+            quiet = a < declared - 1 or (wrong and what == "no_sync")
+            with wrapped.no_sync() if quiet else contextlib.nullcontext():
+                i = rank * 2 + a % 2
+                (loss_of(wrapped, x[step, i], y[step, i]) / declared).backward()
+            if wrong and what == "a pass too few":
+                break
+        if wrong and what == "an extra pass":
+            loss_of(wrapped, x[step, 0], y[step, 0]).backward()
+        if wrong and what == "a step left out":
+            continue
+        optimizer.step()
+
+
+@pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a step left out", "different statistics, progress or factors"),
+        ("a state", "Load the state dict on every worker"),
+        ("scale", "disagree on the scale: rank 0: 2, rank 1: 3"),
+        ("passes", r"was called on rank\(s\) 1"),
+        ("a Ramp", "Is there a Ramp on some workers only"),
+    ],
+)
+def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_measured_step(what, message, at):
+    raises_on_ranks(2, RuntimeError, one_rank_makes_a_mistake, what, at, match=message, timeout=20)
+
+
+@pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("an extra pass", "this is backward pass 2 since the last step"),
+        ("a pass too few", r"step\(\) after 1 of 2 backward passes|which is this one"),
+        ("no_sync", "no_sync"),
+    ],
+)
+def test_a_mistake_that_a_rank_can_see_alone_is_an_error_there_at_once(what, message, at):
+    # The other rank waits for it, in DDP or for its numbers, until its process ends.
+    with pytest.raises(RanksFailed, match=rf"rank 1 raised:(.|\n)*({message})"):
+        run_ranks(2, one_rank_makes_a_mistake, what, at, timeout=20)
