@@ -58,6 +58,12 @@ RULES = (
     Pick("adaptdl AdaScale", "adaptdl AdaScale", "manyhands AdaScale", "`mh.AdaScale`"),
     Pick("adaptdl AdamScale", "adaptdl AdamScale", "manyhands AdamScale", "`mh.AdamScale`"),
 )
+SPARING, CODE = "manyhands AdaScale, measure_every=4", "`mh.AdaScale(..., measure_every=4)`"
+SMALL_RULES = (
+    Pick("fairscale AdaScale, ResNet", "fairscale AdaScale", "manyhands AdaScale", "`mh.AdaScale`"),
+    Pick("the same", "fairscale AdaScale", SPARING, CODE),
+    Pick("adaptdl AdaScale, ResNet", "adaptdl AdaScale", "manyhands AdaScale", "`mh.AdaScale`"),
+)
 RANKS = 2
 HEAD = (
     "| instead of | you write | ms, theirs : ours | time | CPU | MB sent, theirs : ours "
@@ -74,6 +80,7 @@ def main() -> None:
         (f"**A step with sharded parameters, {SIZE}**", PARAMETERS),
         ("**One sync round, 10 M parameters**", ROUNDS),
         ("**A step with a scaling rule, 10 M parameters**", RULES),
+        ("**A step with a scaling rule, ResNet-20 (59 short tensors), batch 8**", SMALL_RULES),
     )
     lines, found = [HEAD], {}
     for title, picks in parts:
@@ -83,8 +90,10 @@ def main() -> None:
                 cells = step(pick, speeds, memory)
             elif picks is PARAMETERS:
                 cells = step(pick, whole_speeds, whole_memory)
+            elif picks is ROUNDS:
+                cells = sync_round(pick, rounds)
             else:
-                cells = sync_round(pick, rounds) if picks is ROUNDS else rule(pick, rules)
+                cells = rule(pick, rules, "MLP" if picks is RULES else "ResNet-20, batch 8")
             lines.append(f"| {pick.title} | {pick.code} | " + " | ".join(cells) + " |")
             found[pick.title] = cells
     known = {name: speeds[name] for name in ("machine", "versions")}
@@ -127,9 +136,9 @@ def _models(row: Stored) -> float:
     return row["kept"] + max(row["most"], row["resident"])
 
 
-def rule(pick: Pick, rules: Stored) -> list[str]:
-    """A row about a step with a scaling rule on the MLP, on 2 ranks."""
-    rows = next(rows for title, rows in rules["workloads"].items() if title.startswith("MLP"))
+def rule(pick: Pick, rules: Stored, workload: str) -> list[str]:
+    """A row about a step with a scaling rule, on 2 ranks."""
+    rows = next(rows for title, rows in rules["workloads"].items() if title.startswith(workload))
     named = {row["variant"]: row for row in rows}
     theirs, ours = named[pick.contender], named[pick.ours]
     both = f"{theirs['wall_ms']:.0f} : {ours['wall_ms']:.0f}"
