@@ -51,7 +51,19 @@ def test_ddp_that_comes_later_is_seen_in_the_first_block(codec, overlap, workers
         assert "DistributedDataParallel" in messages[0] and "same samples" in messages[0]
 
 
-@pytest.mark.parametrize("codec", ["float32", "int4"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_movements_of_normal_sizes_are_seen_to_be_equal_too(codec):
+    def blocks():
+        param = nn.Parameter(torch.zeros(4_000))
+        optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=1, codec=codec)
+        param.grad = torch.randn(4_000, generator=torch.Generator().manual_seed(0))
+        return warnings_of(optimizer.step)
+
+    for messages in run_ranks(2, blocks):
+        assert len(messages) == 1 and "have taken the same steps" in messages[0]
+
+
+@pytest.mark.parametrize("codec", ["float32", "int4", "ternary"])
 def test_workers_that_go_their_own_ways_are_no_cause_for_a_warning(codec):
     """Nor are those that go the opposite way, as far, or not at all."""
 

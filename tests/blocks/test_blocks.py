@@ -230,7 +230,9 @@ def test_in_shared_memory_a_worker_that_is_not_finite_is_left_out():
         assert spread == pytest.approx(5**0.5)
 
 
-@pytest.mark.parametrize(("codec", "near"), [("bfloat16", 0.01), ("int8", 0.02), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("codec", "near"), [("bfloat16", 0.01), ("int8", 0.02), ("int4", 0.2), ("ternary", 0.7)]
+)
 def test_what_rounding_loses_comes_with_the_next_block(codec, near):
     exact = run_ranks(2, run, "LocalSGD", {}, 3, 60)[0][-1]
     rounded = run_ranks(2, run, "LocalSGD", {}, 3, 60, codec=codec)[0][-1]
@@ -623,7 +625,7 @@ def test_one_worker_may_use_the_anchor_alone():
     assert not torch.equal(seen, after)
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "fp4"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "fp4", "ternary"])
 @pytest.mark.parametrize("size", [1.25, 1.45, 1.55])  # fp4 rounds to 1 or 2
 def test_rounding_does_not_change_the_cosine(codec, size):
     def cosine():

@@ -275,15 +275,14 @@ def check_not_averaged(
             )
 
 
-def moved_identically(squares: Sequence[float], cosine: float, rounded: bool) -> bool:
+def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
     """Return whether all workers have taken the same steps, from their squared lengths.
 
     Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
-    With a codec (`rounded`) the cosine is that of rounded values, with fp4 of 0.925 and more.
+    The cosine is that of values as the codec has rounded them.
     """
     low, high = min(squares, default=0.0), max(squares, default=0.0)
-    alike = cosine > (0.92 if rounded else 0.999)
-    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and alike
+    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and cosine > codec.cosine
 
 
 def warn_identical_moves(workers: int) -> None:

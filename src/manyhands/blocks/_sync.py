@@ -389,7 +389,7 @@ class Sync:
         if not self._compared and drift.distance > 0 and result.exact_squares:
             self._compared = True
             squares = [result.exact_squares[rank] for rank in result.included]
-            if moved_identically(squares, drift.cosine, self.anchor.codec.rounds):
+            if moved_identically(squares, drift.cosine, self.anchor.codec):
                 warn_identical_moves(len(squares))
 
     def _discard_own_values(self) -> None:
