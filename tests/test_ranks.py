@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.ranks import RanksFailed, _has_no_frames, raises_on_ranks, run_ranks
+from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
 
 
 def test_results_come_in_rank_order():
@@ -192,11 +192,3 @@ def test_raises_on_ranks_fails_if_one_rank_hangs():
 @given(st.floats(0, 1))
 def test_properties_run_beside_the_seeding_fixture(x):
     assert 0 <= x <= 1
-
-
-def test_only_a_stack_without_frames_is_that_of_a_rank_that_is_done():
-    done = "Current thread 0x7f01 (most recent call first):\n"
-    assert _has_no_frames(done)
-    assert not _has_no_frames("  (no answer to SIGUSR1)\n")
-    assert not _has_no_frames(f'Thread 0x7f02:\n  File "groups.py", line 1 in end\n\n{done}')
-    assert not _has_no_frames(f'{done}  File "c10d.py", line 1 in destroy_process_group\n')

@@ -181,19 +181,16 @@ class _Rank:
 
     def result(self) -> Any:
         self.process.join(30)
-        code = self.process.exitcode
-        stack = self._stack() if code is None else ""
-        # Three times in some fifty thousand forks a rank was done with everything, no thread of
-        # ours was left, and it did not end: it stood in `os._exit`, or where torch frees its group
-        # after `destroy_process_group` has returned. It is killed in `__exit__`.
-        in_exit = code is None and (self.left_file.exists() or _has_no_frames(stack))
-        if code != 0 and not in_exit:
+        # Twice in some thirty thousand forks a rank was done with everything, its group included,
+        # and did not end: its stack was that of `_live` alone. It is killed in `__exit__`.
+        in_exit = self.process.exitcode is None and self.left_file.exists()
+        if self.process.exitcode != 0 and not in_exit:
             raise RanksFailed(
                 f"rank {self.rank} returned, but leaving the process group "
                 + (
-                    f"took more than 30 s:\n{stack}"
-                    if code is None
-                    else f"ended it with exit code {code}."
+                    f"took more than 30 s:\n{self._stack()}{self._system_state()}"
+                    if self.process.exitcode is None
+                    else f"ended it with exit code {self.process.exitcode}."
                 )
             )
         try:
@@ -216,6 +213,16 @@ class _Rank:
             return f"rank {self.rank} was still waiting here:\n{self._stack()}"
         return f"rank {self.rank} returned.\n"
 
+    def _system_state(self) -> str:
+        """Return what Linux says of each thread: a rank may hang where no Python code runs."""
+        lines = []
+        for thread in sorted(Path(f"/proc/{self.process.pid}/task").glob("*")):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                state = re.search(r"^State:\s*(.+)$", (thread / "status").read_text(), re.M)
+                where = (thread / "wchan").read_text()
+                lines.append(f"  thread {thread.name}: {state[1] if state else '?'}, in {where}\n")
+        return "".join(lines)
+
     def _stack(self) -> str:
         """Ask a waiting rank for its stack; faulthandler answers even from inside a collective."""
         assert self.process.pid is not None
@@ -230,11 +237,6 @@ class _Rank:
         # Below _live stand the frames of pytest, which the rank inherited from its parent.
         frames = stack.partition(" in _live\n")[0].splitlines(keepends=True)
         return "".join(line for line in frames if f'"{__file__}"' not in line)
-
-
-def _has_no_frames(stack: str) -> bool:
-    """Return whether a rank answered, and no thread of it runs Python code but `_live` itself."""
-    return stack.startswith("Current thread ") and "  File " not in stack
 
 
 def _wait_for_all(ranks: list[_Rank], timeout: float) -> None:
