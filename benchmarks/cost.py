@@ -219,7 +219,7 @@ average of {load[0]} and {load[1]} (the second includes the run's own two proces
 
 ```bash
 python benchmarks/peers.py   # once: an environment with fairscale 0.4.13 and adaptdl 0.2.11
-python benchmarks/cost.py
+python benchmarks/cost.py --rounds {rounds}
 ```
 
 ![CPU time of a step over bare DDP's](../figures/cost.svg)

@@ -130,8 +130,8 @@ WORKLOADS = (
 )
 
 
-def gains(workload: Workload, scale: int, seed: int, steps: int) -> list[list[float]]:
-    """Train, and return each step's gains: AdaScale's, and that of each share."""
+def set_up(workload: Workload, scale: int, seed: int) -> tuple[mh.AdaScale, Callable[[], None]]:
+    """Return an optimizer that measures everything, and what trains one step with it."""
     torch.manual_seed(seed)
     random = torch.Generator().manual_seed(seed)
     model, draw = workload.model(), workload.data()
@@ -140,6 +140,20 @@ def gains(workload: Workload, scale: int, seed: int, steps: int) -> list[list[fl
         num_gradients_to_accumulate=scale,
         measured=1,
     )
+
+    def step() -> None:
+        for _ in range(scale):
+            inputs, targets = draw(random)
+            (F.cross_entropy(model(inputs), targets) / scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return optimizer, step
+
+
+def gains(workload: Workload, scale: int, seed: int, steps: int) -> list[list[float]]:
+    """Train, and return each step's gains: AdaScale's, and that of each share."""
+    optimizer, step = set_up(workload, scale, seed)
     watchers = [
         mh.NoiseScale(
             optimizer.optimizer,
@@ -151,11 +165,7 @@ def gains(workload: Workload, scale: int, seed: int, steps: int) -> list[list[fl
     ]
     found = []
     for _ in range(steps):
-        for _ in range(scale):
-            inputs, targets = draw(random)
-            (F.cross_entropy(model(inputs), targets) / scale).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
         shares = [gain(max(w.squared_norm, 0.0), w.variance, float(scale)) for w in watchers]
         found.append([optimizer.gain(), *shares])
     return found
@@ -177,21 +187,10 @@ def gains_of_sums(sums: Sequence[NormSums], smoothing: float, scale: int, k: int
 
 def sums_of_steps(workload: Workload, scale: int, seed: int, steps: int) -> list[NormSums]:
     """Train, and return the numbers that AdaScale has measured in each step."""
-    torch.manual_seed(seed)
-    random = torch.Generator().manual_seed(seed)
-    model, draw = workload.model(), workload.data()
-    optimizer = mh.AdaScale(
-        torch.optim.SGD(model.parameters(), lr=workload.lr, momentum=0.9),
-        num_gradients_to_accumulate=scale,
-        measured=1,
-    )
+    optimizer, step = set_up(workload, scale, seed)
     found = []
     for _ in range(steps):
-        for _ in range(scale):
-            inputs, targets = draw(random)
-            (F.cross_entropy(model(inputs), targets) / scale).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
         found.append(optimizer._tracker.sums)
     return found
 
