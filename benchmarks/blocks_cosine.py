@@ -30,9 +30,17 @@ peers.this_checkout()
 import json_lines  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from blocks.learning import TASKS, Transformer, in_processes, loss_of, lr_at  # noqa: E402
+from blocks.learning import (  # noqa: E402
+    INNER,
+    TASKS,
+    Transformer,
+    divided,
+    in_processes,
+    loss_of,
+    lr_at,
+)
 from torch import nn  # noqa: E402
-from torch.optim import AdamW, Muon, Optimizer  # noqa: E402
+from torch.optim import AdamW  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 
 import manyhands as mh  # noqa: E402
@@ -48,13 +56,6 @@ OUTER: dict[str, Any] = {"lr": 1.0, "momentum": 0.8}
 COUNTS, SEEDS = (1, 2, 4, 8, 16), (0, 1, 2)  # workers; one is the synchronous run
 COLOURS = {"AdamW": "#3a8fd0", "Muon": "#e0700a"}
 INK = "#808080"  # legible on white and on black
-INNER: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "AdamW": lambda params: AdamW(params, lr=LR, betas=(0.9, 0.95)),
-    # The learning rate of AdamW, because its steps have the length of AdamW's.
-    "Muon": lambda params: Muon(
-        params, lr=LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", momentum=0.95
-    ),
-}
 
 
 def main() -> None:
@@ -109,7 +110,7 @@ def train(folder: Path, inner: str, seed: int, steps: int, warmup: int) -> dict[
     torch.manual_seed(seed)
     model = Transformer(data.symbols, 64, width=WIDTH, layers=LAYERS)
     matrices, rest = divided(model)
-    optimizers: list[Any] = [INNER[inner](matrices), INNER["AdamW"](rest)]
+    optimizers: list[Any] = [INNER[inner](matrices, LR), INNER["AdamW"](rest, LR)]
     if workers > 1:
         blocks = {"every": EVERY, "warmup": warmup, **OUTER}
         optimizers = [mh.DiLoCo(optimizer, **blocks) for optimizer in optimizers]
@@ -130,13 +131,6 @@ def train(folder: Path, inner: str, seed: int, steps: int, warmup: int) -> dict[
             optimizer.synchronize()
     loss = TASK.loss_at_the_end(data, model) if rank == 0 else 0.0
     return {"loss": loss, **({"cosine": statistics.mean(cosines)} if cosines else {})}
-
-
-def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices of the blocks, and the rest."""
-    inside = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2}
-    params = list(model.parameters())
-    return [p for p in params if id(p) in inside], [p for p in params if id(p) not in inside]
 
 
 # -- the page --------------------------------------------------------------------------------------

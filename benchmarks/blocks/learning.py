@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,19 @@ import torch.distributed as dist
 from quality.workloads import mnist, shakespeare
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
 
 WORKERS = 4
+INNER: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {
+    "AdamW": lambda params, lr: AdamW(params, lr=lr, betas=(0.9, 0.95)),
+    # The learning rate of AdamW, because its steps have the length of AdamW's.
+    "Muon": lambda params, lr: Muon(
+        params, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", momentum=0.95
+    ),
+}
 
 
 class Transformer(nn.Module):
@@ -72,6 +80,7 @@ class Task:
     lr: float
     load: Callable[[Path], Any]
     workers: int = WORKERS
+    inner: str = "AdamW"  # the optimizer, one of `INNER`
 
     @property
     def is_text(self) -> bool:
@@ -131,26 +140,40 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
     rank = dist.get_rank() if method else 0
     torch.manual_seed(seed)
     model = task.model(data)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=task.lr, betas=(0.9, 0.95))
+    optimizers: list[Any] = inner_optimizers(task, model)
     if method:
-        optimizer = in_blocks(optimizer, **method)
-    schedule = LambdaLR(optimizer, lambda step: lr_at(step, task.steps))
+        optimizers = [in_blocks(optimizer, **method) for optimizer in optimizers]
+    schedules = [LambdaLR(each, lambda step: lr_at(step, task.steps)) for each in optimizers]
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     count = task.batch * (task.workers // workers)
     for _ in range(task.steps):
         x, y = task.draw(data, count, generator)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss_of(model, x, y).backward()
-        optimizer.step()
-        schedule.step()
+        for each in (*optimizers, *schedules):
+            each.step()
     if method:
-        optimizer.synchronize()
+        for optimizer in optimizers:
+            optimizer.synchronize()
     return task.loss_at_the_end(data, model) if rank == 0 else 0.0
 
 
-def in_blocks(
-    optimizer: torch.optim.Optimizer, kind: str, every: int, warmup: int, **options: Any
-) -> Any:
+def inner_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
+    """What steps: with "Muon", Muon for the matrices of the blocks, and AdamW for the rest."""
+    if task.inner == "AdamW":
+        return [INNER["AdamW"](model.parameters(), task.lr)]
+    matrices, rest = divided(model)
+    return [INNER[task.inner](matrices, task.lr), INNER["AdamW"](rest, task.lr)]
+
+
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices of the blocks, and the rest."""
+    inside = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2}
+    params = list(model.parameters())
+    return [p for p in params if id(p) in inside], [p for p in params if id(p) not in inside]
+
+
+def in_blocks(optimizer: Optimizer, kind: str, every: int, warmup: int, **options: Any) -> Any:
     """All begin together, under BMUF as well."""
     if kind == "BMUF":
         lengths = {"global_sync_iter": every, "warmup_iterations": warmup}
