@@ -142,3 +142,14 @@ def test_with_every_codec_fragments_and_a_warmup_all_workers_end_equal(codec):
     (first, moved), (second, _) = run_ranks(2, ends)
     assert torch.equal(first, second)
     assert 0.01 < moved < 100
+
+
+def test_a_crew_carries_one_optimizer_and_the_second_is_refused_with_the_way_out():
+    crew = mh.Crew()
+    muon, adamw = inner_optimizers(Model())
+    first = mh.DiLoCo(muon, every=4, crew=crew)
+    with pytest.raises(
+        RuntimeError, match="A crew carries one optimizer: for a model that has several"
+    ):
+        mh.DiLoCo(adamw, every=4, crew=crew)
+    first.finish()

@@ -45,7 +45,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands.blocks._checks import real, whole
 from manyhands.blocks.crew._enrollment import NO_TERMS, Enrollment, Terms, check_not_failed
 from manyhands.blocks.crew._grace import GraceWindow
-from manyhands.blocks.crew._membership import CrewBase
+from manyhands.blocks.crew._membership import JOINED_ALREADY, CrewBase
 from manyhands.blocks.crew._roster import Roster
 from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import Signer, StoreClient, parse_address
@@ -155,7 +155,7 @@ class Crew(CrewBase):
         differs, before the other workers have noticed this one.
         """
         if self.members or self._enrollment is not None:
-            raise RuntimeError("this worker has joined already. Call regroup() to regroup.")
+            raise RuntimeError(JOINED_ALREADY)
         if self.store is None:
             self._begin_alone()
             return

@@ -21,6 +21,11 @@ from manyhands.errors import RanksDisagree, WorkerLost
 
 MESSAGE = 1 << 26  # bytes in one message of a state transfer at most
 PERSISTENT = 5  # failures among the same members: the cause is not a lost worker
+JOINED_ALREADY = (
+    "this worker has joined the crew already. A crew carries one optimizer: for a model that has "
+    "several, such as Muon and AdamW, use one that takes both kinds of steps. To change the "
+    "members, call regroup()."
+)
 
 
 class CrewBase:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._checks import real
 from manyhands.blocks.crew._enrollment import NO_TERMS, Terms
-from manyhands.blocks.crew._membership import CrewBase
+from manyhands.blocks.crew._membership import JOINED_ALREADY, CrewBase
 from manyhands.blocks.crew._roster import Member, Roster
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
@@ -161,7 +161,7 @@ class TorchftCrew(CrewBase):
         """Join the crew: return when this worker is in a generation."""
         self._terms = terms
         if self._client is not None:
-            raise RuntimeError("this worker has joined already. Call regroup() to regroup.")
+            raise RuntimeError(JOINED_ALREADY)
         self._client = _connect_to_lighthouse(self.lighthouse)
         where = self.lighthouse.removeprefix("http://").removeprefix("https://").rstrip("/")
         # Each worker serves a store: the first member's is where a generation's group is made.
