@@ -32,6 +32,7 @@ RESULTS = Path(__file__).parent / "results" / "blocks-quality.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "blocks-quality.md"
 SEEDS = (0, 1, 2)
 SYNCHRONOUS = "synchronous"
+SAME_SAMPLES = "synchronous, on the workers' samples"
 LENGTHS = (8, 32, 128)
 OUTER: dict[str, dict[str, Any]] = {
     "LocalSGD": {},
@@ -52,7 +53,7 @@ AT_32: dict[str, dict[str, Any]] = {
 WITHIN = 0.01  # of the synchronous loss
 WITHIN_SPARSE = 0.005
 EIGHT = Task("Shakespeare, 8 workers", batch=4, steps=4800, lr=2e-3, load=shakespeare, workers=8)
-EIGHT_MUON = replace(EIGHT, name=f"{EIGHT.name}, Muon", inner="Muon")
+EIGHT_MUON = replace(EIGHT, name=f"{EIGHT.name}, Muon", inner="Muon", same_samples=True)
 ON_EIGHT: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {
     EIGHT.name: {
         "DiLoCo, H = 32": (32, {}),
@@ -75,6 +76,8 @@ def methods(task: Task) -> dict[str, dict[str, Any] | None]:
     """By the name of a line in the table. None is one worker."""
     found: dict[str, dict[str, Any] | None] = {SYNCHRONOUS: None}
     if task.name in ON_EIGHT:
+        if task.same_samples:
+            found[SAME_SAMPLES] = None
         for name, (length, more) in ON_EIGHT[task.name].items():
             found[name] = made(task, "DiLoCo", length, {**OUTER["DiLoCo"], **more})
         return found
@@ -130,7 +133,7 @@ def train_all(task: Task, folder: Path, quick: bool) -> None:
         key = f"{task.name}/{task.steps}/{task.lr}/{task.batch}/{name}/{method}/{seed}"
         if key in done:
             continue
-        loss = run(task, folder, seed, method)
+        loss = run(replace(task, same_samples=name == SAME_SAMPLES), folder, seed, method)
         print(f"{task.name}, seed {seed}, {name}: {loss:.4f}", flush=True)
         if not quick:
             line = {"key": key, "task": task.name, "name": name, "seed": seed, "loss": loss}
