@@ -213,7 +213,22 @@ def verdict_on_few_bytes(found: list[dict[str, Any]], task: str, name: str) -> I
         yield (
             f"- {task}, {name}, {FEWEST_BYTES[name]} times fewer bytes than DDP "
             f"after the warm-up: {more:+.1%}, {word} (at most +{WITHIN_SPARSE:.1%})."
+            f"{pairs(found, task, name)}"
         )
+
+
+def pairs(found: list[dict[str, Any]], task: str, name: str) -> str:
+    """Say how much more the loss is, seed by seed, than that of synchronous training on the same
+    samples. It is steadier than the losses, because a run depends on what it has drawn."""
+    by_seed = [losses(found, task, each, [seed]) for seed in SEEDS for each in (SAME_SAMPLES, name)]
+    if not all(by_seed):
+        return ""
+    found_pairs = zip(by_seed[::2], by_seed[1::2], strict=True)
+    more = [ours / base - 1 for (base,), (ours,) in found_pairs]
+    each = ", ".join(f"{one:+.1%}" for one in more)
+    return (
+        f" Against synchronous training on the same samples {statistics.mean(more):+.1%} ({each})."
+    )
 
 
 def rounds(task: Task, every: int = 32) -> int:

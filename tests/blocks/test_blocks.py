@@ -17,6 +17,7 @@ from helpers.blocks_plain import train
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core import shared_memory as _host
 from manyhands._core.codec import CODECS
+from manyhands._core.ranks import RankGroup
 
 LR = 0.1
 OUTER = {
@@ -1124,3 +1125,27 @@ def test_a_reset_goes_to_the_optimizer_that_a_rule_is_around():
         torch.testing.assert_close(under, bare, rtol=0, atol=0)
         torch.testing.assert_close(same, sums, rtol=0, atol=0)
         assert sums.tolist() == [0.5] * 3  # as before the first step
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp4", "ternary"])
+def test_a_sync_round_sends_little_more_than_its_codes(codec):
+    elements, sent = 1_500_000, []
+
+    def messages(ranks, outgoing, sizes, tag):
+        sent.extend(message.numel() for message in outgoing)
+        return all_to_all(ranks, outgoing, sizes, tag)
+
+    def one_round():
+        param = nn.Parameter(torch.ones(elements))
+        optimizer = mh.DiLoCo(SGD([param], lr=0.1), every=1, codec=codec)
+        param.grad = torch.randn(elements) * (dist.get_rank() - 0.5)  # not alike
+        optimizer.step()
+        return sent
+
+    all_to_all = RankGroup.all_to_all
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankGroup, "all_to_all", messages)
+        results = run_ranks(3, one_round)
+    codes = 2 * 2 / 3 * CODECS[codec].size(elements, torch.float32)
+    for sizes in results:
+        assert codes * 0.997 < sum(sizes) < codes * 1.003

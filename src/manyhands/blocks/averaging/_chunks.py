@@ -26,6 +26,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands.blocks.averaging._payload import LARGEST, NOTE, Note, Payload, RoundResult
 
 SMALLEST = 1 << 18  # elements; below that the latency of a message costs more than its bytes
+FEW_BITS = 2  # a value: with fewer, messages are so short that chunks are as large as they may be
 ALIGNED = 1 << 16  # elements: a multiple of each codec's group, so that no chunk cuts a group
 
 
@@ -61,8 +62,7 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
     An empty payload gives one empty chunk, so that the notes are exchanged all the same.
     """
     spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
-    sizes = [max(SMALLEST, min(LARGEST, payload.length // 16)) for payload in payloads]
-    sizes = [size // ALIGNED * ALIGNED for size in sizes]
+    sizes = [_chunk_length(payload) for payload in payloads]
     if workers.shared_memory is not None:
         _make_room(workers, list(zip(payloads, sizes, strict=True)))
     for payload, size in zip(payloads, sizes, strict=True):
@@ -79,6 +79,12 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
                 yield SparseChunk(payload, start, stop, workers)
             else:
                 yield PairwiseChunk(payload, start, stop, workers)
+
+
+def _chunk_length(payload: Payload) -> int:
+    if 8 * payload.codec.size(ALIGNED, payload.dtype) < FEW_BITS * ALIGNED:
+        return LARGEST
+    return max(SMALLEST, min(LARGEST, payload.length // 16)) // ALIGNED * ALIGNED
 
 
 def square_of(values: Tensor) -> float:
@@ -263,6 +269,7 @@ class SharedMemoryChunk:
 
 VALUES_TAG, MEAN_TAG = 28_101, 28_102  # far from the tags that users choose
 MESSAGE_HEAD = 8 * NOTE  # bytes of the note, in float64
+MEAN_HEAD = 8  # bytes of what a mean has in its place: its squared length
 ALIGNED_SLICE = 256  # elements: a multiple of the group of each codec that is sent in pairs
 
 
@@ -272,7 +279,11 @@ class _EncodedChunk:
     A message is
 
         [ note: NOTE float64 | encoded values | padding to 8 bytes ]
+
+    and a mean has its squared length, one float64, in place of the note.
     """
+
+    head = MESSAGE_HEAD  # bytes before the encoded values in what arrives
 
     measured = False
 
@@ -302,7 +313,7 @@ class _EncodedChunk:
         """Return the values of the message that came from `rank`."""
         codec, dtype = self.payload.codec, self.payload.dtype
         size = codec.size(elements, dtype)
-        data = self._incoming[rank][MESSAGE_HEAD : MESSAGE_HEAD + size].to(self.payload.device)
+        data = self._incoming[rank][self.head : self.head + size].to(self.payload.device)
         return codec.decode(data, elements, dtype)
 
     def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
@@ -400,16 +411,19 @@ class PairwiseChunk(_EncodedChunk):
             # We keep the decoded mean too, so that all workers write the same rounded values.
             data, self._own = encode_with_residual(self.payload.codec, self._own, residual)
             _write_data(data, self._message)
-        _write_note([square], self._message)
+        self.head = MEAN_HEAD
+        shorter = MESSAGE_HEAD - MEAN_HEAD
+        message = self._message[shorter:]
+        _write_note([square], message)
         self._notes = [[square]] * size
-        self._send_to_all(self._message, self._sizes, MEAN_TAG)
+        self._send_to_all(message, [each - shorter for each in self._sizes], MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
         self._wait()
         square = 0.0
         for rank, length in enumerate(self._lengths):
             own = rank == self.workers.rank
-            square += (self._notes[rank] if own else _read_note(self._incoming[rank]))[0]
+            square += (self._notes[rank] if own else _read_note(self._incoming[rank], MEAN_HEAD))[0]
             if length:
                 mean = self._own if own else self._decode(rank, length)
                 self.payload.write(self.start + self.cuts[rank], mean, result)
@@ -540,5 +554,5 @@ def _write_note(numbers: list[float], message: Tensor) -> None:
     message[: 8 * len(numbers)] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
 
 
-def _read_note(message: Tensor) -> list[float]:
-    return message[:MESSAGE_HEAD].cpu().view(torch.float64).tolist()
+def _read_note(message: Tensor, head: int = MESSAGE_HEAD) -> list[float]:
+    return message[:head].cpu().view(torch.float64).tolist()
