@@ -81,7 +81,7 @@ def make_batches(steps, passes, workers, size=2, dtype=torch.float64):
 
 
 def loss_of(model, x, y):
-    return nn.functional.mse_loss(model(x), y)
+    return nn.functional.mse_loss(model(x).to(y.dtype), y)  # torch 2.11 takes one type only
 
 
 def plain(params, kind, **options):
