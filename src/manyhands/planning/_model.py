@@ -13,8 +13,9 @@ once. Parameters and buffers do not count here, as they are counted anyway.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -305,7 +306,7 @@ def forward_costs(
         of_model = {tensor.untyped_storage()._cdata for tensor in state.values()}
         try:
             noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-            with counter, noting, under_autocast:
+            with counter, noting, under_autocast, _silent("torch._subclasses.fake_tensor"):
                 torch.func.functional_call(
                     model,
                     state,
@@ -320,6 +321,17 @@ def forward_costs(
             ) from error
     saved = sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
     return ForwardCosts(saved, counter.get_total_flops())
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Silence a logger: torch 2.15 logs an error with its traceback, and raises it as well."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _forward_arguments(input: object) -> tuple[tuple[object, ...], dict[str, object]]:
