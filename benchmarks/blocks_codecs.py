@@ -1,9 +1,13 @@
 """What a codec of blocks costs: CPU time, and bytes beside DDP's.
 
-    python benchmarks/blocks_codecs.py    # prints a table
+    python benchmarks/blocks_codecs.py              # prints a table
+    python benchmarks/blocks_codecs.py --sockets    # what "ternary" really sends; a minute
 
 10 M parameters are encoded and decoded in pieces as long as those of a sync round, in one process
 with one thread. The codecs take turns in an order drawn anew in each round.
+
+With --sockets 8 workers hold the sync rounds of a block, with two optimizers of one transformer, of
+0.6 and of 9.6 M parameters. The bytes are those that TCP counts, with notes and gloo's own.
 """
 
 from __future__ import annotations
@@ -18,19 +22,29 @@ import peers
 peers.this_checkout()
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from blocks.learning import Transformer, divided, in_processes  # noqa: E402
 
+import manyhands as mh  # noqa: E402
 from manyhands._core.codec import CODECS, Codec  # noqa: E402
+from sharding import traffic  # noqa: E402
 
 ELEMENTS, PIECE = 10_000_000, 1 << 18
 EVERY, WORKERS = 32, (2, 4, 8)
+THREE_VALUES = {"every": 160, "fragments": 5, "codec": "ternary"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--only", choices=list(CODECS), action="append")
+    parser.add_argument("--sockets", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.sockets:
+        for width in (128, 512):
+            show_bytes_in_sockets(width)
+        return
     names = options.only or list(CODECS)
     values = 0.01 * torch.randn(ELEMENTS)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -72,6 +86,38 @@ def less_than_ddp(codec: Codec, size: float, workers: int) -> float:
     twice = 2 * (workers - 1) / workers  # a sum, and its way back
     sent = (workers - 1) * size if codec.sparse else twice * size
     return twice * 4 * EVERY / sent
+
+
+def show_bytes_in_sockets(width: int) -> None:
+    """Print what a worker of eight sends in a step, beside what an all_reduce of float32 takes."""
+    workers, steps = 8, THREE_VALUES["every"]
+
+    def block() -> dict[str, float]:
+        torch.set_num_threads(1)
+        torch.manual_seed(dist.get_rank())
+        model = Transformer(65, 64, width=width)
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizers = [
+            mh.DiLoCo(torch.optim.SGD(params, lr=1e-3), **THREE_VALUES) for params in divided(model)
+        ]
+        for step in range(2 * steps):
+            if step == steps:  # the first block connects the workers
+                dist.barrier()
+                before = traffic.bytes_sent()
+            for optimizer in optimizers:
+                optimizer.step()
+        dist.barrier()
+        elements = sum(param.numel() for param in model.parameters())
+        return {"sent": (traffic.bytes_sent() - before) / steps, "elements": elements}
+
+    ranks = in_processes(workers, block, "ternary")
+    sent, elements = max(rank["sent"] for rank in ranks), ranks[0]["elements"]
+    ddp = 2 * (workers - 1) / workers * 4 * elements
+    print(
+        f"{elements:,.0f} parameters: {sent:,.0f} bytes a step, {ddp / sent:,.0f} times "
+        "less than DDP"
+    )
 
 
 if __name__ == "__main__":
