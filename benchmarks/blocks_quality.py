@@ -168,6 +168,8 @@ arrives 4 steps after it was sent, and with mixing a worker's own parameters the
 "State averaged" is AdamW's, at each sync round; "moments averaged at 3 and 6" is
 `state={{"exp_avg": 3, "exp_avg_sq": 6}}`: the first moment at each third round, the second at each
 sixth. "H = 160 in 5 fragments": there is a sync round every 32 steps, about a fifth of the model.
+How many times fewer bytes is said of the codes; in the sockets of so small a model, whose messages
+are short, it is 2,717 instead of 3,080 ([more](../blocks.md#send-less)).
 
 The inner learning rate is the same for all, and so is the outer step of a method. Mixing brakes
 an outer momentum: the momentum carries the anchor ahead of the workers, and their own half pulls it
