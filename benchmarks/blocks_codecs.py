@@ -59,9 +59,9 @@ def main() -> None:
     for name, found in times.items():
         encode, decode = zip(*found, strict=True)
         both = [a + b for a, b in found]
-        size = CODECS[name].size(ELEMENTS, torch.float32) / ELEMENTS
+        size = bytes_of_a_value(CODECS[name])
         cells = [name, *map(shown, (encode, decode, both)), f"{size:.4f}"]
-        cells += [f"{less_than_ddp(CODECS[name], size, n):,.0f}" for n in WORKERS]
+        cells += [f"{less_than_ddp(CODECS[name], n):,.0f}" for n in WORKERS]
         print("| " + " | ".join(cells) + " |")
 
 
@@ -81,11 +81,16 @@ def shown(seconds: tuple[float, ...] | list[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.1f} ({1e3 * min(seconds):.1f})"
 
 
-def less_than_ddp(codec: Codec, size: float, workers: int) -> float:
+def bytes_of_a_value(codec: Codec) -> float:
+    return codec.size(ELEMENTS, torch.float32) / ELEMENTS
+
+
+def less_than_ddp(codec: Codec, workers: int, every: int = EVERY) -> float:
     """How many times fewer bytes a worker sends than DDP does in as many steps."""
+    size = bytes_of_a_value(codec)
     twice = 2 * (workers - 1) / workers  # a sum, and its way back
     sent = (workers - 1) * size if codec.sparse else twice * size
-    return twice * 4 * EVERY / sent
+    return twice * 4 * every / sent
 
 
 def show_bytes_in_sockets(width: int) -> None:

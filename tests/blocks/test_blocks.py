@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import manyhands as mh
-from helpers.blocks_plain import train
+from helpers.blocks_plain import gradient, train
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core import shared_memory as _host
 from manyhands._core.codec import CODECS
@@ -32,12 +32,6 @@ SIZE = sum(torch.Size(shape).numel() for shape in SHAPES)
 
 def start():
     return torch.linspace(-1, 1, SIZE, dtype=torch.float64)
-
-
-def gradient(x, rank, step):
-    """Of a bowl whose middle each worker sees elsewhere, and elsewhere at each step."""
-    target = torch.sin(torch.arange(len(x), dtype=x.dtype) * (rank + 1) + step)
-    return x * 0.3 - target
 
 
 def wrapped(name, params, options, every, shared_memory=False, **more):

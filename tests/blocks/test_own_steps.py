@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.blocks_plain import train_own
+from helpers.blocks_plain import gradient, train_own
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.blocks._schedule import Drift, OwnSchedule, Seconds
 from manyhands.blocks.averaging import _round
@@ -35,12 +35,6 @@ EVERY = Seconds(8.0, first=4, least=2, own_steps=True)  # 8, 4 and 2 steps at th
 
 def start():
     return torch.linspace(-1, 1, SIZE, dtype=torch.float64)
-
-
-def gradient(x, rank, step):
-    """Of a bowl whose middle each worker sees elsewhere, and elsewhere at each step."""
-    target = torch.sin(torch.arange(len(x), dtype=x.dtype) * (rank + 1) + step)
-    return x * 0.3 - target
 
 
 def samples(rank, step):

@@ -1,7 +1,5 @@
 """Two optimizers of one model, each in blocks: Muon for the matrices, AdamW for the rest."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon
 
 import manyhands as mh
-from helpers.blocks_plain import outer_step, train
+from helpers.blocks_plain import gradient, outer_step, train
 from helpers.ranks import run_ranks
 from manyhands._core.codec import CODECS
 
@@ -22,24 +20,9 @@ def start(size):
     return torch.linspace(-1, 1, size, dtype=torch.float64)
 
 
-def gradient(x, rank, step):
-    """Of a bowl whose middle each worker sees elsewhere, and elsewhere at each step."""
-    return x * 0.3 - torch.sin(torch.arange(len(x), dtype=x.dtype) * (rank + 1) + step)
-
-
-def step_both(every, overlap, fragments, shared_memory):
+def step_both(**options):
     params = [nn.Parameter(start(size)) for size in SIZES]
-    optimizers = [
-        mh.DiLoCo(
-            SGD([param], lr=LR),
-            every=every,
-            overlap=overlap,
-            fragments=fragments,
-            shared_memory=shared_memory,
-            **OUTER,
-        )
-        for param in params
-    ]
+    optimizers = [mh.DiLoCo(SGD([param], lr=LR), **OUTER, **options) for param in params]
     seen = []
     for step in range(1, STEPS + 1):
         for param, optimizer in zip(params, optimizers, strict=True):
@@ -52,8 +35,8 @@ def step_both(every, overlap, fragments, shared_memory):
 @pytest.mark.parametrize("shared_memory", [None, False])
 @pytest.mark.parametrize(("every", "overlap", "fragments"), [(4, 0, 1), (4, 2, 1), (6, 1, 3)])
 def test_the_rounds_of_two_optimizers_never_meet(every, overlap, fragments, shared_memory):
-    results = run_ranks(3, step_both, every, overlap, fragments, shared_memory)
     lengths = {"every": every, "overlap": overlap, "fragments": fragments}
+    results = run_ranks(3, step_both, **lengths, shared_memory=shared_memory)
     plain = [
         train(start(size), gradient, 3, STEPS, LR, "DiLoCo", OUTER, **lengths) for size in SIZES
     ]
@@ -66,11 +49,14 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.symbol, self.hidden, self.readout = nn.Embedding(11, 8), nn.Linear(8, 16), nn.Tanh()
-        self.out = nn.Linear(16, 11)
+        self.symbol, self.hidden, self.out = (
+            nn.Embedding(11, 8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 11),
+        )
 
     def forward(self, x):
-        return self.out(self.readout(self.hidden(self.symbol(x))))
+        return self.out(self.hidden(self.symbol(x)).tanh())
 
 
 def inner_optimizers(model):
@@ -130,7 +116,7 @@ def test_muon_and_adamw_in_blocks_equal_the_plain_loop():
 def test_with_every_codec_fragments_and_a_warmup_all_workers_end_equal(codec):
     def ends():
         model = Model()
-        before = copy.deepcopy(flat_of(model))
+        before = flat_of(model)
         options = {"every": 4, "fragments": 2, "warmup": 3, "codec": codec}
         optimizers = [mh.DiLoCo(each, **OUTER, **options) for each in inner_optimizers(model)]
         for step in range(1, 12):

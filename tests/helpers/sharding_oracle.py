@@ -80,6 +80,10 @@ def make_batches(steps, passes, workers, size=2, dtype=torch.float64):
     return x.to(dtype), (y + x[..., :3] * 2).to(dtype)
 
 
+def torch_version():
+    return tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
 def loss_of(model, x, y):
     return nn.functional.mse_loss(model(x).to(y.dtype), y)  # torch 2.11 takes one type only
 

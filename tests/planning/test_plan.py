@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import manyhands as mh
 from helpers.pages import ROOT, blocks, run_page
 from helpers.ranks import run_ranks
+from helpers.sharding_oracle import torch_version
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.planning import _bucket_costs, _line, _model, _table
@@ -341,7 +342,9 @@ def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, optimiz
     between = row.parameters + row.optimizer + row.residuals
     assert between == pytest.approx(rest, rel=0.01)
     assert between + row.gradients == pytest.approx(after, rel=0.05)
-    assert row.total == pytest.approx(most, rel=0.06)  # torch 2.15 holds 5.1 % less with a codec
+    # torch 2.15 holds 5.1 % less in one case
+    less = torch_version() >= (2, 15) and build is Sharded and "codec" in options
+    assert row.total == pytest.approx(most, rel=0.06 if less else 0.05)
     assert {row.collectives} == {rank[3] for rank in ranks}
     assert row.sent == pytest.approx(sum(rank[4] for rank in ranks) / workers, rel=0.01)
 

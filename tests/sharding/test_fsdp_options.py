@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from helpers.sharding_oracle import Lamb, make_batches, make_model
+from helpers.sharding_oracle import Lamb, make_batches, make_model, torch_version
 
 from test_fsdp import Tied, nested, one_wrap, steps, whole  # isort: skip
 
@@ -90,10 +90,6 @@ def test_mixed_precision_computes_in_a_smaller_type_and_keeps_the_parameters(wor
     for rank in run_ranks(workers, run):
         for mine, theirs in zip(rank, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-def torch_version():
-    return tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def test_mixed_precision_is_float16_unless_given():

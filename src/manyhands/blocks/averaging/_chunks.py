@@ -283,8 +283,6 @@ class _EncodedChunk:
     and a mean has its squared length, one float64, in place of the note.
     """
 
-    head = MESSAGE_HEAD  # bytes before the encoded values in what arrives
-
     measured = False
 
     def __init__(self, payload: Payload, start: int, workers: RankGroup) -> None:
@@ -309,11 +307,11 @@ class _EncodedChunk:
         size = self._message_bytes(elements)
         return torch.empty(size, dtype=torch.uint8, device=self.payload.device)
 
-    def _decode(self, rank: int, elements: int) -> Tensor:
-        """Return the values of the message that came from `rank`."""
+    def _decode(self, rank: int, elements: int, head: int = MESSAGE_HEAD) -> Tensor:
+        """Return the values of the message that came from `rank`, which follow its head."""
         codec, dtype = self.payload.codec, self.payload.dtype
         size = codec.size(elements, dtype)
-        data = self._incoming[rank][self.head : self.head + size].to(self.payload.device)
+        data = self._incoming[rank][head : head + size].to(self.payload.device)
         return codec.decode(data, elements, dtype)
 
     def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
@@ -411,7 +409,6 @@ class PairwiseChunk(_EncodedChunk):
             # We keep the decoded mean too, so that all workers write the same rounded values.
             data, self._own = encode_with_residual(self.payload.codec, self._own, residual)
             _write_data(data, self._message)
-        self.head = MEAN_HEAD
         shorter = MESSAGE_HEAD - MEAN_HEAD
         message = self._message[shorter:]
         _write_note([square], message)
@@ -425,7 +422,7 @@ class PairwiseChunk(_EncodedChunk):
             own = rank == self.workers.rank
             square += (self._notes[rank] if own else _read_note(self._incoming[rank], MEAN_HEAD))[0]
             if length:
-                mean = self._own if own else self._decode(rank, length)
+                mean = self._own if own else self._decode(rank, length, MEAN_HEAD)
                 self.payload.write(self.start + self.cuts[rank], mean, result)
         return square
 
@@ -535,8 +532,8 @@ class PatchChunk(SparseChunk):
         self._wait()
         return super().write_mean(result)
 
-    def _decode(self, rank: int, elements: int) -> Tensor:
-        data = self._incoming[rank].to(self.payload.device)
+    def _decode(self, rank: int, elements: int, head: int = 0) -> Tensor:
+        data = self._incoming[rank][head:].to(self.payload.device)
         return self.payload.codec.decode(data, elements, self.payload.dtype)
 
 
